@@ -150,7 +150,7 @@ def test_a_path_that_this_user_may_not_see_is_a_problem() -> None:
         try:
             if os.geteuid() == 0:
                 os.setresuid(65534, 65534, 65534)
-            _probe_directory(options, 0)
+            _probe_directory(options, "/root/kvoffload-unseen/tier")
         except ConfigError as exc:
             code = 0 if "cannot be written to by this user: change the rights of /root." in str(exc) else 2
         finally:

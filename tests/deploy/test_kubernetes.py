@@ -66,7 +66,7 @@ def test_each_path_is_mounted() -> None:
     variables = {each["name"]: each["value"] for each in SERVER["env"] if "value" in each}
     assert variables["KVOFFLOAD_CONFIG"] == f"{mounts['config']}/offload.yaml"
     assert CHECK["command"] == ["kvoffload", "check-config", f"{mounts['config']}/offload.yaml"]
-    assert [tier.directory for tier in parse_tiers(CONFIG.secondary_tiers)] == [mounts["kv"]]
+    assert [tier.directories for tier in parse_tiers(CONFIG.secondary_tiers)] == [(mounts["kv"],)]
     assert mounts["shm"] == "/dev/shm"
 
 

@@ -103,8 +103,12 @@ def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, probl
                 _check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
             if isinstance(options, SealedOptions):
                 options.read_keys()
-            if options.directory is not None:
-                _probe_directory(options, config.cpu_bytes)
+            if options.directories:
+                for directory in options.directories:
+                    _probe_directory(options, directory)
+                if isinstance(options, DiskOptions):
+                    options.check_place(config.cpu_bytes)
+                _probe_quota(options)
             elif isinstance(options, RemoteOptions):
                 _probe_remote(options, block_bytes or 1 << 20, connect)
 
@@ -118,26 +122,34 @@ def _check_unit(name: str, size_bytes: int) -> None:
         )
 
 
-def _probe_directory(options: StoreOptions, cpu_bytes: int) -> None:
-    """Raises ``ConfigError`` if this user could not write to the tier's directory, or could not make it, or if it is
-    memory of which there is too little beside ``cpu_bytes``."""
-    directory = Path(str(options.directory))
-    # ``Path.exists`` raises where this user may not look, and does not see a link that leads nowhere.
-    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
-    where = f"path of the {options.label!r} tier, {directory},"
+def _probe_directory(options: StoreOptions, path: str) -> None:
+    """Raises ``ConfigError`` if this user could not write to one of the tier's directories, or could not make it."""
+    existing = _existing(path)
+    where = f"path of the {options.label!r} tier, {path},"
     if not os.path.isdir(existing):
         kind = "a file" if os.path.exists(existing) else "a link that leads nowhere"
         raise ConfigError(f"{where} is not a directory: {existing} is {kind}.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{where} cannot be written to by this user: change the rights of {existing}.")
-    if isinstance(options, DiskOptions):
-        options.check_place(cpu_bytes)
-    free = shutil.disk_usage(existing).total
-    if options.bound_bytes is not None and options.bound_bytes > free:
-        raise ConfigError(
-            f"max_bytes of the {options.label!r} tier is {format_bytes(options.bound_bytes)}, and the disk of "
-            f"{existing} has {format_bytes(free)} in all; lower it."
-        )
+
+
+def _probe_quota(options: StoreOptions) -> None:
+    """Raises ``ConfigError`` if the tier's disks are smaller than it."""
+    disks = options.each_disk() if isinstance(options, DiskOptions) else [options]
+    for disk in disks:
+        existing = _existing(disk.directories[0])
+        size_bytes = shutil.disk_usage(existing).total
+        if disk.bound_bytes is not None and disk.bound_bytes > size_bytes:
+            raise ConfigError(
+                f"max_bytes of the {options.label!r} tier is {format_bytes(disk.bound_bytes)}, and the disk of "
+                f"{existing} has {format_bytes(size_bytes)} in all; lower it."
+            )
+
+
+def _existing(path: str) -> Path:
+    """``path``, or the next one above it that is there."""
+    # ``Path.exists`` raises where this user may not look, and does not see a link that leads nowhere.
+    return next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
 
 
 def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> None:

@@ -42,10 +42,15 @@ class CircuitBreaker:
         state = "closed" if self.is_closed else "probing" if self._is_probing else "open"
         return f"CircuitBreaker({self.name!r}, {state}, failures={self.failures})"
 
+    @property
+    def is_probe_due(self) -> bool:
+        """The breaker is open, and ``begin_probe`` would be true."""
+        return not self.is_closed and not self._is_probing and self._clock() >= self._next_probe_s
+
     def begin_probe(self) -> bool:
         """Whether the breaker is open and a probe is due. If so, the caller makes one, and records its end or cancels
         it. Until then no other is due."""
-        if self.is_closed or self._is_probing or self._clock() < self._next_probe_s:
+        if not self.is_probe_due:
             return False
         self._is_probing = True
         return True

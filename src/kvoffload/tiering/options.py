@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
+import shutil
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,6 +39,7 @@ from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directories_of, directory_of
 from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers
 from kvoffload.tiering.stores.secrets import Keys, Secret, check_keys, read_keys, read_secret
+from kvoffload.tiering.stores.striped import Striped
 from kvoffload.tiering.stores.wrappers import Rotating
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
@@ -61,6 +64,8 @@ _FASTEST = 10**15
 """Bytes in a second that are more than any link moves."""
 
 _UNLIMITED = "unlimited"
+
+_BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESHUTDOWN, errno.EUCLEAN, errno.ENOTCONN)
 
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
@@ -131,14 +136,14 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         return min(parse_bytes(self.read_bytes_per_s, f"read_bytes_per_s of the {self.type!r} tier"), _FASTEST)
 
     @property
-    def directory(self) -> str | None:
-        """The directory in which the blocks lie, which no two tiers share; ``None``: not in a directory."""
-        return None
+    def directories(self) -> tuple[str, ...]:
+        """The directories in which the blocks lie, of which no two tiers share one; none: not in directories."""
+        return ()
 
     @property
     def place(self) -> str:
         """Where the blocks lie, for people to read. Without credentials."""
-        return self.directory or ""
+        return ", ".join(self.directories)
 
     @property
     def quota(self) -> str:
@@ -268,10 +273,6 @@ class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
 
     locality: ClassVar[str | None] = "LOCAL"
 
-    path: str
-    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
-    missing."""
-    max_bytes: int | str | None = None
     durability: Literal["none", "fsync"] = "none"
     """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
     recent blocks, which are then misses."""
@@ -280,22 +281,23 @@ class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
 
     @property
     def directory(self) -> str:
-        return os.path.expanduser(self.path)
-
-    @property
-    def bound_bytes(self) -> int | None:
-        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
+        """The only one of ``directories``."""
+        (directory,) = self.directories
+        return directory
 
     def check(self, block_bytes: int | None = None) -> None:
         SealedOptions.check(self, block_bytes)
-        if not self.path:
-            raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
-        if self.directory.startswith("~"):
-            raise ConfigError(f"path of the {self.type!r} tier names the home of a user who is not known: {self.path}.")
-        if not os.path.isabs(self.directory):
-            raise ConfigError(
-                f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {self.path!r}."
-            )
+        for directory in self.directories:
+            if not directory:
+                raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
+            if directory.startswith("~"):
+                raise ConfigError(
+                    f"path of the {self.type!r} tier names the home of a user who is not known: {directory}."
+                )
+            if not os.path.isabs(directory):
+                raise ConfigError(
+                    f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {directory!r}."
+                )
         max_bytes = self.bound_bytes
         if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
             raise ConfigError(
@@ -323,23 +325,88 @@ class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
 class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which several servers of one
     host may share, but not several hosts. On a memory file system, such as ``/dev/shm``, it is a pool that the engines
-    of a machine share."""
+    of a machine share.
 
-    max_bytes: int | str | None = None
-    """Quota on all that is below ``path``; then the blocks that were used least recently are written over. Required on
-    a memory file system. Default: all but a tenth of the disk."""
+    ``{"type": "disk", "path": ["/mnt/nvme0/kv", "/mnt/nvme1/kv"], "max_bytes": "400GiB"}``: several disks. Each block
+    lies on one of them, and a disk that fails costs the blocks that it has."""
+
+    path: str | list[str]
+    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
+    missing. A list has a directory on each of several disks, in any order."""
+    max_bytes: int | str | list[int | str] | None = None
+    """Quota on all that is below ``path``; then the blocks that were used least recently are written over. Of several
+    disks together, each by its size, or in a list for each of them. Required on a memory file system. Default: all but
+    a tenth of the disk."""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return tuple(os.path.expanduser(path) for path in ([self.path] if isinstance(self.path, str) else self.path))
+
+    @property
+    def bound_bytes(self) -> int | None:
+        if isinstance(self.max_bytes, list):
+            return sum(parse_bytes(size, f"max_bytes of the {self.type!r} tier") for size in self.max_bytes)
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
+
+    def check(self, block_bytes: int | None = None) -> None:
+        if not self.directories:
+            raise ConfigError(f"path of the {self.type!r} tier is an empty list; name a directory.")
+        if isinstance(self.max_bytes, list) and len(self.max_bytes) != len(self.directories):
+            raise ConfigError(
+                f"max_bytes of the {self.type!r} tier has {len(self.max_bytes)} sizes for {len(self.directories)} "
+                "paths; give one for each, or one for all of them together."
+            )
+        _DirectoryOptions.check(self, block_bytes)
+        for one, other in itertools.combinations(self.directories, 2):
+            _check_directories(one, other, f"Two paths of the {self.type!r} tier have")
+
+    def each_disk(self) -> list[DiskOptions]:
+        """The same for each of its disks alone. A quota for all is shared out by the sizes of their file systems."""
+        paths, quotas = self.directories, list[int | str | None]()
+        if isinstance(self.max_bytes, list):
+            quotas += self.max_bytes
+        elif len(paths) == 1 or self.bound_bytes is None:
+            quotas += [self.max_bytes] * len(paths)
+        else:
+            sizes = [shutil.disk_usage(_existing(path)).total for path in paths]
+            quotas += [self.bound_bytes * size // max(sum(sizes), 1) for size in sizes]
+        return [
+            msgspec.structs.replace(self, path=path, max_bytes=quota) for path, quota in zip(paths, quotas, strict=True)
+        ]
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        if len(disks := self.each_disk()) == 1:
+            return _DirectoryOptions.open_store(disks[0], block_bytes, namespace)
+        stores, failure = list[BlockStore](), None
+        try:
+            for disk in disks:
+                disk.check(block_bytes)
+                try:
+                    stores.append(_DirectoryOptions.open_store(disk, block_bytes, namespace))
+                except (ConfigError, OSError) as exc:
+                    if not _is_broken(exc):
+                        raise
+                    failure = exc
+                    logger.warning("tier %r goes on without %s until a restart: %s", self.label, disk.directory, exc)
+        except BaseException:
+            for store in stores:
+                store.close()
+            raise
+        if failure is not None and not stores:
+            raise failure
+        return Striped(stores, self.threads)
 
     def check_place(self, beside_bytes: int = 0) -> None:
         """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
         of something else, or ``max_bytes`` is not given."""
-        place = os.path.abspath(self.directory)
-        existing = next(path for path in (Path(place), *Path(place).parents) if path.exists())
-        if self.max_bytes is None and (kind := memory_file_system(existing)) is not None:
-            raise ConfigError(
-                f"path of the {self.label!r} tier, {self.directory}, is memory ({kind}): give max_bytes, which is for "
-                "all engines with this path together."
-            )
-        check_memory(place, self.bound_bytes, beside_bytes)
+        for disk in self.each_disk():
+            place = os.path.abspath(disk.directory)
+            if disk.max_bytes is None and (kind := memory_file_system(_existing(place))) is not None:
+                raise ConfigError(
+                    f"path of the {self.label!r} tier, {place}, is memory ({kind}): give max_bytes, which is for "
+                    "all engines with this path together."
+                )
+            check_memory(place, disk.bound_bytes, beside_bytes)
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         self.check_place()
@@ -355,16 +422,21 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
 
     @property
     def quota(self) -> str:
-        return "all but a tenth of the disk" if self.max_bytes is None else super().quota
+        if self.max_bytes is None:
+            return "all but a tenth of the disk" if len(self.directories) == 1 else "all but a tenth of each disk"
+        return super().quota
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
-        return SlabFormat("", block_bytes).slab_bytes(2)
+        return len(self.directories) * SlabFormat("", block_bytes).slab_bytes(2)
 
 
 class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with
     one file per block. On a local disk ``disk`` is faster."""
 
+    path: str
+    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
+    missing."""
     max_bytes: int | str | None = None
     """Quota on all files below ``path``, which holds within a tenth; the oldest blocks are deleted. Give all hosts the
     same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""
@@ -376,6 +448,10 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
                 f"max_bytes of the {self.type!r} tier is missing: give a quota for all hosts together, for example "
                 f"'200GiB', or {_UNLIMITED!r}."
             )
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return (os.path.expanduser(self.path),)
 
     @property
     def bound_bytes(self) -> int | None:
@@ -491,18 +567,36 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
 
 def _check_apart(one: StoreOptions, other: StoreOptions) -> None:
     """Raises ``ConfigError`` if the two tiers would keep their blocks in the same place."""
-    if one.directory is not None and other.directory is not None:
-        outer, inner = sorted((os.path.realpath(one.directory), os.path.realpath(other.directory)))
-        if os.path.commonpath((outer, inner)) == outer:
-            raise ConfigError(
-                f"Two secondary tiers have the directory {outer}; give each one of its own, or drop one."
-                if inner == outer
-                else f"A secondary tier's directory {inner} is inside of another's, {outer}; move one of them."
-            )
+    if one.directories and other.directories:
+        for pair in itertools.product(one.directories, other.directories):
+            _check_directories(*pair, "Two secondary tiers have")
     elif one.is_persistent and type(one) is type(other):
         own = (name for name in one.__struct_fields__ if name not in StoreOptions.__struct_fields__)
         if all(getattr(one, name) == getattr(other, name) for name in own):
             raise ConfigError(f"Two secondary tiers of type {one.type!r} are the same store; drop one of them.")
+
+
+def _check_directories(one: str, other: str, what: str) -> None:
+    """Raises ``ConfigError`` if one is the other, or in it."""
+    outer, inner = sorted((os.path.realpath(one), os.path.realpath(other)))
+    if inner == outer:
+        raise ConfigError(f"{what} the directory {outer}; give each one of its own, or drop one.")
+    if os.path.commonpath((outer, inner)) == outer:
+        raise ConfigError(f"{what} directories of which {inner} is inside of another's, {outer}; move one of them.")
+
+
+def _existing(path: str) -> str:
+    """``path``, or the next directory above it that is there."""
+    return str(next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists()))
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    """Whether a disk is to blame, and nobody's configuration."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _BROKEN:
+            return True
+        error = error.__cause__
+    return False
 
 
 def build_tier(

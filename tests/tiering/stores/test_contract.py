@@ -23,6 +23,7 @@ from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.seal import EncryptionKey, seal_bytes_of
+from kvoffload.tiering.stores.striped import Striped
 from kvoffload.tiering.stores.wrappers import Checksummed, Rotating, StoreWrapper
 
 ENCRYPTION = EncryptionKey(b"the fleet's encryption key")
@@ -171,6 +172,37 @@ class TestRotatingFiles(TestFileSystemStore):
         rotating = Rotating(newer, [older])
         rotating.write = older.write  # type: ignore[method-assign]
         return rotating
+
+
+class TestStripedDisks(TestDiskStore):
+    def make_store(self, directory: Path) -> BlockStore:
+        return Striped([DiskStore(directory / str(number), self.block_bytes, max_bytes=1 << 22) for number in range(3)])
+
+    def reopen(self, directory: Path) -> BlockStore | None:
+        """With the disks in another order, and one more."""
+        return Striped(
+            [DiskStore(directory / str(number), self.block_bytes, max_bytes=1 << 22) for number in (2, 3, 0, 1)]
+        )
+
+
+class TestStripedDisksEncrypted(TestDiskStoreEncrypted):
+    """Each with an older key too."""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        def rotating(root: Path) -> BlockStore:
+            stores = [
+                DiskStore(root, self.block_bytes, max_bytes=1 << 22, secret=secret) for secret in (ENCRYPTION, SECRET)
+            ]
+            return Rotating(stores[0], stores[1:])
+
+        return Striped([rotating(directory / str(number)) for number in range(2)])
+
+
+class TestStripedMemory(BlockStoreContract):
+    """Of stores that do not know their keys."""
+
+    def make_store(self, directory: Path) -> BlockStore:
+        return Striped([MemoryStore(self.block_bytes) for _ in range(2)])
 
 
 class TestDiskStoreDurable(TestDiskStore):

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several stores as one: a disk each. One that fails, fills up, hangs or vanishes costs its own blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import StoreError
+from kvoffload.tiering.circuit_breaker import CircuitBreaker
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+
+__all__ = ["Striped"]
+
+_log = logging.getLogger(__name__)
+
+_STALL_S = 2.0
+"""A disk with a call that takes longer gets no other until it ends."""
+_FULL_SHARE = 16
+"""A disk that is full gets new blocks as if one in this many of its bytes were free: it writes over its oldest ones."""
+_MOST_CREDIT = 1024
+"""Blocks that a disk may have missed, for instance as it was busy, and gets before the others."""
+
+T = TypeVar("T")
+
+
+class Striped(BlockStore):
+    """Blocks over several ``stores``, each on a disk of its own, which it owns from here on.
+
+    New blocks of a call go to one disk: the one whose turn it is by free room, so that disks of equal age fill up and
+    turn over together, and a new one catches up. A call reads from each disk what it has.
+
+    A disk whose calls keep failing, or of which one hangs, is *out*: its blocks are absent and it gets no new ones,
+    until a call succeeds that is tried now and then. Calls raise ``StoreError`` only if all disks are out. No disk has
+    half of the ``threads`` for reads, or of those for writes, at once, so that one that hangs does not stop the tier.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[BlockStore],
+        threads: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # One more than all of them have in flight: of two disks neither may have half of the threads.
+        self.requests_in_flight = threads or sum(store.requests_in_flight for store in stores) + 1
+        self.batch_blocks = min((store.batch_blocks for store in stores if store.batch_blocks), default=None)
+        rescans = [store.rescan_s for store in stores if store.rescan_s is not None]
+        self.rescan_s = min(rescans, default=None)
+        most_calls = max(1, (self.requests_in_flight - 1) // 2)
+        self._disks = [_Disk(store, most_calls, clock) for store in stores]
+        self._lock = threading.Lock()
+        if all(store.resident is not None for store in stores):
+            self.resident = _FoundKeys(self._disks)
+
+    def __repr__(self) -> str:
+        return f"Striped({', '.join(repr(disk.store) for disk in self._disks)})"
+
+    # ------------------------------------------------------------------------------------------------ BlockStore
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        answers = [False] * len(keys)
+        for disk in self._disks:
+            if disk.reads.is_fit:
+                for at in disk.find(keys, [at for at, found in enumerate(answers) if not found]):
+                    answers[at] = True
+        return answers
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        answers, left = [False] * len(keys), list(range(len(keys)))
+
+        def write(disk: _Disk, some: Sequence[int]) -> bool:
+            outcome = disk.writes.call(lambda: disk.store.write([keys[at] for at in some], [blocks[at] for at in some]))
+            for at, is_good in zip(some, outcome or (), strict=False):
+                answers[at] = is_good
+            return outcome is not None
+
+        for disk in self._disks:
+            if disk.writes.is_fit and (found := disk.find(keys, left)):
+                write(disk, found)  # which is a use of these
+                left = [at for at in left if not answers[at]]
+        tried = list[_Disk]()
+        while left and (next_disk := self._next_disk(len(left), tried)) is not None:
+            tried.append(next_disk)
+            if write(next_disk, left):
+                break  # what it did not take it had no room for
+        self._raise_if_all_out(answers, [disk.writes for disk in self._disks])
+        return answers
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        answers = [False] * len(keys)
+        # Those with the fewest calls first, so that threads with blocks on the same disks do not all begin with one.
+        for disk in sorted(self._disks, key=lambda disk: disk.reads.num_calls):
+            if disk.reads.is_fit:
+                some = disk.find(keys, [at for at, is_good in enumerate(answers) if not is_good])
+                if not some:
+                    continue
+                names, into = [keys[at] for at in some], [blocks[at] for at in some]
+                outcome = disk.reads.call(partial(disk.store.read_into, names, into))
+                for at, is_good in zip(some, outcome or (), strict=False):
+                    answers[at] = is_good
+        self._raise_if_all_out(answers, [disk.reads for disk in self._disks])
+        return answers
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        for disk in self._disks:
+            if found := disk.find(keys, range(len(keys))):
+                disk.writes.call(partial(disk.store.discard, [keys[at] for at in found]))
+
+    def close(self) -> None:
+        closing = [
+            threading.Thread(target=disk.close, name="kvoffload-disk-close", daemon=True) for disk in self._disks
+        ]
+        for thread in closing:  # one that hangs keeps none of the others from being closed
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        for position, disk in enumerate(self._disks):
+            with suppress(StoreError, OSError):
+                for keys in disk.store.scan():
+                    left = list(range(len(keys)))
+                    for other in self._disks[:position]:  # each key comes once
+                        found = set(other.find(keys, left))
+                        left = [at for at in left if at not in found]
+                    yield [keys[at] for at in left]
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        for disk in self._disks:
+            with suppress(StoreError, OSError):
+                disk.store.touch(keys)
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        lost = {key: cause for disk in self._disks for key, cause in disk.store.take_lost().items()}
+        if self.resident is None or not lost:
+            return lost
+        return {key: cause for key, cause in lost.items() if key not in self.resident}
+
+    def stats(self) -> StoreStats:
+        each = [disk.store.stats() for disk in self._disks]
+        return StoreStats(
+            _sum([stats.used_bytes for stats in each]),
+            sum(stats.corrupt_blocks for stats in each),
+            sum(stats.evicted_blocks for stats in each),
+            _sum([stats.max_bytes for stats in each]),
+            _sum([stats.free_bytes for stats in each]),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- helpers
+
+    def _next_disk(self, count: int, tried: Collection[_Disk]) -> _Disk | None:
+        """Which disk gets ``count`` new blocks; ``None``: none can. Prefers one that is free for a call."""
+        fit = [disk for disk in self._disks if disk not in tried and disk.writes.is_fit]
+        if not fit:
+            return None
+        wanted = [disk.wanted_bytes() for disk in fit]
+        with self._lock:
+            for disk, num_bytes in zip(fit, wanted, strict=True):
+                disk.credit = min(disk.credit + count * num_bytes / sum(wanted), _MOST_CREDIT)
+            chosen = max(fit, key=lambda disk: (disk.writes.is_free, disk.credit))
+            chosen.credit -= count
+        return chosen
+
+    @staticmethod
+    def _raise_if_all_out(answers: Sequence[bool], calls: Sequence[_Calls]) -> None:
+        if answers and not any(answers) and not any(each.is_fit for each in calls):
+            raise StoreError(f"All {len(calls)} disks are out. {next((each.why for each in calls if each.why), '')}")
+
+
+class _Disk:
+    """A store, and how its calls went."""
+
+    def __init__(self, store: BlockStore, most_calls: int, clock: Callable[[], float]) -> None:
+        self.store = store
+        self.reads = _Calls(f"Reading from {store!r}", most_calls, clock)
+        self.writes = _Calls(f"Writing to {store!r}", most_calls, clock)
+        self.credit = 0.0
+        """How many new blocks it should have had, beyond those that it got. ``Striped`` has a lock for it."""
+
+    def find(self, keys: Sequence[OffloadKey], asked: Sequence[int]) -> list[int]:
+        """Which of ``asked`` it has."""
+        if not asked:
+            return []
+        ask = partial(self.store.contains, [keys[at] for at in asked])
+        here = self.reads.call(ask) if self.store.resident is None else ask()
+        return [at for at, is_here in zip(asked, here or (), strict=False) if is_here]
+
+    def wanted_bytes(self) -> float:
+        """How much of what is new it should get, beside the others."""
+        stats = self.store.stats()
+        rooms = [] if stats.max_bytes is None else [stats.max_bytes - (stats.used_bytes or 0)]
+        rooms += [] if stats.free_bytes is None else [stats.free_bytes]
+        room = max(0, min(rooms, default=1))
+        return room + (room + (stats.used_bytes or 0)) / _FULL_SHARE + 1
+
+    def close(self) -> None:
+        try:
+            self.store.close()
+        except Exception as exc:  # noqa: BLE001 - in a thread of its own, where nothing else would report it
+            _log.warning("%r failed to close: %s", self.store, exc)
+
+
+class _Calls:
+    """The calls of one kind on a disk: at most ``most`` at once, and none while it is out."""
+
+    def __init__(self, name: str, most: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._free = threading.Semaphore(most)
+        self._most = most
+        self._lock = threading.Lock()
+        self._breaker = CircuitBreaker(name, clock=clock)
+        self._running: dict[object, float] = {}
+        """When each call began, oldest first."""
+        self._oldest_s: float | None = None
+        self.num_calls = 0
+        self.why = ""
+        """The last failure, for people."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a call would begin at once."""
+        return self.num_calls < self._most
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether the disk is not out, or is to be tried again now."""
+        oldest_s = self._oldest_s
+        is_stalled = oldest_s is not None and self._clock() - oldest_s >= _STALL_S
+        return not is_stalled and (self._breaker.is_closed or self._breaker.is_probe_due)
+
+    def call(self, call: Callable[[], T]) -> T | None:
+        """What ``call`` returns; ``None`` if it failed, or if the disk is out."""
+        if not self._begin():
+            return None
+        token = object()
+        error: BaseException | None = None
+        with self._lock:
+            self._running[token] = self._clock()
+            self._note_running()
+        try:
+            return call()
+        except BaseException as exc:
+            error = exc
+            if isinstance(exc, StoreError | OSError):
+                return None
+            raise
+        finally:
+            with self._lock:
+                del self._running[token]
+                self._note_running()
+                self._record(error)
+            self._free.release()
+
+    def _begin(self) -> bool:
+        if not self._free.acquire(timeout=_STALL_S):
+            self.why = f"{self._breaker.name}: its calls hang."
+            return False
+        with self._lock:
+            if self._breaker.is_closed or self._breaker.begin_probe():
+                return True
+        self._free.release()
+        return False
+
+    def _note_running(self) -> None:
+        self.num_calls = len(self._running)
+        self._oldest_s = next(iter(self._running.values()), None)
+
+    def _record(self, error: BaseException | None) -> None:
+        name = self._breaker.name
+        if error is None:
+            if self._breaker.failures and self._breaker.record_success():
+                _log.warning("%s works again.", name)
+            return
+        self.why = str(error)
+        if self._breaker.record_failure():
+            _log.warning("%s fails; the tier goes on without that disk until it works again: %s", name, error)
+
+
+class _FoundKeys(Collection[OffloadKey]):
+    """The keys of all disks that are not out. One that two disks have is counted twice."""
+
+    def __init__(self, disks: Sequence[_Disk]) -> None:
+        self._disks = disks
+
+    def __contains__(self, key: object) -> bool:
+        return any(disk.reads.is_fit and key in keys for disk, keys in self._parts())
+
+    def __len__(self) -> int:
+        return sum(len(keys) for disk, keys in self._parts() if disk.reads.is_fit)
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return (key for disk, keys in self._parts() if disk.reads.is_fit for key in keys)
+
+    def _parts(self) -> Iterator[tuple[_Disk, Collection[OffloadKey]]]:
+        return ((disk, disk.store.resident) for disk in self._disks if disk.store.resident is not None)
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
