@@ -16,6 +16,7 @@ BENCHES: tuple[str, ...] = (
     "disk_store",
     "slab_eviction",
     "slab_locks",
+    "several_disks",
     "fs_store",
     "scan",
     "single_blocks",
