@@ -30,6 +30,7 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     are packed alike whatever the host."""
     monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
     monkeypatch.setattr(identity, "cpu_build", lambda: "a build")
+    monkeypatch.setattr(identity, "platform", lambda: "a platform")
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)

@@ -49,7 +49,7 @@ NAMED = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [DISK], "weights_version
 UNNAMED = {name: value for name, value in NAMED.items() if name != "weights_version"}
 
 
-PACKING, BUILD = identity.cpu_packing, identity.cpu_build
+PACKING, BUILD, PLATFORM = identity.cpu_packing, identity.cpu_build, identity.platform
 
 
 @pytest.fixture(autouse=True)
@@ -469,6 +469,30 @@ def test_hosts_that_pack_keys_otherwise_are_apart(monkeypatch: pytest.MonkeyPatc
         names[isa] = PLAIN.namespace(), engine(device_config__device_type="cuda").namespace()
     assert names["amx"][0] != names["vec"][0]
     assert names["amx"][1] == names["vec"][1], "GPUs pack keys alike"
+
+
+def test_gpus_whose_numbers_or_makers_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls all of them ``cuda``. On MI300, ``fp8`` has another bias than on MI350 and NVIDIA's."""
+    monkeypatch.setattr(identity, "platform", PLATFORM)
+    gpu = engine(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+    names = []
+    for name, arch, dtype in (
+        ("cuda", None, torch.float8_e4m3fn),
+        ("rocm", "gfx942:sramecc+:xnack-", torch.float8_e4m3fnuz),
+        ("rocm", "gfx942", torch.float8_e4m3fnuz),
+        ("rocm", "gfx950", torch.float8_e4m3fn),
+    ):
+        platforms, rocm = ModuleType("vllm.platforms"), ModuleType("vllm.platforms.rocm")
+        device = SimpleNamespace(device_name=name, fp8_dtype=lambda dtype=dtype: dtype)
+        platforms.current_platform, rocm._GCN_ARCH = device, arch  # type: ignore[attr-defined]
+        for module in (ModuleType("vllm"), platforms, rocm):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        names.append(gpu.namespace())
+    assert names[1] == names[2]
+    assert len(set(names)) == 3
+    del device.fp8_dtype
+    with pytest.raises(ConfigError, match=r"platform is not known.*'disk'.*leave out"):
+        gpu.namespace()
 
 
 def test_builds_of_compiled_attention_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

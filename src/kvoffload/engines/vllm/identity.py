@@ -84,7 +84,7 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
     model, drafter = vllm_config.model_config, drafter_with_kv(vllm_config)
     facts = {"limit": _limit(model)} | environment()
     try:
-        facts |= {"plugins": plugins(), "class": _class_of(model)}
+        facts |= {"plugins": plugins(), "class": _class_of(model), "platform": platform()}
         if drafter is not None:
             draft = drafter.draft_model_config
             facts["speculative_config.class"] = _class_of(draft)
@@ -146,6 +146,22 @@ def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[
         if vllm_config.device_config.device_type == "cpu" and hasattr(spec, "head_size"):
             facts[f"group {index} on this CPU"] = cpu_packing(vllm_config, spec)
     return facts
+
+
+def platform() -> str:
+    """The maker of the device, and what ``fp8`` is there. To vLLM's configuration AMD's GPUs are ``cuda`` as well; some
+    compute with numbers of eight bits of their own, and their generation chooses how attention packs keys."""
+    try:
+        from vllm.platforms import current_platform as device
+
+        name = device.device_name
+        if name == "rocm":
+            from vllm.platforms.rocm import _GCN_ARCH
+
+            name += " " + _GCN_ARCH.partition(":")[0]
+        return f"{name} {device.fp8_dtype()}"
+    except Exception as exc:  # one of AMD's facts is private, and platforms of others may lack what vLLM's own have
+        raise UnclearError(f"platform is not known ({exc!r})") from exc
 
 
 def cpu_packing(vllm_config: Any, spec: Any) -> str:
