@@ -168,6 +168,7 @@ def vllm_config(**changes: Any) -> Any:
         **stubs | others,
         model_config=model_config(2),
         scheduler_config=scheduler,
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         use_v2_model_runner=False,
     )
     for path, value in changes.items():

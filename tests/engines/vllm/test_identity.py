@@ -392,7 +392,7 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
     "threads that load": (PLAIN, engine(load_config__safetensors_prefetch_num_threads=1)),
     "batches": (PLAIN, engine(scheduler_config=type(vllm_config().scheduler_config)(async_scheduling=True))),
     "kernels": (PLAIN, engine(kernel_config__enable_jit_warmup=True)),
-    "logs": (PLAIN, engine(observability_config={"kv_cache_metrics": True})),
+    "logs": (PLAIN, engine(observability_config__kv_cache_metrics=True)),
     "adapters that are left out": (PLAIN, engine(lora_config=stub("LoRAConfig", lora_dtype="float16"))),
     "adapters that lie elsewhere": (adapters(), adapters(max_cpu_loras=7)),
     "drafts from the prompt": (PLAIN, engine(speculative_config=speculative(method="ngram"))),
