@@ -127,6 +127,17 @@ def test_a_name_that_changes_is_asked_for_at_each_connection(system: NameServer,
     resolver.connect("kv.example", server.port, 60).close()
 
 
+def test_an_address_of_a_family_that_the_host_lacks_leaves_the_others(server: Mute) -> None:
+    resolver = Resolver()
+    lacking = (99, socket.SOCK_STREAM, 6, "", ("::1", server.port, 0, 0))
+    there = socket.getaddrinfo("127.0.0.1", server.port, type=socket.SOCK_STREAM)
+    resolver._resolve = lambda *_: [lacking, *there]  # type: ignore[method-assign]
+    resolver.connect("kv.example", server.port, 60).close()
+    resolver._resolve = lambda *_: [lacking]  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="not supported"):
+        resolver.connect("kv.example", server.port, 60)
+
+
 def test_names_that_are_remembered_are_bounded(
     system: NameServer, server: Mute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

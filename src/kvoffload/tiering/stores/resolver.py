@@ -40,18 +40,13 @@ class Resolver:
         deadline_s = time.monotonic() + timeout_s
         endpoints = self._resolve(host, port, timeout_s)
         for left in reversed(range(len(endpoints))):
-            family, kind, protocol, _, address = endpoints[-1 - left]
-            sock = socket.socket(family, kind, protocol)
+            # Each address gets its share of the time, so that one that drops packets leaves some for the next.
+            share_s = max(0.001, (deadline_s - time.monotonic()) / (left + 1))
             try:
-                # Each address gets its share of the time, so that one that drops packets leaves some for the next.
-                sock.settimeout(max(0.001, (deadline_s - time.monotonic()) / (left + 1)))
-                sock.connect(address)
-            except BaseException as exc:
-                sock.close()
-                if not left or not isinstance(exc, OSError):
+                return _connected(endpoints[-1 - left], share_s)
+            except OSError:  # also of a family that this host lacks, such as IPv6
+                if not left:
                     raise
-            else:
-                return sock
         raise OSError("the name has no address")
 
     def _resolve(self, host: str, port: int, timeout_s: float) -> list[Endpoint]:
@@ -97,6 +92,18 @@ class Resolver:
                 self._known[name] = answer
             elif not _is_passing(answer):
                 self._known.pop(name, None)
+
+
+def _connected(endpoint: Endpoint, timeout_s: float) -> socket.socket:
+    family, kind, protocol, _, address = endpoint
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _is_passing(failure: Exception) -> bool:
