@@ -97,6 +97,33 @@ def test_reads_are_refused_once_too_much_memory_is_in_unknown_hands(
     assert any("restart of the engine" in text for text in texts)
 
 
+def test_memory_that_a_transfer_may_still_write_outlives_its_store(
+    client: LateClient, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retired: list[np.ndarray] = []
+    monkeypatch.setattr(module, "_RETIRED", retired)
+    assert write(store, keys(1, 2)) == [True, True]
+    assert retired == []
+    client.is_late = True
+    with pytest.raises(StoreError):
+        read(store, keys(1, 2))
+    late = [address for write in client._late for address in write.addresses]
+    store.close()
+    assert [row.ctypes.data for row in retired] == late
+
+
+@pytest.mark.parametrize("call", ["seal", "unseal"])
+def test_a_block_that_cannot_be_sealed_or_opened_keeps_no_memory(
+    client: LateClient, store: MooncakeStore, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert write(store, keys(1, 2)) == [True, True]
+    monkeypatch.setattr(store._sealer, call, lambda *_: 1 / 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            read(store, keys(1, 2)) if call == "unseal" else write(store, keys(1, 2))
+    assert client.num_registered == 1
+
+
 @pytest.mark.parametrize("how", ["absent", "the master is mute", "read", "read twice at once", "bad"])
 def test_a_read_whose_end_is_known_gives_its_memory_back(client: LateClient, store: MooncakeStore, how: str) -> None:
     wanted = keys(1, 1) if how == "read twice at once" else keys(1, 2)

@@ -35,6 +35,9 @@ _CONNECT_S = 1.0
 
 Row = npt.NDArray[np.uint8]
 
+_RETIRED: list[Row] = []
+"""What the library may still write, for as long as the process lives: also after its store was closed."""
+
 
 class _Staging:
     """Registered memory, in rows of a block and its seal. Any thread."""
@@ -44,20 +47,23 @@ class _Staging:
         self._lock = threading.Lock()
         self._free: list[Row] = []
         self._memories: list[npt.NDArray[np.uint8]] = []
-        """Of all rows, the retired ones included: the library may write there for as long as the process lives."""
+        """Of all rows, the retired ones included."""
 
     def take(self, count: int) -> list[Row]:
-        """Rows of the caller's own. It gives back those that no transfer can write to any more, and no others. Raises
-        ``StoreError`` if there are too many of the others."""
+        """Rows of the caller's own, until ``end``. Raises ``StoreError`` if too many are retired."""
         with self._lock:
             if len(self._free) < count:
                 self._grow(count)
             rows, self._free = self._free[:count], self._free[count:]
         return rows
 
-    def give_back(self, rows: Iterable[Row]) -> None:
+    def end(self, rows: Sequence[Row], are_over: Iterable[bool]) -> None:
+        """The caller needs ``rows`` no more. Those to which no transfer can write are free; the others, also those that
+        ``are_over`` says nothing of, are retired."""
+        over = [*are_over, *[False] * len(rows)]
         with self._lock:
-            self._free += rows
+            self._free += [row for row, is_over in zip(rows, over) if is_over]
+        _RETIRED.extend(row for row, is_over in zip(rows, over) if not is_over)
 
     def _grow(self, count: int) -> None:
         stride = -(-self._row_bytes // _LINE_BYTES) * _LINE_BYTES
@@ -166,12 +172,12 @@ class MooncakeStore(SharedStore):
     def _write(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
         """The library may read the rows of a failed write later. What it then finds has not the seal of this key."""
         rows = self._staging.take(len(keys))
-        for key, block, row in zip(keys, blocks, rows, strict=True):
-            row.data[: self._block_bytes], row.data[self._block_bytes :] = self._sealer.seal(key, block)
         try:
+            for key, block, row in zip(keys, blocks, rows, strict=True):
+                row.data[: self._block_bytes], row.data[self._block_bytes :] = self._sealer.seal(key, block)
             return [int(code) for code in client.batch_put_from_multi_buffers(*self._arguments(keys, rows))]
         finally:
-            self._staging.give_back(rows)
+            self._staging.end(rows, [True] * len(rows))
 
     def _read(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
         # Asked first, so that a master that does not answer costs no memory. The library fills one memory per key.
@@ -180,22 +186,25 @@ class MooncakeStore(SharedStore):
         here = [key for key in wanted if found[key] == 1]
         ends = {key: _ABSENT if code >= 0 else int(code) for key, code in found.items()}
         rows = self._staging.take(len(here))
-        codes = client.batch_get_into_multi_buffers(*self._arguments(here, rows)) if here else []
+        codes: list[int] = []
         bad = []
-        for key, row, code in zip(here, rows, codes, strict=True):
-            ends[key] = int(code)
-            stored, seal = row.data[: self._block_bytes], row.data[self._block_bytes :]
-            # A value that is shorter than its memory is a success to the library.
-            if code == row.nbytes and self._sealer.unseal(seal, key, stored, wanted[key]):
-                ends[key] = 0
-            elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
-                bad.append(key)
-                ends[key] = _ABSENT
+        try:
+            if here:
+                codes += map(int, client.batch_get_into_multi_buffers(*self._arguments(here, rows)))
+            for key, row, code in zip(here, rows, codes, strict=True):
+                ends[key] = code
+                stored, seal = row.data[: self._block_bytes], row.data[self._block_bytes :]
+                # A value that is shorter than its memory is a success to the library.
+                if code == row.nbytes and self._sealer.unseal(seal, key, stored, wanted[key]):
+                    ends[key] = 0
+                elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
+                    bad.append(key)
+                    ends[key] = _ABSENT
+        finally:
+            self._staging.end(rows, (code >= 0 or code in _NOT_BEGUN for code in codes))
         for key, block in zip(keys, blocks, strict=True):
             if block is not wanted[key] and not ends[key]:
                 block[:] = wanted[key]
-        # What a transfer may still write is retired: nobody is ever given it again.
-        self._staging.give_back(row for row, code in zip(rows, codes, strict=True) if code >= 0 or code in _NOT_BEGUN)
         self._remove_bad(bad)
         return [ends[key] for key in keys]
 
