@@ -40,7 +40,8 @@ class Sources:
     def top_level_names(self, dotted: str) -> set[str]:
         names: set[str] = set()
         body = self.module(dotted).body
-        attempts = [each for node in body if isinstance(node, ast.Try) for each in node.body]
+        # What a module makes when it is asked for it, it declares for checkers of types alone.
+        attempts = [each for node in body if isinstance(node, (ast.Try, ast.If)) for each in node.body]
         for node in (*body, *attempts):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 names.add(node.name)
