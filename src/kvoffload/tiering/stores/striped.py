@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -26,8 +25,6 @@ _FULL_SHARE = 16
 """A disk that is full gets new blocks as if one in this many of its bytes were free: it writes over its oldest ones."""
 _MOST_CREDIT = 1024
 """Blocks that a disk may have missed, for instance as it was busy, and gets before the others."""
-
-T = TypeVar("T")
 
 
 class Striped(BlockStore):
@@ -78,7 +75,7 @@ class Striped(BlockStore):
             outcome = disk.writes.call(lambda: disk.store.write([keys[at] for at in some], [blocks[at] for at in some]))
             for at, is_good in zip(some, outcome or (), strict=False):
                 answers[at] = is_good
-            return outcome is not None
+            return any(outcome or ())
 
         for disk in self._disks:
             if disk.writes.is_fit and (found := disk.find(keys, left)):
@@ -88,7 +85,7 @@ class Striped(BlockStore):
         while left and (next_disk := self._next_disk(len(left), tried)) is not None:
             tried.append(next_disk)
             if write(next_disk, left):
-                break  # what it did not take it had no room for
+                break  # it had no room for the others
         self._raise_if_all_out(answers, [disk.writes for disk in self._disks])
         return answers
 
@@ -234,17 +231,19 @@ class _Calls:
         is_stalled = oldest_s is not None and self._clock() - oldest_s >= _STALL_S
         return not is_stalled and (self._breaker.is_closed or self._breaker.is_probe_due)
 
-    def call(self, call: Callable[[], T]) -> T | None:
+    def call(self, call: Callable[[], list[bool] | None]) -> list[bool] | None:
         """What ``call`` returns; ``None`` if it failed, or if the disk is out."""
         if not self._begin():
             return None
-        token = object()
+        token, is_good = object(), False
         error: BaseException | None = None
         with self._lock:
             self._running[token] = self._clock()
             self._note_running()
         try:
-            return call()
+            result = call()
+            is_good = result is None or any(result)
+            return result
         except BaseException as exc:
             error = exc
             if isinstance(exc, StoreError | OSError):
@@ -254,7 +253,7 @@ class _Calls:
             with self._lock:
                 del self._running[token]
                 self._note_running()
-                self._record(error)
+                self._record(error, is_good)
             self._free.release()
 
     def _begin(self) -> bool:
@@ -271,10 +270,13 @@ class _Calls:
         self.num_calls = len(self._running)
         self._oldest_s = next(iter(self._running.values()), None)
 
-    def _record(self, error: BaseException | None) -> None:
+    def _record(self, error: BaseException | None, is_good: bool) -> None:
+        """``is_good``: something came of it. A call that found or wrote nothing proves nothing."""
         name = self._breaker.name
         if error is None:
-            if self._breaker.failures and self._breaker.record_success():
+            if not is_good:
+                self._breaker.cancel_probe()
+            elif self._breaker.failures and self._breaker.record_success():
                 _log.warning("%s works again.", name)
             return
         self.why = str(error)
