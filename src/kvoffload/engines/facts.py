@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from kvoffload.errors import KVOffloadError
 
-__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "text_of", "unknown_fields"]
+__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "ropes_in", "text_of", "unknown_fields"]
 
 COUNTS = "changes bytes"
 """The reason in a ``Table`` under which the fields stand that count."""
@@ -65,6 +65,20 @@ def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
         elif dataclasses.is_dataclass(value) and not hasattr(value, "to_dict"):
             names += unknown_fields(value, table, f"{prefix}{name}.")
     return names
+
+
+def ropes_in(config: Any, is_rope: bool = False) -> Iterator[Mapping[str, Any]]:
+    """The descriptions of rotary embeddings in a model's configuration, those of its parts and of kinds of layers too:
+    whatever names a ``rope_type``, and the innermost of what has ``rope`` in the name above (``is_rope``)."""
+    if isinstance(config, Mapping):
+        is_innermost = not any(isinstance(each, Mapping) for each in config.values())
+        if "rope_type" in config or (is_rope and ("type" in config or is_innermost)):
+            yield config
+        for name, value in config.items():
+            yield from ropes_in(value, is_rope or "rope" in str(name))
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from ropes_in(value, is_rope)
 
 
 def _reason(kind: type, name: str, table: Table) -> str | None:

@@ -170,6 +170,7 @@ def vllm_config(**changes: Any) -> Any:
         scheduler_config=scheduler,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         use_v2_model_runner=False,
+        instance_id="1",
     )
     for path, value in changes.items():
         part, _, attribute = path.partition("__")

@@ -330,6 +330,15 @@ APART: dict[str, tuple[Engine, Engine]] = {
         Engine(rope("longrope", -1).changes | {"model_config__get_and_verify_max_len": lambda asked, own=own: own})
         for own in (512, 4096)
     ),
+    **{
+        f"LongRoPE {where}": (Engine(model(**config, limit=1024)), Engine(model(**config, limit=4096)))
+        for where, config in {
+            "in a list": {"rope_parameters": [{"rope_type": "default"}, {"rope_type": "longrope"}]},
+            "under another name": {"global_rope_scaling": {"type": "longrope"}},
+            "of the whole model": {"rope_type": "longrope"},
+            "deeper inside": {"rope_parameters": {"layers": {"full": {"type": "longrope"}}}},
+        }.items()
+    },
     "a rope that grows": (rope("dynamic", 1024), rope("dynamic", 4096)),
     "a rope that nobody knows": (rope("invented", 1024), rope("invented", 4096)),
     "factor of a rope": (rope("linear", 1024, factor=2.0), rope("linear", 1024, factor=4.0)),

@@ -306,7 +306,9 @@ def test_groups_windows_and_sizes() -> None:
     assert {group.page_bytes for group in layout.groups} == {3 * PAGE_BYTES}
     assert {group.block_tokens for group in layout.groups} == {16}
     assert layout.hash_block_tokens == 16
-    assert layout.instance_id == "engine"
+    assert layout.instance_id == "engine 1"
+    other = layout_of(vllm_config(instance_id="2"), kv_cache_config(attention()), CONFIG)
+    assert other.instance_id != layout.instance_id, "two engines with one engine_id share no memory"
     assert layout.device_tokens == 9 * 16 // 2, "the groups share ten blocks, one of which is never used"
     no_cache = vllm_config(cache_config__enable_prefix_caching=False)
     assert layout_of(no_cache, kv_cache_config(attention()), CONFIG).device_tokens == 0

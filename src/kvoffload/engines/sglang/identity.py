@@ -11,13 +11,13 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvoffload.engines.facts import COUNTS, UnclearError, facts_of
+from kvoffload.engines.facts import COUNTS, UnclearError, facts_of, ropes_in
 from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
 from kvoffload.engines.variables import counted
@@ -71,7 +71,7 @@ def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
 def architecture_of(config: Mapping[str, Any]) -> str:
     """A hash of the model's configuration, in which SGLang has put the context length as ``context_len``. That counts
     unless all rotary embeddings are known not to depend on it."""
-    ropes = list(_ropes_in(config))
+    ropes = list(ropes_in(config))
     for rope in ropes:
         if _type_of(rope) in ("longrope", "su"):
             _check_long_rope(rope, config)
@@ -86,20 +86,6 @@ def _of_the_model(config: Any) -> Any:
     if isinstance(config, Mapping):
         return {name: _of_the_model(value) for name, value in config.items() if name != "transformers_version"}
     return [_of_the_model(value) for value in config] if isinstance(config, (list, tuple)) else config
-
-
-def _ropes_in(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The descriptions of rotary embeddings, also of a part of the model or a kind of layer."""
-    if isinstance(config, Mapping):
-        for name, value in config.items():
-            if name in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
-                by_layer = [each for each in value.values() if isinstance(each, Mapping)]
-                yield from by_layer or [value]
-            else:
-                yield from _ropes_in(value)
-    elif isinstance(config, (list, tuple)):
-        for value in config:
-            yield from _ropes_in(value)
 
 
 def _type_of(rope: Mapping[str, Any]) -> Any:

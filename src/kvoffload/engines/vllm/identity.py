@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.facts import UnclearError, facts_of, unknown_fields
+from kvoffload.engines.facts import UnclearError, facts_of, ropes_in, unknown_fields
 from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups
@@ -203,7 +203,8 @@ def _limit(model: Any) -> str:
     """The longest request, if KV may depend on it; as it was asked for, since vLLM fits it to memory later."""
     config = model.hf_config.to_dict()
     types = set(_values_of(config, "model_type"))
-    if types.isdisjoint(_LIMITED_MODELS) and set(_rope_types(config)) <= set(_LIMITLESS_ROPE):
+    ropes = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
+    if types.isdisjoint(_LIMITED_MODELS) and ropes <= set(_LIMITLESS_ROPE):
         return ""
     limit = _longest(model)
     if not types.isdisjoint(_LIMITED_MODELS):
@@ -229,12 +230,3 @@ def _values_of(config: Any, name: str) -> Iterator[Any]:
     if isinstance(config, list):
         for part in config:
             yield from _values_of(part, name)
-
-
-def _rope_types(config: Any) -> Iterator[str]:
-    for name in ("rope_parameters", "rope_scaling"):
-        for rope in _values_of(config, name):
-            # Some models have parameters by type of layer.
-            for each in (rope, *(rope.values() if isinstance(rope, Mapping) else ())):
-                if isinstance(each, Mapping):
-                    yield str(each.get("rope_type", each.get("type", "default")))

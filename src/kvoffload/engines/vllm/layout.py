@@ -311,7 +311,8 @@ def layout_of(
     return EngineLayout(
         groups=groups,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
-        instance_id=vllm_config.kv_transfer_config.engine_id,
+        # Users may give two engines one engine_id, whose processes would meet in one memory.
+        instance_id=f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}",
         num_ranks=parallel.world_size,
         rank=rank,
         rank_slice=slice_of(vllm_config, kv_cache_config, rank),

@@ -96,7 +96,7 @@ _ATTRIBUTES = {
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
         "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens "
-        "observability_config ec_transfer_config device_config"
+        "observability_config ec_transfer_config device_config instance_id"
     ),
     ("vllm.config.observability", "ObservabilityConfig"): "otlp_traces_endpoint",
     ("vllm.platforms.interface", "Platform"): "device_name fp8_dtype",
