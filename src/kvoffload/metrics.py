@@ -352,6 +352,13 @@ METRICS: dict[str, Metric] = _table(
         Metric("tier_store_failures", _C, "Blocks that the tier failed to write.", _TIER, ((),)),
         Metric("tier_load_failures", _C, "Blocks that the tier failed to read back.", _TIER, ((),)),
         Metric("tier_corrupt_blocks", _C, "Blocks whose checksum did not match; each counted as a miss.", _TIER, ((),)),
+        Metric(
+            "tier_other_keys",
+            _G,
+            "Keys that this server lacks, and under which others keep blocks of its namespace there: misses.",
+            _TIER,
+            ((),),
+        ),
         Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", _TIER, ((),)),
         Metric("tier_dropped_blocks", _C, "Blocks not written because the tier's backlog was full.", _TIER, ((),)),
         Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", _TIER, ((),)),

@@ -40,7 +40,7 @@ from kvoffload.tiering.stores.root import directories_of, directory_of
 from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers
 from kvoffload.tiering.stores.secrets import Keys, Secret, check_keys, read_keys, read_secret
 from kvoffload.tiering.stores.striped import Striped
-from kvoffload.tiering.stores.wrappers import Rotating
+from kvoffload.tiering.stores.wrappers import OtherKeys, Rotating
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
@@ -307,15 +307,11 @@ class _DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         store = super().open_store(block_bytes, namespace)
         own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
-        if others := sorted(directories_of(self.directory, namespace) - own):
-            logger.warning(
-                "tier %r: %s also has blocks of this namespace under a key that this server does not have, or without "
-                "one, in %s: it does not read them, and they are evicted as they are not used",
-                self.label,
-                self.directory,
-                ", ".join(others),
-            )
-        return store
+        if not (others := sorted(directories_of(self.directory, namespace) - own)):
+            return store
+        noticed = OtherKeys(store, lambda: others, f"tier {self.label!r}: {self.directory}")
+        noticed.look()
+        return noticed
 
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:

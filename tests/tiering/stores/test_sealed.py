@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing import block_of, keys
+from kvoffload.testing.stores import FaultyStore
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, PROBE_AT, TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.stores.seal import EncryptionKey
-from kvoffload.tiering.stores.wrappers import Rotating
+from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys, Rotating
 
 SIZE = 4096
 KEY, OTHER = keys(1, 2)
@@ -136,6 +138,7 @@ def test_keys_are_exchanged_without_an_empty_store(
     store = opened(NEW)
     assert store.contains([KEY, OTHER]) == [False, True]
     assert caplog.text.count("under a key that this server does not have") == 1
+    assert store.stats().other_keys == 1
     store.close()
     store = opened(THIRD)
     assert store.contains([KEY, OTHER]) == [False, False]
@@ -184,6 +187,43 @@ def test_an_old_copy_that_is_evicted_is_not_lost_while_there_is_a_new_one(tmp_pa
     assert rotating.take_lost() == {OTHER: "evicted"}
     assert rotating.stats().used_bytes == SIZE
     rotating.close()
+
+
+def test_a_server_with_a_mistyped_key_finds_out_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Of blocks on a server, whose names say nothing of the keys of others."""
+    inner, mark = MemoryStore(SIZE), MemoryStore(KeyMarker.MARK_BYTES)
+
+    def opened(*ids: str) -> OtherKeys:
+        caplog.clear()
+        return OtherKeys(inner, KeyMarker(mark, ids).look, "tier 'redis'")
+
+    for ids, num_other in (
+        (["old"], 0),  # the first one makes the mark
+        (["mistyped"], 1),
+        (["old"], 0),
+        (["new", "old"], 0),  # and moves it on
+        (["new"], 0),
+        (["old"], 1),
+        (["new"], 0),
+    ):
+        store = opened(*ids)
+        assert store.stats().other_keys == 0, "nothing is asked before a call"
+        for _ in range(3):
+            assert store.contains([KEY]) == [False]
+        assert store.write([KEY], [memoryview(GOOD)]) == [True]
+        store.discard([KEY])
+        assert store.stats().other_keys == num_other
+        assert caplog.text.count("under a key that this server does not have") == num_other
+
+
+def test_a_mark_that_cannot_be_read_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    mark = FaultyStore(MemoryStore(KeyMarker.MARK_BYTES))
+    mark.broken.update(read_into=StoreError("refused"))
+    store = OtherKeys(MemoryStore(SIZE), KeyMarker(mark, ["mine"]).look, "tier 'redis'", [mark])
+    assert store.write([KEY], [memoryview(GOOD)]) == [True]
+    assert store.contains([KEY]) == [True]
+    assert len(mark.calls) == 1
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

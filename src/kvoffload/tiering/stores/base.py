@@ -29,6 +29,8 @@ class StoreStats:
     """Bytes that all blocks may take; ``None``: the store knows no bound."""
     free_bytes: int | None = None
     """What its disk has left for more of them; ``None``: the store does not know."""
+    other_keys: int = 0
+    """Keys that this process does not have, and under which others keep blocks of the same namespace there."""
 
 
 class BlockStore(ABC):

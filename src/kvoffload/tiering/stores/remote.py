@@ -11,7 +11,9 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.secrets import Secret, check_secret
+from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys
 
 __all__ = ["RemoteOptions", "check_age", "check_credentials", "without_credentials"]
 
@@ -58,6 +60,8 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
     """Options of a store that other machines share."""
 
     locality: ClassVar[str | None] = "REMOTE"
+    marks_keys: ClassVar[bool] = True
+    """Beside sealed blocks lies a mark with their key's id, by which a server notices that it has another."""
 
     required: bool = False
     """Refuse to start if the store cannot be used. Otherwise the engine starts, and uses the tier once it works."""
@@ -90,6 +94,14 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
                     f"{name} of the {self.type!r} tier must be positive, and at most {_LONGEST_S:.0f}, "
                     f"not {getattr(self, name)}."
                 )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        store = super().open_store(block_bytes, namespace)
+        own = [secret_id(secret) for secret in self.read_keys()]
+        if not own or not self.marks_keys:
+            return store
+        mark = self._open(KeyMarker.MARK_BYTES, f"{namespace}:{block_bytes}", None)
+        return OtherKeys(store, KeyMarker(mark, own).look, f"tier {self.label!r}: {self.place}", [mark])
 
     def _check_opened(self, store: BlockStore) -> None:
         if self.required:

@@ -147,6 +147,7 @@ class Striped(BlockStore):
             sum(stats.evicted_blocks for stats in each),
             _sum([stats.max_bytes for stats in each]),
             _sum([stats.free_bytes for stats in each]),
+            max(stats.other_keys for stats in each),
         )
 
     # ---------------------------------------------------------------------------------------------------- helpers

@@ -18,6 +18,8 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "mooncake", "master": "host:50051", "metadata": "http://host:8080/metadata"}``. Experimental."""
 
     server_evicts: ClassVar[bool] = True
+    marks_keys: ClassVar[bool] = False
+    """It would take a second client, with memory of its own."""
 
     master: str
     """host:port of the master."""
