@@ -43,16 +43,16 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     cpu_bytes_to_use: int | str
-    """Host memory for the offloaded KV of one engine, all of its ranks together: bytes, or text such as ``"64GiB"``.
-    With data parallelism each engine core takes as much."""
+    """Host memory for the offloaded KV of one engine, all of its ranks together. With data parallelism each engine core
+    takes as much."""
     block_size: int | None = None
-    """Tokens per offloaded block, a multiple of the engine's block size. Larger blocks mean fewer, larger copies and
-    less bookkeeping, but hits in coarser steps. Default: the engine's block size."""
+    """Tokens per offloaded block, a multiple of the engine's block size. Larger blocks mean fewer, larger copies, and
+    hits in coarser steps. Default: the engine's block size."""
     eviction_policy: str = "density"
     """``density``, ``lru``, ``arc``, or another registered cache policy."""
     store_threshold: int = 1
-    """Store a block at the n-th request that asks for it. With 2, prompts that are seen once reach neither host memory
-    nor the tiers; 0 and 1 store it at the first."""
+    """Store a block at the n-th request that asks for it. With 2, prompts that are seen once are not stored; 0 and 1
+    store at the first."""
     max_tracker_size: int = 64_000
     """Keys that the reuse filter counts requests for; used with a ``store_threshold`` of 2 or more."""
     spec_name: str | None = None
@@ -63,8 +63,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     offload_prompt_only: bool = False
     """Do not offload blocks that hold generated tokens."""
     self_describing_kv_events: bool = True
-    """Include token ids and block sizes in the engine's events of stored blocks, where it has events on. Some routers
-    drop events without."""
+    """Include token ids and block sizes in the engine's events of stored blocks. Some routers drop events without."""
     kv_cache_layout: str | None = None
     """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
     vLLM's ``LBHNC``."""
@@ -75,20 +74,19 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
     weights_version: str | dict[str, str] | None = None
-    """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Blocks in
-    ``secondary_tiers`` are found under the name that they were stored under. A reset that reads another name goes on
-    with the blocks of that name. Any other begins an epoch of the engine's own: it finds no older block in any tier,
-    and no other engine or later process finds its blocks. Without a name, samples of the weights' files tell weights
-    apart, until the first reset. Default: none."""
+    """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Tiers keep
+    blocks under that name, and a reset that reads another name goes on with the blocks of that name. Any other reset
+    begins an epoch of the engine's own, which shares no block with others. Without a name, samples of the weights'
+    files tell weights apart, until the first reset. Default: none."""
     adapters_never_change: bool = False
     """No LoRA adapter is ever replaced under its name and path. Without this promise requests with an adapter are
-    computed without kvoffload wherever a tier's blocks outlive the process, since keys have the path alone."""
+    computed without kvoffload where a tier's blocks outlive the process."""
     reset_tiers: bool = True
-    """A reset of the cache is about the tiers too. With false they keep their blocks as long as ``weights_version``
-    stays the same, so that only host memory is reset."""
+    """With false a reset leaves the tiers their blocks as long as ``weights_version`` stays the same, so that only host
+    memory is reset."""
     load_policy: Literal["cost", "always"] = "cost"
-    """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are expected to be loaded faster than they
-    would be computed, as measured while serving; ``"always"``, all."""
+    """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are loaded faster than computed, as measured
+    while serving; ``"always"``, all."""
     prefill_tokens_per_s: float | None = None
     """Prompt tokens that the engine computes in a second, as far as ``load_policy`` knows before it has measured them.
     Default: measured."""
