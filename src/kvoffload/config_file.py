@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffload.errors import ConfigError, MissingExtraError
 
-__all__ = ["ENVIRONMENT", "load_config_file", "with_config_file"]
+__all__ = ["ENVIRONMENT", "load_config_file", "load_wrapped", "with_config_file"]
 
 ENVIRONMENT = "KVOFFLOAD_CONFIG"
 """The environment variable that names the file where the configuration has no ``config_file``."""
@@ -42,12 +42,19 @@ def load_config_file(path: Path) -> dict[str, Any]:
 
     A name that ends in ``.yaml`` or ``.yml`` is YAML, any other JSON. Raises ``ConfigError`` if it cannot be read.
     """
+    return load_wrapped(path)[0]
+
+
+def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``load_config_file``, and what the file has around these keys: arguments of vLLM's own."""
+    wrappers: dict[str, Any] = {}
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
         text = path.read_text(encoding="utf-8")
         found = _yaml(text) if is_yaml else _json(text)
         for wrapper in _WRAPPERS:
             if isinstance(found, dict) and wrapper in found:
+                wrappers |= {str(name): None if name == wrapper else value for name, value in found.items()}
                 found = found[wrapper]
                 if isinstance(found, str):  # vLLM's files have its option as text, too
                     found = _json(found)
@@ -63,7 +70,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'JSON'}{place}.") from exc
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must have a mapping of keys to values, such as cpu_bytes_to_use: 64GiB.")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in found.items()}, wrappers
 
 
 def _json(text: str) -> Any:

@@ -125,6 +125,51 @@ def test_a_socket_is_no_credential(tmp_path: Path, capsys: pytest.CaptureFixture
     assert line["kv_connector_extra_config"]["secondary_tiers"] == [tier]
 
 
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("prefix-caching-hash-algo: xxhash", "prefix-caching-hash-algo to one of sha256"),
+        ("prefix_caching_hash_algo: xxhash_cbor", "prefix-caching-hash-algo to one of sha256"),
+        ("prefix-caching-hash-algo: sha256_cbor", None),
+        ("max-model-len: 4096", None),
+    ],
+)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_arguments_of_vllm_in_the_file_are_refused_as_by_a_server(
+    lines: str, words: str | None, policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"""model: small
+{lines}
+kv-transfer-config:
+  kv_connector: KVOffloadConnector
+  kv_role: kv_both
+  kv_load_failure_policy: {policy}
+  kv_connector_extra_config:
+    cpu_bytes_to_use: 1MiB
+    secondary_tiers: [{{type: disk, path: {tmp_path}/kv, max_bytes: 128Mi}}]
+""")
+    code, out, err = run(capsys, file)
+    refused = [words] if words else []
+    refused += ["kv_load_failure_policy"] if policy == "fail" else []
+    assert code == bool(refused)
+    assert len(err.splitlines()) == len(refused)
+    assert all(each in err for each in refused)
+    if not refused:
+        (told,) = [line for line in out.splitlines() if line.startswith("Not checked")]
+        assert "model" in told and "kv" not in told
+
+
+def test_what_the_plug_in_fills_in_need_not_be_in_a_file_that_the_variable_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"}}))
+    code, out, err = run(capsys, file)
+    assert (code, err) == (0, "")
+    assert "Not checked" not in out
+
+
 def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     file = tmp_path / "c.json"

@@ -16,8 +16,9 @@ import typer
 from kvoffload.cli.kv_size import ModelKV, model_kv
 from kvoffload.cli.output import Json, print_json
 from kvoffload.config import OffloadingConfig
-from kvoffload.config_file import ENVIRONMENT, load_config_file
+from kvoffload.config_file import ENVIRONMENT, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
+from kvoffload.engines.vllm.arguments import check_file
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
 from kvoffload.specs import read_config
 from kvoffload.tiering.options import DiskOptions, SealedOptions, StoreOptions, parse_tiers
@@ -52,7 +53,7 @@ def check_config(
 
     Exit codes: 0, it would be taken; 1, it has problems, each in one line; 2, it cannot be read.
     """
-    values = load_config_file(file)
+    values, wrappers = load_wrapped(file)
     problems = Problems()
     config = None
     try:
@@ -64,8 +65,10 @@ def check_config(
     if model is not None:
         with problems:
             sizes = model_kv(model)
+    unchecked: list[str] = []
     if config is not None:
         _probe(config, sizes, connect, problems)
+        unchecked = check_file(wrappers, config, problems)
     found: tuple[Any, ...] = ()
     try:
         problems.raise_found()
@@ -77,6 +80,8 @@ def check_config(
         print_json({"problems": [*found], **shown, **tiers})
     elif config is not None and not found:
         _show(file, config, sizes, values, connect)
+        if unchecked:
+            print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
     for problem in found if not as_json else ():
         print(f"{file}: {problem}", file=sys.stderr)
     if found:

@@ -13,6 +13,7 @@ from typing import Any
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.config_file import with_config_file
 from kvoffload.cpu.memory_limits import SHM, check_all_engines
+from kvoffload.engines.vllm.arguments import CRYPTOGRAPHIC_HASHES, refuse_hashes, refuse_transfer
 from kvoffload.engines.vllm.identity import identity_of
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
@@ -39,10 +40,6 @@ _KINDS = {
 }
 """vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
 
-_CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
-"""Values of ``--prefix-caching-hash-algo`` under which nobody can make two prefixes with one key. They are the same in
-every process, too."""
-
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Those without KV of their own. To a connector they only mean tokens that are scheduled and may be rejected."""
 
@@ -57,7 +54,8 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     """The user's configuration. Raises ``ConfigError``, with the reason, for an engine that cannot be served correctly,
     whatever its KV cache: vLLM need not load a model to find that out."""
     config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    _refuse_transfer(vllm_config.kv_transfer_config)
+    transfer = vllm_config.kv_transfer_config
+    refuse_transfer(transfer.kv_load_failure_policy, transfer.kv_role)
     _refuse_parallel(vllm_config.parallel_config, config)
     _refuse_sum(config, vllm_config.parallel_config)
     _refuse_stages(vllm_config)
@@ -73,7 +71,7 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
         )
     tier = outliving_tier(config)
     if tier is not None:
-        _refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
+        refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
         _refuse_measured_scales(vllm_config, tier)
         refuse_unnamed_weights(vllm_config, config)
         if config.adapters_never_change and not hashes_have_adapter_paths():
@@ -176,19 +174,6 @@ def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
         )
 
 
-def _refuse_transfer(transfer: Any) -> None:
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config: a failed load is a miss, and with '
-            f"{transfer.kv_load_failure_policy!r} vLLM would fail the request instead."
-        )
-    if transfer.kv_role != "kv_both":
-        raise ConfigError(
-            f'Set "kv_role": "kv_both" in --kv-transfer-config: kvoffload stores and loads, and {transfer.kv_role!r} '
-            "would leave out one of them."
-        )
-
-
 def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
     if parallel.nnodes_within_dp > 1 and config.secondary_tiers:
         raise ConfigError(
@@ -262,15 +247,6 @@ def _unproven_drafter(what: str) -> ConfigError:
     )
 
 
-def _refuse_hashes(algorithm: str, tier: str) -> None:
-    if algorithm not in _CRYPTOGRAPHIC_HASHES:
-        raise ConfigError(
-            f"Two prompts can be made that have one {algorithm!r} hash, and the secondary tier {tier!r} would serve "
-            "the KV of one for the other to all of its readers: set --prefix-caching-hash-algo to one of "
-            f"{', '.join(_CRYPTOGRAPHIC_HASHES)}, or leave out the tier."
-        )
-
-
 def _refuse_measured_scales(vllm_config: Any, tier: str) -> None:
     """Scales that a process measures while it serves: to another one, its KV means something else."""
     images = vllm_config.model_config.multimodal_config
@@ -321,7 +297,7 @@ def layout_of(
         events_enabled=events is not None and events.enable_kv_cache_events,
         traces_enabled=vllm_config.observability_config.otlp_traces_endpoint is not None,
         identity=identity_of(vllm_config, kv_cache_config, config, is_rank_free) if names_blocks else {},
-        hashes_are_stable=vllm_config.cache_config.prefix_caching_hash_algo in _CRYPTOGRAPHIC_HASHES,
+        hashes_are_stable=vllm_config.cache_config.prefix_caching_hash_algo in CRYPTOGRAPHIC_HASHES,
         device_tokens=(
             _device_tokens(kv_cache_config.num_blocks, groups) if vllm_config.cache_config.enable_prefix_caching else 0
         ),
