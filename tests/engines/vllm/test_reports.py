@@ -433,6 +433,9 @@ def test_reports_are_increments_of_counters_and_values_of_gauges() -> None:
     fourth = reporter.report({("hit_tokens",): 8, ("load_jobs", "ok"): 3})
     assert fourth is not None
     assert fourth.counters == {"load_jobs\x1fok": 1}, "a sample that was missing once goes on"
+    fifth = reporter.report({("hit_tokens",): 7, ("load_jobs", "ok"): 4})
+    assert fifth is not None
+    assert fifth.counters == {"load_jobs\x1fok": 1}, "a counter that fell, of a tier of others, is left out"
 
 
 def test_histograms_are_the_same_after_reports_and_at_prometheus() -> None:

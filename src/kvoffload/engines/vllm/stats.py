@@ -41,8 +41,8 @@ class StatsReporter:
         for sample, value in changed.items():
             if _kind(sample[0]) is Kind.GAUGE:
                 stats.gauges[_SEPARATOR.join(sample)] = value
-            else:
-                stats.counters[_SEPARATOR.join(sample)] = value - self._last.get(sample, 0)
+            elif (increment := value - self._last.get(sample, 0)) >= 0:  # Prometheus raises for less
+                stats.counters[_SEPARATOR.join(sample)] = increment
         self._last |= now  # a sample may be missing once, and its counter must not begin anew then
         return stats
 
