@@ -133,6 +133,13 @@ def test_a_secret_is_not_to_be_seen() -> None:
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"encryption.*pip install cryptography"):
+    with pytest.raises(MissingExtraError, match=r"encryption.*pip install 'cryptography>="):
         parse_tier({"type": "disk", "path": "/kv", option: "k" * 32}, 4096)
     assert parse_tier({"type": "disk", "path": "/kv"}, 4096)
+
+
+def test_a_library_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """42.0 raises at each block."""
+    monkeypatch.setattr("cryptography.__version__", "42.0.8")
+    with pytest.raises(MissingExtraError, match=r"pip install 'cryptography>=43' \(cryptography 42.0.8 is too old\)"):
+        parse_tier({"type": "disk", "path": "/kv", "encryption_key": "k" * 32}, 4096)

@@ -38,6 +38,8 @@ __all__ = [
 SEAL_BYTES = 16
 """Of a checksum, and of a message authentication code."""
 _NONCE_BYTES = 12
+_LEAST_CRYPTOGRAPHY = 43
+"""Older ones encrypt into no buffer that is as long as a block."""
 _FORMAT = "2"
 """Of a value in a shared store: the block and then its seal."""
 
@@ -216,6 +218,10 @@ class _Library:
     """The parts of ``cryptography`` that are used here."""
 
     def __init__(self) -> None:
+        from cryptography import __version__ as version
+
+        if int(version.partition(".")[0]) < _LEAST_CRYPTOGRAPHY:
+            raise ImportError(f"cryptography {version} is too old")
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -235,5 +241,6 @@ def _ciphers() -> Any:
         return _Library()
     except ImportError as exc:
         raise MissingExtraError(
-            "seal_key and encryption_key need kvoffload's extra 'encryption': pip install cryptography."
+            "seal_key and encryption_key need kvoffload's extra 'encryption': pip install "
+            f"'cryptography>={_LEAST_CRYPTOGRAPHY}' ({exc})."
         ) from exc
