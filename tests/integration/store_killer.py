@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.files import disk_bytes
+from tests.integration.forks import in_child
 from tests.integration.system_calls import NotPermitted, kill_at
 
 from kvoffload.testing.keys import keys as keys_of
@@ -92,18 +93,6 @@ def tear(root: Path, before: dict[Path, bytes]) -> None:
             os.truncate(path, (len(old) + len(new)) // 2)
         elif new != old:
             path.write_bytes(new[: len(new) // 2] + old[len(new) // 2 :])
-
-
-def in_child(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if not pid:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - a forked child must not run on into its parent's code
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-    return pid
 
 
 def check_root(root: Path, rng: random.Random) -> None:
