@@ -11,12 +11,12 @@ from tests.connector.rig import BT, FULL, Request, SpyManager, key
 
 from kvoffload.base import Direction, OffloadKey, ReqContext, TransferResult
 from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.hits import Hits
-from kvoffload.connector.jobs import JobTable, Outbox
-from kvoffload.connector.loads import Loads
-from kvoffload.connector.recording import RequestRecording
-from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.connector.jobs import JobTable
+from kvoffload.connector.requests import Keys
+from kvoffload.connector.requests import Request as OwnRequest
 from kvoffload.errors import TransferError
 
 
@@ -47,43 +47,40 @@ class Desk:
 
     def __post_init__(self) -> None:
         layout = EngineLayout((FULL,), BT, "desk")
-        config = OffloadingConfig(cpu_bytes_to_use=1)
-        geometry = geometry_of(layout, config)
+        self.geometry = geometry_of(layout, OffloadingConfig(cpu_bytes_to_use=1))
         stored, context = [key(n) for n in range(8)], ReqContext("before")
         self.manager.prepare_store(stored, context)
         self.manager.complete_store(stored, context)
-        self.jobs = JobTable(num_ranks=1)
-        self.outbox = Outbox(self.jobs)
-        self.loads = Loads(self.manager, geometry, self.jobs, self.outbox)
-        recording = RequestRecording(None, self.manager, geometry, layout, config)
-        self.hits = Hits(self.manager, geometry, self.loads, recording, lambda: self.now_s)
-        self.requests: list[RequestOffloadState] = []
+        self.jobs = JobTable(self.geometry, num_ranks=1)
+        self.hits = Hits(self.manager, self.geometry, self.jobs, None, lambda: self.now_s)
+        self.requests: list[OwnRequest] = []
 
-    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> RequestOffloadState:
+    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> OwnRequest:
         context = ReqContext(f"r{len(self.requests)}")
         policy = self.manager.on_new_request(context).policy
-        state = RequestOffloadState(Request(context.req_id, num_tokens), context, policy, (GroupState(),))
+        groups = tuple(map(Keys, self.geometry))
+        state = OwnRequest(Request(context.req_id, num_tokens), context, policy, groups, FIRST)
         state.set_gpu_blocks((range(first_gpu_block, first_gpu_block + 9),))
         self.requests.append(state)
         return state
 
-    def find(self, state: RequestOffloadState, computed: int = 0) -> int | None:
+    def find(self, state: OwnRequest, computed: int = 0) -> int | None:
         tokens = self.hits.find(state, computed)
         self.check()
         return tokens
 
-    def admit(self, state: RequestOffloadState, external: int) -> None:
+    def admit(self, state: OwnRequest, external: int) -> None:
         self.hits.admit(state, external)
         self.check()
 
     def end(self, job_id: int, success: bool = True) -> bool:
         job = self.jobs.record(0, TransferResult(job_id, success))
         assert job is not None
-        is_awaited = self.loads.end(job)
+        is_awaited = self.hits.end_load(job)
         self.check()
         return is_awaited
 
-    def forget(self, state: RequestOffloadState) -> None:
+    def forget(self, state: OwnRequest) -> None:
         self.requests.remove(state)
         self.hits.forget(state)
         self.check()
@@ -141,7 +138,7 @@ def test_a_crowd_waits_for_one_load_and_then_no_more() -> None:
     first, second = desk.arrive(), desk.arrive(first_gpu_block=20)
     assert desk.find(first) == 32
     desk.admit(first, 32)
-    (load,) = desk.outbox.take(()).loads
+    (load,) = desk.jobs.take(()).loads
     assert desk.find(second) is None
     assert second.hit.awaited_job_id == load.job_id
     assert desk.end(load.job_id)
@@ -157,10 +154,10 @@ def test_a_load_that_is_not_sent_yet_ends_with_its_request() -> None:
     state, other = desk.arrive(), desk.arrive(first_gpu_block=20)
     assert desk.find(state) == 32
     desk.admit(state, 32)
-    assert desk.loads.is_new(state)
+    assert desk.hits.is_new(state)
     desk.forget(state)
     assert not desk.jobs.in_flight
-    assert desk.outbox.take(()).is_empty()
+    assert desk.jobs.take(()).is_empty()
     assert desk.manager.get_stats()["primary_blocks_pinned",] == 0
     assert desk.find(other) == 32, "no key of it is being loaded"
 
@@ -170,8 +167,8 @@ def test_a_load_that_is_sent_ends_after_its_request_and_gives_its_pins_back() ->
     state = desk.arrive()
     assert desk.find(state) == 32
     desk.admit(state, 32)
-    (load,) = desk.outbox.take(()).loads
-    assert not desk.loads.is_new(state)
+    (load,) = desk.jobs.take(()).loads
+    assert not desk.hits.is_new(state)
     desk.forget(state)
     assert desk.manager.get_stats()["primary_blocks_pinned",] == 8
     assert not desk.end(load.job_id), "no request waits for it"
@@ -185,7 +182,7 @@ def test_without_pins_or_at_no_end_of_a_hit_the_load_is_lost(external: int) -> N
     assert desk.find(state) == 32
     desk.manager.loses = external == 32
     desk.admit(state, external)
-    meta = desk.outbox.take(())
+    meta = desk.jobs.take(())
     assert (meta.loads, len(meta.lost_loads)) == ((), 1)
     assert desk.end(meta.lost_loads[0].job_id, success=False)
     assert state.hit.computed_tokens == 0
@@ -198,7 +195,7 @@ def test_a_request_that_lost_its_gpu_blocks_does_not_take_in_the_end_of_its_load
     state = desk.arrive()
     assert desk.find(state) == 32
     desk.admit(state, 32)
-    (load,) = desk.outbox.take(()).loads
+    (load,) = desk.jobs.take(()).loads
     state.lose_gpu_blocks()
     assert desk.find(state) is None, "its own transfers"
     assert not desk.end(load.job_id)
@@ -213,7 +210,7 @@ def test_a_request_that_was_preempted_is_counted_once() -> None:
         state.set_gpu_blocks((range(9),))
         assert desk.find(state) == 32
         desk.admit(state, 32)
-        (load,) = desk.outbox.take(()).loads
+        (load,) = desk.jobs.take(()).loads
         desk.end(load.job_id)
         state.lose_gpu_blocks()
     stats = desk.hits.get_stats()

@@ -7,36 +7,42 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 import pytest
-from tests.connector.rig import Request, key
+from tests.connector.rig import BT, FULL, Request, key
 
 from kvoffload.base import Direction, OffloadPolicy, ReqContext, TransferResult
+from kvoffload.config import DEFAULTS, EngineLayout
+from kvoffload.connector.epochs import FIRST
+from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.messages import WorkerReport
-from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.connector.requests import Request as OwnRequest
 
 
 @pytest.fixture
 def table() -> Iterator[JobTable]:
     """Of two ranks."""
-    table = JobTable(num_ranks=2)
+    table = JobTable(geometry_of(EngineLayout((FULL,), BT, "two"), DEFAULTS), num_ranks=2)
     yield table
     table.check_invariants()
 
 
 @pytest.fixture
-def request_state() -> RequestOffloadState:
-    return RequestOffloadState(Request("r", 8), ReqContext("r"), OffloadPolicy.BLOCK_LEVEL, (GroupState(),))
+def request_state() -> OwnRequest:
+    return OwnRequest(Request("r", 8), ReqContext("r"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
 
 
-def begin(table: JobTable, state: RequestOffloadState, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
+def begin(table: JobTable, state: OwnRequest, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
     job = table.begin(Direction.STORE, state, [key(0)], gpu_blocks)
     job.submitted = submitted
     return job
 
 
-def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(
-    table: JobTable, request_state: RequestOffloadState
-) -> None:
+def flushes(table: JobTable) -> frozenset[int]:
+    """Since the last call."""
+    return table.take(()).flush_job_ids
+
+
+def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(table: JobTable, request_state: OwnRequest) -> None:
     job = begin(table, request_state, 1, 2)
     assert request_state.job_ids == {job.job_id}
     assert table.record(0, TransferResult(job.job_id, True, 10, 1.0)) is None
@@ -48,30 +54,32 @@ def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(
     assert not table.fences
 
 
-def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
-    table: JobTable, request_state: RequestOffloadState
-) -> None:
+def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(table: JobTable, request_state: OwnRequest) -> None:
     first, second = begin(table, request_state, 1, 2), begin(table, request_state, 2, 3)
-    assert table.flush_for_blocks([7]) == []
-    assert table.flush_for_blocks([2, 1]) == [first.job_id, second.job_id]
-    assert table.flush_for_blocks([1, 2, 3]) == []
+    table.flush_for_blocks([7])
+    assert flushes(table) == set()
+    table.flush_for_blocks([2, 1])
+    assert flushes(table) == {first.job_id, second.job_id}
+    table.flush_for_blocks([1, 2, 3])
+    assert flushes(table) == set()
     assert not table.fences
     assert len(table.in_flight) == 2
 
 
-def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: RequestOffloadState) -> None:
+def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: OwnRequest) -> None:
     begin(table, request_state, 1, submitted=False)
-    assert table.flush_for_blocks([1]) == []
+    table.flush_for_blocks([1])
+    assert flushes(table) == set()
     assert table.fences
 
 
-def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(
-    table: JobTable, request_state: RequestOffloadState
-) -> None:
-    other = RequestOffloadState(Request("o", 8), ReqContext("o"), OffloadPolicy.BLOCK_LEVEL, (GroupState(),))
+def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(table: JobTable, request_state: OwnRequest) -> None:
+    other = OwnRequest(Request("o", 8), ReqContext("o"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
     mine, theirs = begin(table, request_state, 1), begin(table, other, 2)
-    assert table.flush_for_request(request_state) == [mine.job_id]
-    assert table.flush_for_blocks([2]) == [theirs.job_id]
+    table.flush_for_request(request_state)
+    assert flushes(table) == {mine.job_id}
+    table.flush_for_blocks([2])
+    assert flushes(table) == {theirs.job_id}
 
 
 def test_reports_of_ranks_merge_in_order() -> None:
@@ -97,12 +105,13 @@ class Pool:
 
 
 def test_the_blocks_of_a_store_are_held_until_it_is_flushed_or_has_ended_on_all_ranks(
-    table: JobTable, request_state: RequestOffloadState
+    table: JobTable, request_state: OwnRequest
 ) -> None:
     table.pool = pool = Pool()
     first, second = begin(table, request_state, 4, 2, 2), begin(table, request_state, 2, 3)
     assert pool.held == {4: 1, 2: 2, 3: 1}
-    assert table.flush_for_blocks([3]) == [second.job_id]
+    table.flush_for_blocks([3])
+    assert flushes(table) == {second.job_id}
     assert pool.released == [(2, 3)]
     for rank in range(2):
         assert len(pool.released) == 1
@@ -113,7 +122,7 @@ def test_the_blocks_of_a_store_are_held_until_it_is_flushed_or_has_ended_on_all_
     assert len(pool.released) == 2
 
 
-def test_a_load_holds_nothing(table: JobTable, request_state: RequestOffloadState) -> None:
+def test_a_load_holds_nothing(table: JobTable, request_state: OwnRequest) -> None:
     table.pool = pool = Pool()
     job = table.begin(Direction.LOAD, request_state, [key(0)], [1, 2])
     table.remove(job)

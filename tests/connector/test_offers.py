@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from tests.connector.rig import BT, FULL, Request, SpyManager, key
+from tests.connector.rig import BT, FULL, SpyManager, key
 
-from kvoffload.base import OffloadKey, OffloadPolicy, PrepareStoreOutput, ReqContext
+from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.offers import Turnover, offer_in_portions, plan_offer, select_source
-from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
+from kvoffload.connector.requests import UNLIMITED, Keys
 
 CONTEXT = ReqContext("r")
 
@@ -30,7 +30,8 @@ class Offering:
 
     manager: SpyManager
     blocks: list[OffloadKey]
-    state: PortionState = field(default_factory=PortionState)
+    max_blocks: int = UNLIMITED
+    touched_at: int = 0
     next_block: int = 0
     in_flight: list[OffloadKey] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class Offering:
         return not set(self.blocks).isdisjoint(output.evicted_keys)
 
     def offer(self) -> bool:
-        return offer_in_portions(self.state, self.manager, CONTEXT, self.plan, self.accept)
+        return offer_in_portions(self, self.manager, CONTEXT, self.plan, self.accept)
 
     def complete(self) -> None:
         self.manager.complete_store(self.in_flight, CONTEXT)
@@ -71,7 +72,7 @@ def test_a_refused_portion_is_cut_to_a_quarter_and_an_accepted_one_lets_the_next
     assert not request.offer()
     assert request.sizes == [64, 16, 48], "one refused after an accepted one waits"
     assert request.next_block == 16
-    assert request.state.max_blocks == 12
+    assert request.max_blocks == 12
 
 
 def test_a_full_tier_costs_one_call_of_one_block() -> None:
@@ -91,7 +92,7 @@ def test_a_request_that_evicts_its_own_blocks_offers_no_more(num_blocks: int) ->
     request = offering(num_slots=8, num_blocks=num_blocks)
     while not request.offer():
         request.complete()
-    assert request.state.evicts_itself
+    assert request.max_blocks == 0
     offered = len(request.sizes)
     assert request.offer()
     assert len(request.sizes) == offered
@@ -105,9 +106,9 @@ def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> N
         assert (portion.largest, output) == (3, None)
         return False
 
-    assert offer_in_portions(request.state, request.manager, CONTEXT, lambda _: next(portions), accept)
+    assert offer_in_portions(request, request.manager, CONTEXT, lambda _: next(portions), accept)
     assert request.sizes == []
-    assert request.state.max_blocks == UNLIMITED
+    assert request.max_blocks == UNLIMITED
 
 
 # ----------------------------------------------------------------------------------------- what is copied from where
@@ -119,12 +120,11 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
     config = OffloadingConfig(cpu_bytes_to_use=1, block_size=2 * BT)
     geometry = geometry_of(EngineLayout((FULL, state_layout, FULL), BT, "rig"), config)
     groups = [
-        GroupState([key(n) for n in range(3)], [10, 11, 12, 13, 14, 15], next_block=0),
-        GroupState([key(n, 1) for n in range(6)], [], states={5: 90}),
-        GroupState([key(n, 2) for n in range(3)], [20, 21, 22, 23, 24, 25], next_block=1),
+        Keys(geometry[0], [key(n) for n in range(3)], [10, 11, 12, 13, 14, 15], next_block=0),
+        Keys(geometry[1], [key(n, 1) for n in range(6)], [], states={5: 90}),
+        Keys(geometry[2], [key(n, 2) for n in range(3)], [20, 21, 22, 23, 24, 25], next_block=1),
     ]
-    state = RequestOffloadState(Request("r", 6 * BT), CONTEXT, OffloadPolicy.BLOCK_LEVEL, tuple(groups))
-    offer = plan_offer(geometry, BT, state, 0, 6 * BT, UNLIMITED)
+    offer = plan_offer(groups, BT, 0, 6 * BT, UNLIMITED)
     assert offer is not None
     assert offer.keys == [key(0), key(1), key(2), key(5, 1), key(1, 2), key(2, 2)]
     assert (offer.next_blocks, offer.largest, offer.is_last) == ([3, 0, 3], 3, True)
@@ -143,8 +143,14 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
 # ------------------------------------------------------------------------------------------------- turnover
 
 
+@dataclass
+class Touched:
+    max_blocks: int = UNLIMITED
+    touched_at: int = 0
+
+
 def test_a_touch_is_due_once_half_of_the_cache_was_stored() -> None:
-    turnover, state, other = Turnover(64), PortionState(), PortionState()
+    turnover, state, other = Turnover(64), Touched(), Touched()
     turnover.count(31)
     assert not turnover.is_due(state)
     turnover.count(1)
@@ -158,7 +164,7 @@ def test_a_touch_is_due_once_half_of_the_cache_was_stored() -> None:
 
 def test_long_requests_that_are_due_together_take_turns() -> None:
     turnover = Turnover(32_000)  # a quarter of what the requests have
-    states = [PortionState() for _ in range(64)]
+    states = [Touched() for _ in range(64)]
     turnover.count(16_000)
     touched_by_round = []
     while any(not state.touched_at for state in states):
@@ -175,7 +181,7 @@ def test_long_requests_that_are_due_together_take_turns() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 6, 63])
 def test_in_the_smallest_cache_each_store_is_followed_by_a_touch(num_blocks: int) -> None:
-    turnover, state = Turnover(num_blocks), PortionState()
+    turnover, state = Turnover(num_blocks), Touched()
     assert not turnover.is_due(state), "nothing was stored"
     turnover.count(1)
     assert turnover.is_due(state)

@@ -10,8 +10,10 @@ from tests.connector.rig import BT, FULL, SLIDING, Request, Rig, block_hash, key
 
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import DEFAULTS, EngineLayout
-from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.connector.epochs import FIRST
+from kvoffload.connector.groups import geometry_of
+from kvoffload.connector.requests import Keys
+from kvoffload.connector.requests import Request as OwnRequest
 
 PARTS = "abcd"
 """A block's hash names the part of the input that gave its last token."""
@@ -41,27 +43,22 @@ def session(num_tokens: int) -> Session:
     return Session("session", num_tokens, PARTS[0])
 
 
-def tracked(request: Request, groups: int = 1) -> tuple[RequestOffloadState, tuple[GroupGeometry, ...]]:
-    layout = EngineLayout((FULL, SLIDING)[:groups], BT, "one")
-    state = RequestOffloadState(
-        request,
-        ReqContext(request.request_id),
-        OffloadPolicy.BLOCK_LEVEL,
-        tuple(GroupState() for _ in range(groups)),
-    )
-    return state, geometry_of(layout, DEFAULTS)
+def tracked(request: Request, groups: int = 1) -> OwnRequest:
+    geometry = geometry_of(EngineLayout((FULL, SLIDING)[:groups], BT, "one"), DEFAULTS)
+    context = ReqContext(request.request_id)
+    return OwnRequest(request, context, OffloadPolicy.BLOCK_LEVEL, tuple(map(Keys, geometry)), FIRST)
 
 
-def keys_of(state: RequestOffloadState, group: int = 0) -> list[bytes]:
+def keys_of(state: OwnRequest, group: int = 0) -> list[bytes]:
     return list(state.groups[group].keys)
 
 
 def test_the_next_part_gives_the_blocks_it_changes_other_keys() -> None:
     request = session(3 * BT)
-    state, geometry = tracked(request, groups=2)
-    state.extend_keys(geometry)
+    state = tracked(request, groups=2)
+    state.extend_keys()
     request.go_on(same_blocks=2, num_tokens=4 * BT)
-    state.extend_keys(geometry)
+    state.extend_keys()
     for group in range(2):
         assert keys_of(state, group) == [
             key(0, group, "a"),
@@ -85,31 +82,31 @@ def test_blocks_that_the_next_part_changes_are_offered_and_owned_anew(
     before: int, same_blocks: int, num_tokens: int, next_block: int
 ) -> None:
     request = session(3 * BT)
-    state, geometry = tracked(request)
-    state.extend_keys(geometry)
-    assert state.keys.owns_any([key(2, stem="a")])
+    state = tracked(request)
+    state.extend_keys()
+    assert state.groups[0].owns_any([key(2, stem="a")])
     state.groups[0].next_block = before
     request.go_on(same_blocks, num_tokens)
-    state.extend_keys(geometry)
+    state.extend_keys()
     assert state.groups[0].next_block == next_block
     assert state.next_offer_tokens == (next_block + 1) * BT
     for block, own in enumerate(keys_of(state)):
-        assert state.keys.owns_any([own]), f"block {block}"
+        assert state.groups[0].owns_any([own]), f"block {block}"
 
 
 def test_what_was_computed_is_ready_again_when_a_later_step_shows_it() -> None:
     request = session(2 * BT)
-    state, geometry = tracked(request)
-    state.extend_keys(geometry)
+    state = tracked(request)
+    state.extend_keys()
     rig = Rig()
     state.last_scheduled = rig.run(request, [0, 1])
     state.offered_tokens = 2 * BT
     request.go_on(same_blocks=1, num_tokens=3 * BT)
-    assert state.ready_tokens() == 0, "before the keys are made anew, too"
-    state.extend_keys(geometry)
-    assert state.ready_tokens() == 0
+    assert state.ready_tokens == 0, "before the keys are made anew, too"
+    state.extend_keys()
+    assert state.ready_tokens == 0
     state.last_scheduled = rig.run(request, [], computed=2 * BT - 1)
-    assert state.ready_tokens() == 3 * BT - 1
+    assert state.ready_tokens == 3 * BT - 1
 
 
 @pytest.mark.parametrize("policy", OffloadPolicy)

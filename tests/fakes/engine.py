@@ -37,7 +37,7 @@ from kvoffload.connector import (
     WorkerReport,
 )
 from kvoffload.connector.groups import GroupGeometry, geometry_of
-from kvoffload.connector.recording import Watch
+from kvoffload.connector.observer import Watch
 
 __all__ = ["FakeEngine", "FakeRequest", "Scheduling", "Status", "slices_of"]
 

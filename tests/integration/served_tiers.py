@@ -18,7 +18,7 @@ from tests.ports import free_port
 from kvoffload.base import CanonicalKVCaches
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import OffloadingConnectorWorker
-from kvoffload.connector.recording import Watch
+from kvoffload.connector.observer import Watch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks

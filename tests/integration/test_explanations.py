@@ -16,7 +16,7 @@ from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers
 from tests.tiering.rig import quiesce
 
 from kvoffload.base import ReqContext, make_offload_key
-from kvoffload.connector.explanations import DEVICE
+from kvoffload.connector.observer import DEVICE
 from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock

@@ -143,7 +143,7 @@ def serve_one(engine: Engine, trace: Trace, number: int) -> tuple[int, int]:
         engine.step()
         end_transfers(engine)
     assert engine._connector is not None
-    if engine._connector._outbox.final_stores:
+    if engine._connector._jobs.final_stores:
         engine.step()
         end_transfers(engine)
     return request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS
@@ -152,7 +152,7 @@ def serve_one(engine: Engine, trace: Trace, number: int) -> tuple[int, int]:
 def end_transfers(engine: Engine) -> None:
     assert engine._connector is not None
     assert engine._worker is not None
-    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._outbox.final_stores):
+    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._jobs.final_stores):
         engine._scheduler.take_outcome(engine._connector.update_connector_output(engine._worker.get_report()))
 
 

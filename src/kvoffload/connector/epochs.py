@@ -140,7 +140,12 @@ class Epochs:
 
     def open(self) -> None:
         """The engine has forgotten what it had computed, so blocks of the current epoch may be stored."""
-        self.current = replace(self.current, is_closed=False)
+        if self.current.is_closed:
+            self.current = replace(self.current, is_closed=False)
+
+    def is_over(self, epoch: Epoch) -> bool:
+        """Whether requests of ``epoch`` store nothing more, since what they compute rests on what they have."""
+        return epoch is not self.current or epoch.is_closed
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
         """``events``, which are of the current epoch, after those that ``reset`` kept, with the engine's own hashes."""

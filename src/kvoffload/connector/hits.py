@@ -1,82 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hit of each request: the search for it, what it waits for, and its admission. Scheduler thread only."""
+"""The hit of each request: the search for it, what it waits for, its admission, its load. Scheduler thread only."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection
 
-from kvoffload.base import NextUse, OffloadingManager, OffloadKey
+from kvoffload.base import Direction, GPULoadStoreSpec, LoadStoreSpec, NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
-from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, finest_of, possible_hit
-from kvoffload.connector.loads import Loads
-from kvoffload.connector.recording import RequestRecording
-from kvoffload.connector.requests import UNKNOWN, RequestOffloadState
+from kvoffload.connector.engine import NO_BLOCK
+from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, finest_of, hit_unit_tokens, possible_hit
+from kvoffload.connector.jobs import JobRecord, JobTable
+from kvoffload.connector.observer import Observer
+from kvoffload.connector.requests import UNKNOWN, Request
+from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
 
 __all__ = ["Hits"]
 
 
 class Hits:
-    """Searches for the hits of requests that wait to be admitted, begins their loads, and counts what was found.
+    """Searches for the hits of requests that wait to be admitted, and loads them to the device.
 
     Each request has one ``Hit``: ``find`` answers the engine, now or in a later step, and ``admit`` follows when the
-    request has GPU blocks. ``clock`` gives seconds and never goes back.
+    request has GPU blocks. A load pins its blocks until ``end_load``. ``observer`` is told of all that, if there is
+    one. ``clock`` gives seconds and never goes back.
     """
 
     def __init__(
         self,
         manager: OffloadingManager,
-        geometry: Sequence[GroupGeometry],
-        loads: Loads,
-        recording: RequestRecording,
+        geometry: tuple[GroupGeometry, ...],
+        jobs: JobTable,
+        observer: Observer | None,
         clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._geometry = geometry
         self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in geometry)
-        self._loads = loads
-        self._recording = recording
+        attention = [group for group in geometry if group.kind is not GroupKind.SINGLE_STATE]
+        self._counted = finest_of(attention) if attention else None
+        """The group by whose blocks the tokens of a hit are told apart. ``None``: states alone."""
+        self._jobs = jobs
+        self._observer = observer
         self._clock = clock
-        self._waiting: dict[RequestOffloadState, float] = {}
+        self._waiting: dict[Request, float] = {}
         """Requests whose last question has no answer yet, and since when."""
+        self._loading: dict[OffloadKey, int] = {}
+        """Keys that are being loaded to the device, with the job that loads them: the first, if several do."""
         self._wait_seconds = Histogram("lookup_wait_seconds")
-        self._counts: dict[Sample, float] = {}
+        self._counts: Counter[Sample] = Counter()
 
     def __repr__(self) -> str:
-        return f"Hits({len(self._waiting)} requests waiting)"
+        return f"Hits({len(self._waiting)} requests waiting, {len(self._loading)} blocks being loaded)"
 
     # ------------------------------------------------------------------------------------------------- the search
 
-    def find(self, state: RequestOffloadState, computed_tokens: int) -> int | None:
+    def find(self, request: Request, computed_tokens: int) -> int | None:
         """The tokens that the request can have, ``computed_tokens`` on the device included; ``None``: ask again in a
         later step."""
-        tokens: int | None = computed_tokens
-        if state.context.reads_cache:
-            waits_for = "own transfers"
+        hit, tokens = request.hit, computed_tokens
+        if request.context.reads_cache:
             # A request may have one load or several stores in flight, never both. So one that was preempted waits for
             # its old transfers.
-            if state.job_ids:
-                tokens = None
-            else:
-                tokens = self.search(state, computed_tokens, state.request.num_tokens - 1)
-                waits_for = "another load" if self._loads.is_in_flight(state.hit.awaited_job_id) else "tiers"
-            if tokens is None:
-                self._recording.deferred(state, waits_for)
-                self._count(("lookups_deferred",))
-                self._waiting.setdefault(state, self._clock())
+            found = None
+            if not request.job_ids:
+                found = self.search(request, computed_tokens, request.of_engine.num_tokens - 1)
+            if found is None:
+                self._counts["lookups_deferred",] += 1
+                self._waiting.setdefault(request, self._clock())
+                if self._observer is not None:
+                    is_shared = hit.awaited_job_id in self._jobs.in_flight
+                    self._observer.deferred(
+                        request, "own transfers" if request.job_ids else "another load" if is_shared else "tiers"
+                    )
                 return None
-            self._end_wait(state)
-        state.hit.answer(computed_tokens)
+            tokens = found
+            since_s = self._waiting.pop(request, None)
+            if since_s is not None:
+                hit.wait_s += self._clock() - since_s
+            if self._observer is not None:
+                self._observer.answered(request)
+        hit.computed_tokens, hit.is_answered, hit.possible = computed_tokens, True, UNKNOWN
         return tokens
 
-    def _end_wait(self, state: RequestOffloadState) -> None:
-        since_s = self._waiting.pop(state, None)
-        if since_s is not None:
-            state.hit.wait_s += self._clock() - since_s
-        self._recording.answered(state)
-
-    def search(self, state: RequestOffloadState, computed_tokens: int, most: int) -> int | None:
+    def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
         """The longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer. Lookups promote what
         they find. So where a hit needs windows or states too, no attention is looked up after the last of them that is
         anywhere. Whoever promotes only a part of it learns where that part may end.
@@ -84,117 +93,177 @@ class Hits:
         A request whose load failed gets no other. vLLM would count what it still needs as reserved for it, also against
         the next load, and wait for ever if the two do not fit.
         """
-        hit = state.hit
+        hit = request.hit
         if hit.load_failed:
             return computed_tokens
-        state.extend_keys(self._geometry)
-        most = min(most, computed_tokens + state.max_load_tokens)
-        keys = [group.keys for group in state.groups]
-        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=state.context)
+        request.extend_keys()
+        most = min(most, computed_tokens + request.max_load_tokens)
+        keys = [own.keys for own in request.groups]
+        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=request.context)
         if self._is_hybrid:
             if hit.possible == UNKNOWN:
-                peek: AskBlocks = functools.partial(self._manager.peek, req_context=state.context)
+                peek: AskBlocks = functools.partial(self._manager.peek, req_context=request.context)
                 hit.possible = possible_hit(self._geometry, keys, peek, self._manager.holds, computed_tokens, most)
             tokens, ends = hit.possible
             most = most if tokens is None else min(most, tokens)
             if ends is not None:  # a manager of others may not know it
-                ask = functools.partial(self._manager.lookup_prefix, req_context=state.context, ends=ends)
+                ask = functools.partial(self._manager.lookup_prefix, req_context=request.context, ends=ends)
         found = find_hit(self._geometry, keys, ask, computed_tokens, most)
-        if found is not None and found > computed_tokens and self._awaits_load(state, computed_tokens, found):
+        if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
             return None
         return found
 
-    def _awaits_load(self, state: RequestOffloadState, computed_tokens: int, hit_tokens: int) -> bool:
+    def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
         """Whether another request is loading at least half of these blocks already.
 
         When that load has ended, the engine's own prefix cache holds them. A request waits for one such load at most,
         so that requests with a shared prefix never form a queue.
         """
-        hit = state.hit
-        if hit.awaited_job_id is None:
-            for group, own in zip(self._geometry, state.groups, strict=True):
-                blocks = group.blocks_for_hit(computed_tokens, hit_tokens)
+        hit = request.hit
+        if hit.awaited_job_id is None and self._loading:
+            for own in request.groups:
+                blocks = own.group.blocks_for_hit(computed_tokens, hit_tokens)
                 if blocks:
-                    hit.awaited_job_id = self._loads.job_of(own.keys[blocks[len(blocks) // 2]])
+                    hit.awaited_job_id = self._loading.get(own.keys[blocks[len(blocks) // 2]])
                     break
-        return self._loads.is_in_flight(hit.awaited_job_id)
+        return hit.awaited_job_id in self._jobs.in_flight
 
-    # ------------------------------------------------------------------------------------------------- its admission
+    # ------------------------------------------------------------------------------------- its admission, and its load
 
-    def admit(self, state: RequestOffloadState, num_external_tokens: int) -> None:
-        """The request has GPU blocks. Begins a load for ``num_external_tokens``, and touches the prefix."""
-        hit = state.hit
+    def admit(self, request: Request, num_external_tokens: int) -> None:
+        """The request has GPU blocks. Begins a load for ``num_external_tokens``, and touches the prefix. That includes
+        what the device held: blocks in use there should not age here."""
+        hit = request.hit
         self._wait_seconds.observe(hit.wait_s)
-        hit.admit(num_external_tokens)
-        hit.tokens_by_tier = {}
-        if state.context.reads_cache:
+        is_first = hit.tokens_by_tier is None
+        hit.tokens = hit.computed_tokens + num_external_tokens
+        hit.is_answered, hit.wait_s, hit.tokens_by_tier = False, 0.0, {}
+        if request.context.reads_cache:
             if num_external_tokens > 0:
-                hit.tokens_by_tier = self._tokens_by_tier(state)
-            if not hit.is_counted:
-                self._count_admission(state, num_external_tokens)
+                hit.tokens_by_tier = self._tokens_by_tier(request)
+            if is_first:
+                self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
-                self._loads.begin(state)
-            self._touch(state)
-        self._recording.admitted(state, hit.tokens_by_tier)
+                self._load(request)
+            keys: list[OffloadKey] = []
+            for own in request.groups:
+                blocks = own.group.blocks_to_find(0, hit.tokens)
+                keys += own.keys[blocks.start : blocks.stop]
+            if keys:
+                self._manager.touch(keys, request.context)
+        if self._observer is not None:
+            self._observer.admitted(request)
 
-    def _count_admission(self, state: RequestOffloadState, num_external_tokens: int) -> None:
-        hit = state.hit
-        hit.is_counted = True
-        not_computed = max(0, state.request.num_tokens - hit.computed_tokens)
-        looked_up = min(not_computed, state.max_load_tokens)
-        hinted = "no" if state.context.next_use is NextUse.UNKNOWN else "yes"
-        self._count(("lookup_tokens",), looked_up)
-        self._count(("lookup_tokens_by_hint", hinted), looked_up)
-        self._count(("hit_tokens",), num_external_tokens)
-        self._count(("hit_tokens_by_hint", hinted), num_external_tokens)
-        for tier, tokens in hit.tokens_by_tier.items():
-            self._count(("tier_hit_tokens", tier), tokens)
+    def _count_admission(self, request: Request, num_external_tokens: int) -> None:
+        """Counts a request once, however often it is preempted."""
+        not_computed = max(0, request.of_engine.num_tokens - request.hit.computed_tokens)
+        looked_up = min(not_computed, request.max_load_tokens)
+        hinted = "no" if request.context.next_use is NextUse.UNKNOWN else "yes"
+        counts = self._counts
+        counts["lookup_tokens",] += looked_up
+        counts["lookup_tokens_by_hint", hinted] += looked_up
+        counts["hit_tokens",] += num_external_tokens
+        counts["hit_tokens_by_hint", hinted] += num_external_tokens
+        for tier, tokens in (request.hit.tokens_by_tier or {}).items():
+            counts["tier_hit_tokens", tier] += tokens
 
-    def _tokens_by_tier(self, state: RequestOffloadState) -> dict[str, int]:
+    def _tokens_by_tier(self, request: Request) -> dict[str, int]:
         """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those
         of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing else.
         """
-        first, stop, sources = state.hit.computed_tokens, state.hit.tokens, self._manager.sources(state.context)
+        first, stop, sources = request.hit.computed_tokens, request.hit.tokens, self._manager.sources(request.context)
         if not sources:
             return {HOST: stop - first}
-        attention = [group for group in self._geometry if group.kind is not GroupKind.SINGLE_STATE]
-        if not attention:
+        if self._counted is None:
             (last,) = self._geometry[0].blocks_for_hit(first, stop)
-            return {sources.get(state.groups[0].keys[last], HOST): stop - first}
-        finest = finest_of(attention)
-        keys, size = state.groups[finest.index].keys, finest.block_tokens
-        tokens: dict[str, int] = {}
+            return {sources.get(request.groups[0].keys[last], HOST): stop - first}
+        keys, size = request.groups[self._counted.index].keys, self._counted.block_tokens
+        tokens: Counter[str] = Counter()
         for block in range(first // size, -(-stop // size)):
-            tier = sources.get(keys[block], HOST)
-            tokens[tier] = tokens.get(tier, 0) + min(stop, (block + 1) * size) - max(first, block * size)
-        return tokens
+            tokens[sources.get(keys[block], HOST)] += min(stop, (block + 1) * size) - max(first, block * size)
+        return dict(tokens)
 
-    def _touch(self, state: RequestOffloadState) -> None:
-        """Marks the prefix as used. That includes what the device held: blocks in use there should not age here."""
+    def _load(self, request: Request) -> None:
+        """Loads the request's hit to its GPU blocks. Without pins or GPU blocks for all of it, the load is lost: it is
+        sent, and the workers report it as failed."""
+        hit = request.hit
         keys: list[OffloadKey] = []
-        for group, own in zip(self._geometry, state.groups, strict=True):
-            blocks = group.blocks_to_find(0, state.hit.tokens)
+        gpu_ids: list[int] = []
+        sizes: list[int] = []
+        starts: list[int] = []
+        # Elsewhere no hit can end, and the tokens after the last whole block would be taken for loaded.
+        complete = hit.tokens % hit_unit_tokens(self._geometry) == 0
+        for own in request.groups:
+            positions = own.group.gpu_blocks_for_hit(hit.computed_tokens, hit.tokens)
+            blocks = own.group.blocks_for_hit(hit.computed_tokens, hit.tokens)
+            ids = own.gpu_block_ids[positions.start : positions.stop]
+            complete &= len(ids) == len(positions) and NO_BLOCK not in ids
             keys += own.keys[blocks.start : blocks.stop]
-        if keys:
-            self._manager.touch(keys, state.context)
+            gpu_ids += ids
+            sizes.append(len(ids))
+            starts.append(positions.start)
+        destination = GPULoadStoreSpec(gpu_ids, sizes, starts)
+        source: LoadStoreSpec | None = None
+        if complete:
+            try:
+                source = self._manager.prepare_load(keys, request.context)
+            except TransferError:
+                source = None
+        if source is None:
+            hit.load_failed = True
+            keys = []
+        hit.load_job_id = self._jobs.begin_load(request, keys, source, destination, gpu_ids).job_id
+        for key in keys:
+            self._loading.setdefault(key, hit.load_job_id)
+
+    def end_load(self, job: JobRecord) -> bool:
+        """The load ended on all ranks. Returns whether its request still waits for it: if not, it was aborted or
+        preempted meanwhile."""
+        self._release(job)
+        hit = job.request.hit
+        if hit.load_job_id != job.job_id:
+            return False
+        hit.load_job_id = None
+        if job.success:
+            hit.computed_tokens = hit.tokens
+        else:
+            hit.load_failed = True
+        return True
+
+    def is_new(self, request: Request) -> bool:
+        """Whether the request has a load that the workers do not have yet."""
+        job_id = request.hit.load_job_id
+        return job_id is not None and not self._jobs.in_flight[job_id].submitted
+
+    def forget(self, request: Request) -> None:
+        """The request ended. Cancels its load if the workers do not have it yet. One that runs is left to end; its GPU
+        blocks are fenced."""
+        self._waiting.pop(request, None)
+        job_id, request.hit.load_job_id = request.hit.load_job_id, None
+        if job_id is not None and (job := self._jobs.cancel_load(job_id)) is not None:
+            self._release(job)
+
+    def _release(self, job: JobRecord) -> None:
+        if not job.keys:  # a lost load: nothing was pinned for it
+            return
+        for key in job.keys:
+            # Other requests may ask for the key in this very step, and must not wait for a load that has ended. An
+            # entry of another load of the key stays.
+            if self._loading.get(key) == job.job_id:
+                del self._loading[key]
+        self._manager.complete_load(job.keys, job.request.context)
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def forget(self, state: RequestOffloadState) -> None:
-        """The request ended."""
-        self._waiting.pop(state, None)
-        self._loads.forget(state)
-
     def get_stats(self) -> Stats:
-        own = self._counts | {("requests_waiting",): len(self._waiting)}
-        return own | self._wait_seconds.stats() | self._loads.get_stats()
+        return {**self._counts, ("requests_waiting",): len(self._waiting), **self._wait_seconds.stats()}
 
-    def _count(self, sample: Sample, value: float = 1) -> None:
-        self._counts[sample] = self._counts.get(sample, 0) + value
-
-    def check_invariants(self, requests: Collection[RequestOffloadState]) -> None:
-        """For tests. ``requests``: those that have not ended."""
-        self._loads.check_invariants()
+    def check_invariants(self, requests: Collection[Request]) -> None:
+        """For tests. ``requests``: those that have not ended. Keys that are being loaded belong to loads in flight."""
         assert set(requests).issuperset(self._waiting), "a request that has ended waits for an answer"
-        for state in requests:
-            assert state.hit.load_job_id is None or state.hit.load_job_id in state.job_ids
+        for request in requests:
+            assert request.hit.load_job_id is None or request.hit.load_job_id in request.job_ids
+        for key, job_id in self._loading.items():
+            job = self._jobs.in_flight[job_id]
+            assert job.direction is Direction.LOAD
+            assert key in job.keys

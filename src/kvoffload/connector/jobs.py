@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers in flight, and the fences they put around GPU blocks. Scheduler thread only.
+"""Transfers in flight, the fences they put around GPU blocks, and what is sent of them. Scheduler thread only.
 
 A job lives from the ``prepare_*`` that pinned its slots until its last rank reports. Until then its GPU blocks are
 *fenced*: a store still reads them, a load still writes them. When the engine allocates a fenced block again, the job
@@ -15,15 +15,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.base import Direction, OffloadKey, TransferResult, get_offload_group_idx
-from kvoffload.connector.engine import GPUBlockPool
+from kvoffload.base import (
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadKey,
+    TransferResult,
+    get_offload_group_idx,
+)
+from kvoffload.connector.engine import NO_BLOCK, GPUBlockPool
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.messages import ConnectorMeta, TransferJob
-from kvoffload.connector.requests import RequestOffloadState
+from kvoffload.connector.requests import Request
 from kvoffload.metrics import Histogram, Stats
 
-__all__ = ["EndedJobs", "JobRecord", "JobTable", "Outbox"]
+__all__ = ["JobRecord", "JobTable"]
 
 _NOTHING = ConnectorMeta()
 
@@ -34,7 +41,7 @@ class JobRecord:
 
     job_id: int
     direction: Direction
-    request: RequestOffloadState
+    request: Request
     """May outlive the request in the engine: its context is needed to release the pins."""
     keys: tuple[OffloadKey, ...]
     """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a lost load."""
@@ -63,10 +70,13 @@ class _AnyAllocation:
 
 
 class JobTable:
-    """All jobs in flight by id, and their fences by GPU block."""
+    """All jobs in flight by id, their fences by GPU block, and what of them goes to the workers with the next step.
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    A job begins in a step and is *submitted* with the step's meta (``take``). It ends when all ranks have reported it
+    (``record``), or before it was submitted (``cancel_load``).
+    """
+
+    def __init__(self, geometry: Sequence[GroupGeometry], num_ranks: int) -> None:
         self.in_flight: dict[int, JobRecord] = {}
         """By id. Others only read it."""
         self.fences: dict[int, tuple[int, ...]] = {}
@@ -74,23 +84,28 @@ class JobTable:
         whether there are any."""
         self.pool: GPUBlockPool = _AnyAllocation()
         """Holds the GPU blocks of fenced stores. Set before the first job begins."""
+        self._num_ranks = num_ranks
         self._next_id = 0
+        self._loads: list[TransferJob] = []
+        self._lost_loads: list[TransferJob] = []
+        self.final_stores: list[TransferJob] = []
+        self._flushes: set[int] = set()
+        self._num_flushed = 0
+        self._ended = {direction: _EndedJobs(direction, geometry, num_ranks) for direction in Direction}
 
     def __repr__(self) -> str:
         return f"JobTable({len(self.in_flight)} in flight, {len(self.fences)} GPU blocks fenced)"
 
+    # -------------------------------------------------------------------------------------------------- begin, and send
+
     def begin(
-        self,
-        direction: Direction,
-        request: RequestOffloadState,
-        keys: Iterable[OffloadKey],
-        gpu_block_ids: Iterable[int],
+        self, direction: Direction, request: Request, keys: Iterable[OffloadKey], gpu_block_ids: Iterable[int]
     ) -> JobRecord:
         job_id, fences = self._next_id, self.fences
         self._next_id += 1
         blocks = tuple(dict.fromkeys(gpu_block_ids))
-        waiting = (1 << self.num_ranks) - 1
-        job = JobRecord(job_id, direction, request, tuple(keys), blocks, waiting, request.keys.epoch)
+        waiting = (1 << self._num_ranks) - 1
+        job = JobRecord(job_id, direction, request, tuple(keys), blocks, waiting, request.epoch)
         self.in_flight[job_id] = job
         request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:
@@ -99,8 +114,56 @@ class JobTable:
             self.pool.hold(job.gpu_block_ids)
         return job
 
+    def begin_load(
+        self,
+        request: Request,
+        keys: Iterable[OffloadKey],
+        source: LoadStoreSpec | None,
+        destination: GPULoadStoreSpec,
+        gpu_block_ids: Sequence[int],
+    ) -> JobRecord:
+        """A load to ``gpu_block_ids``, of which ``NO_BLOCK`` is none. Without a ``source`` it is lost."""
+        job = self.begin(Direction.LOAD, request, keys, [each for each in gpu_block_ids if each != NO_BLOCK])
+        transfer = TransferJob(job.job_id, request.context.req_id, source or destination, destination)
+        (self._lost_loads if source is None else self._loads).append(transfer)
+        return job
+
+    def cancel_load(self, job_id: int) -> JobRecord | None:
+        """Ends a load that the workers do not have yet, and returns it."""
+        job = self.in_flight[job_id]
+        if job.submitted:
+            return None
+        self._loads = [load for load in self._loads if load.job_id != job_id]
+        self._lost_loads = [load for load in self._lost_loads if load.job_id != job_id]
+        self.remove(job)
+        return job
+
+    def add_final_stores(self, stores: Iterable[TransferJob]) -> None:
+        """Stores of a request that ends. They count as submitted, since they go ahead of any flush."""
+        for transfer in stores:
+            self.in_flight[transfer.job_id].submitted = True
+            self.final_stores.append(transfer)
+
+    def take(self, stores: Sequence[TransferJob]) -> ConnectorMeta:
+        """The meta of this step, in which ``stores`` begin too. Its jobs count as submitted from now on."""
+        if not (stores or self._loads or self._lost_loads or self.final_stores or self._flushes):
+            return _NOTHING
+        meta = ConnectorMeta(
+            tuple(self._loads),
+            tuple(stores),
+            tuple(self.final_stores),
+            frozenset(self._flushes),
+            tuple(self._lost_loads),
+        )
+        for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
+            self.in_flight[transfer.job_id].submitted = True
+        self._loads, self._lost_loads, self.final_stores, self._flushes = [], [], [], set()
+        return meta
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
-        """Records one rank's result. If it was the last rank, removes the job and returns it.
+        """Records one rank's result. If it was the last rank, removes the job, counts it and returns it.
 
         Otherwise returns ``None``; unknown jobs and repeated results of a rank change nothing.
         """
@@ -115,6 +178,7 @@ class JobTable:
         if job.waiting_ranks:
             return None
         self.remove(job)
+        self._ended[job.direction].count(job)
         return job
 
     def remove(self, job: JobRecord) -> None:
@@ -124,25 +188,26 @@ class JobTable:
         if not job.flushed:
             self._unfence(job)
 
-    def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> list[int]:
-        """The jobs to flush because these GPU blocks were allocated. No job is ever returned twice."""
-        flushed: list[int] = []
+    # ----------------------------------------------------------------------------------------------------------- flush
+
+    def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> None:
+        """These GPU blocks were allocated: the workers wait for the jobs that use them. No job is flushed twice."""
         for block_id in gpu_block_ids:
             if block_id in self.fences:
                 for job_id in self.fences[block_id]:
-                    flushed += self._flush(self.in_flight[job_id])
-        return flushed
+                    self._flush(self.in_flight[job_id])
 
-    def flush_for_request(self, request: RequestOffloadState) -> list[int]:
-        """The jobs to flush because the request lost all its GPU blocks."""
-        return [job_id for each in sorted(request.job_ids) for job_id in self._flush(self.in_flight[each])]
+    def flush_for_request(self, request: Request) -> None:
+        """The request lost all its GPU blocks."""
+        for job_id in sorted(request.job_ids):
+            self._flush(self.in_flight[job_id])
 
-    def _flush(self, job: JobRecord) -> list[int]:
-        if job.flushed or not job.submitted:
-            return []
-        job.flushed = True
-        self._unfence(job)
-        return [job.job_id]
+    def _flush(self, job: JobRecord) -> None:
+        if job.submitted and not job.flushed:
+            job.flushed = True
+            self._flushes.add(job.job_id)
+            self._num_flushed += 1
+            self._unfence(job)
 
     def _unfence(self, job: JobRecord) -> None:
         fences, own = self.fences, (job.job_id,)
@@ -154,6 +219,14 @@ class JobTable:
                 fences[block_id] = tuple(each for each in jobs if each != job.job_id)
         if job.direction is Direction.STORE:
             self.pool.release(job.gpu_block_ids)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def get_stats(self) -> Stats:
+        stats: Stats = {("jobs_in_flight",): len(self.in_flight), ("fenced_jobs",): self._num_flushed}
+        for ended in self._ended.values():
+            stats |= ended.get_stats()
+        return stats
 
     def check_invariants(self) -> None:
         """For tests: recomputes the fences and each request's jobs from scratch."""
@@ -167,55 +240,7 @@ class JobTable:
         assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self.fences.items()}
 
 
-class Outbox:
-    """What was decided since the last step's meta, and goes to the workers with the next one."""
-
-    def __init__(self, jobs: JobTable) -> None:
-        self._jobs = jobs
-        self.loads: list[TransferJob] = []
-        self.lost_loads: list[TransferJob] = []
-        self.final_stores: list[TransferJob] = []
-        self._flushes: set[int] = set()
-        self._num_flushed = 0
-
-    def __repr__(self) -> str:
-        lists = self.loads, self.lost_loads, self.final_stores, self._flushes
-        return "Outbox({} loads, {} lost loads, {} final stores, {} flushes)".format(*map(len, lists))
-
-    def add_final_stores(self, stores: Iterable[TransferJob]) -> None:
-        for transfer in stores:
-            self._jobs.in_flight[transfer.job_id].submitted = True
-            self.final_stores.append(transfer)
-
-    def cancel_load(self, job_id: int) -> None:
-        self.loads = [load for load in self.loads if load.job_id != job_id]
-        self.lost_loads = [load for load in self.lost_loads if load.job_id != job_id]
-
-    def flush(self, job_ids: Sequence[int]) -> None:
-        self._flushes.update(job_ids)
-        self._num_flushed += len(job_ids)
-
-    def take(self, stores: Sequence[TransferJob]) -> ConnectorMeta:
-        """The meta of this step, in which ``stores`` begin too. Its jobs count as submitted from now on."""
-        if not (stores or self.loads or self.lost_loads or self.final_stores or self._flushes):
-            return _NOTHING
-        meta = ConnectorMeta(
-            tuple(self.loads),
-            tuple(stores),
-            tuple(self.final_stores),
-            frozenset(self._flushes),
-            tuple(self.lost_loads),
-        )
-        for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
-            self._jobs.in_flight[transfer.job_id].submitted = True
-        self.loads, self.lost_loads, self.final_stores, self._flushes = [], [], [], set()
-        return meta
-
-    def get_stats(self) -> Stats:
-        return {("fenced_jobs",): self._num_flushed}
-
-
-class EndedJobs:
+class _EndedJobs:
     """Counts the jobs of one direction that have ended, and what the successful ones moved."""
 
     def __init__(self, direction: Direction, geometry: Sequence[GroupGeometry], num_ranks: int) -> None:
@@ -228,7 +253,7 @@ class EndedJobs:
         self._job_seconds = Histogram(f"{self._name}_job_seconds")
 
     def __repr__(self) -> str:
-        return f"EndedJobs({self._name!r}, {self._num_ok} ok, {self._num_failed} failed)"
+        return f"_EndedJobs({self._name!r}, {self._num_ok} ok, {self._num_failed} failed)"
 
     def count(self, job: JobRecord) -> None:
         self._num_bytes += job.num_bytes

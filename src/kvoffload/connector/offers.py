@@ -22,20 +22,28 @@ from kvoffload.base import (
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import ScheduledRequest
-from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
-from kvoffload.connector.jobs import EndedJobs, JobRecord, JobTable
+from kvoffload.connector.epochs import Epochs
+from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
-from kvoffload.connector.requests import UNLIMITED, GroupState, PortionState, RequestOffloadState
-from kvoffload.metrics import Stats
+from kvoffload.connector.requests import UNLIMITED, Keys, Request
 
-__all__ = ["Offer", "Portion", "StoreOffers", "Turnover", "offer_in_portions", "plan_offer", "select_source"]
+__all__ = [
+    "Offer",
+    "Offering",
+    "Portion",
+    "StoreOffers",
+    "Turnover",
+    "offer_in_portions",
+    "plan_offer",
+    "select_source",
+]
 
 logger = logging.getLogger(__name__)
 
 
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 _BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
-_STORE = Direction.STORE
 
 
 class Offer(NamedTuple):
@@ -48,7 +56,7 @@ class Offer(NamedTuple):
     source: Source
     """The GPU blocks to copy them from: ``factor`` for each block."""
     next_blocks: list[int]
-    """``GroupState.next_block`` of each group once this was accepted. Blocks that left the device, or that no hit can
+    """``Keys.next_block`` of each group once this was accepted. Blocks that left the device, or that no hit can
     need, are passed over for good."""
     largest: int
     """Blocks of the group with most of them, those passed over included; at least 1."""
@@ -65,12 +73,7 @@ class Source(NamedTuple):
 
 
 def plan_offer(
-    geometry: Sequence[GroupGeometry],
-    unit_tokens: int,
-    state: RequestOffloadState,
-    computed_tokens: int,
-    limit_tokens: int,
-    max_blocks: int,
+    groups: Sequence[Keys], unit_tokens: int, computed_tokens: int, limit_tokens: int, max_blocks: int
 ) -> Offer | None:
     """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
@@ -86,8 +89,8 @@ def plan_offer(
     largest = 0
     is_last = True
     offered_tokens = limit_tokens
-    for group, own in zip(geometry, state.groups):
-        stop = own.next_block
+    for own in groups:
+        group, stop = own.group, own.next_block
         if group.kind is not _SINGLE_STATE:
             ready = min(limit_tokens // group.block_tokens, len(own.keys), len(own.gpu_block_ids) // group.factor)
             if ready > stop:
@@ -100,7 +103,8 @@ def plan_offer(
     keys: list[OffloadKey] = []
     blocks: list[int] = []
     source = Source([], [], [])
-    for group, own, stop in zip(geometry, state.groups, next_blocks):
+    for own, stop in zip(groups, next_blocks):
+        group = own.group
         found: Sequence[int] = ()
         ids: Sequence[int] = ()
         if group.kind is not _SINGLE_STATE:
@@ -108,7 +112,7 @@ def plan_offer(
                 range(own.next_block, stop), own.gpu_block_ids, computed_tokens, unit_tokens
             )
         elif own.states:
-            states = _states_to_offer(group, own, offered_tokens // group.block_tokens, unit_tokens)
+            states = _states_to_offer(own, offered_tokens // group.block_tokens, unit_tokens)
             largest = max(largest, len(states[:1]))
             is_last &= len(states) <= 1
             found = states[:1]
@@ -121,13 +125,13 @@ def plan_offer(
     return Offer(keys, blocks, source, next_blocks, largest, is_last) if largest else None
 
 
-def _states_to_offer(group: GroupGeometry, own: GroupState, stop: int, unit_tokens: int) -> list[int]:
+def _states_to_offer(own: Keys, stop: int, unit_tokens: int) -> list[int]:
     """The blocks of the group before ``stop`` that end at a state which the engine named. Those of a hit are known
     below."""
     return [
         block
         for block in sorted(own.states)
-        if own.next_block <= block < min(stop, len(own.keys)) and group.is_reachable(block, unit_tokens)
+        if own.next_block <= block < min(stop, len(own.keys)) and own.group.is_reachable(block, unit_tokens)
     ]
 
 
@@ -156,6 +160,13 @@ def select_source(
         first += size // group.factor
         first_id += size
     return source if key is None else None
+
+
+class Offering(Protocol):
+    """What the rules below remember of a request (``Request`` has it)."""
+
+    max_blocks: int
+    touched_at: int
 
 
 class Turnover:
@@ -194,17 +205,13 @@ class Turnover:
         self._stored += num_blocks
         self._paid_keys = min(self.MOST_KEYS, self._paid_keys + num_blocks * self.KEYS_PER_STORED)
 
-    def is_due(self, state: PortionState) -> bool:
+    def is_due(self, request: Offering) -> bool:
         """Whether a request that has just stored is to touch its prefix."""
-        return self._stored - state.touched_at >= self._period and self._paid_keys > 0
+        return self._stored - request.touched_at >= self._period and self._paid_keys > 0
 
-    def admitted(self, state: PortionState) -> None:
-        """The request's prefix was touched at its admission."""
-        state.touched_at = self._stored
-
-    def touched(self, state: PortionState, num_keys: int) -> None:
-        """The request was due, and ``num_keys`` keys were touched."""
-        state.touched_at = self._stored
+    def touched(self, request: Offering, num_keys: int = 0) -> None:
+        """The request's prefix was touched at its admission, or it was due, and ``num_keys`` keys were touched."""
+        request.touched_at = self._stored
         self._paid_keys -= num_keys
 
 
@@ -228,7 +235,7 @@ P = TypeVar("P", bound=Portion)
 
 
 def offer_in_portions(
-    state: PortionState,
+    request: Offering,
     manager: OffloadingManager,
     context: ReqContext,
     plan: Callable[[int], P | None],
@@ -246,19 +253,18 @@ def offer_in_portions(
     nearly full tier then takes logarithmically many calls, and each later call to a full tier has one block.
     """
     accepted = False
-    while not state.evicts_itself and (portion := plan(state.max_blocks)) is not None:
+    while request.max_blocks and (portion := plan(request.max_blocks)) is not None:
         keys = portion.keys
         output = manager.prepare_store(keys, context) if keys else None
         if keys and output is None:
-            state.max_blocks = max(1, portion.largest // 4)
+            request.max_blocks = max(1, portion.largest // 4)
             # What room there was is taken. The rest is offered anew in a later step.
             if accepted or portion.largest == 1:
                 return False
             continue
         accepted = True
-        state.max_blocks = min(UNLIMITED, state.max_blocks * 4)
         # Whoever evicts its own blocks is longer than the tier. The tail is worth nothing without the head it evicts.
-        state.evicts_itself = accept(portion, output)
+        request.max_blocks = 0 if accept(portion, output) else min(UNLIMITED, request.max_blocks * 4)
         if portion.is_last:
             return True
     return True
@@ -274,53 +280,51 @@ class StoreOffers:
     def __init__(
         self,
         manager: OffloadingManager,
-        geometry: Sequence[GroupGeometry],
+        geometry: tuple[GroupGeometry, ...],
         jobs: JobTable,
+        epochs: Epochs,
         prompt_only: bool,
-        num_blocks: int,
+        num_slots: int,
     ) -> None:
         self._manager = manager
-        self._geometry = geometry
         self._jobs = jobs
-        self._turnover = Turnover(num_blocks)
+        self._epochs = epochs
+        self._turnover = Turnover(num_slots)
         self._prompt_only = prompt_only
-        self._unit_tokens = hit_unit_tokens(tuple(geometry))
-        self._least_tokens = finest_of(geometry).block_tokens
-        self._has_states = any(group.kind is _SINGLE_STATE for group in geometry)
-        self.refused: dict[RequestOffloadState, None] = {}
-        """Requests with blocks for which there was no room, in the order of their last refusals. Others only test
-        whether there are any."""
+        self._geometry = geometry
+        self.refused: dict[Request, None] = {}
+        """Requests with blocks for which there was no room, in the order of their last refusals. Others only read
+        it."""
         self._refused_in_step = False
         self.newest_step: Sequence[ScheduledRequest] = ()
         """What the newest step computes; its planner sets it."""
-        self._ended = EndedJobs(_STORE, geometry, jobs.num_ranks)
 
     def __repr__(self) -> str:
         return f"StoreOffers({len(self.refused)} requests refused)"
 
-    def offer(self, state: RequestOffloadState) -> list[TransferJob]:
-        """Offers the blocks that are full at the end of this step, which computes ``state.last_scheduled``.
+    def offer(self, request: Request) -> list[TransferJob]:
+        """Offers the blocks that are full at the end of this step, which computes ``request.last_scheduled``.
 
         Returns the stores, which start at the end of the step. Also decides when the request has something to offer
         again.
         """
-        last = state.last_scheduled
+        last = request.last_scheduled
         assert last is not None
         # Drafts may follow the tokens that are known.
-        stores = self._offer(state, min(last.done_tokens, state.request.num_tokens), last.num_computed_tokens)
-        if self.refused and state in self.refused:
+        stores = self._offer(request, min(last.done_tokens, request.of_engine.num_tokens), last.num_computed_tokens)
+        if self.refused and request in self.refused:
             self._refused_in_step = True
         return stores
 
-    def offer_rest(self, state: RequestOffloadState) -> list[TransferJob]:
+    def offer_rest(self, request: Request) -> list[TransferJob]:
         """Offers all blocks that earlier steps filled and that were not accepted yet. Empty if the request has none on
         the device."""
-        last = state.last_scheduled
+        last = request.last_scheduled
         if last is None:
             return []
         # In a later step the engine may have tried to schedule it, and freed what left the window, without success.
         is_newest = any(each is last for each in self.newest_step)
-        return self._offer(state, state.ready_tokens(), last.num_computed_tokens if is_newest else last.done_tokens)
+        return self._offer(request, request.ready_tokens, last.num_computed_tokens if is_newest else last.done_tokens)
 
     def retry(self) -> list[TransferJob]:
         """Offers refused blocks again, once at the end of each step, oldest refusal first, until one is refused again.
@@ -330,100 +334,92 @@ class StoreOffers:
         stores: list[TransferJob] = []
         refused, self._refused_in_step = self._refused_in_step, False
         while self.refused and not refused:
-            state = next(iter(self.refused))
-            del self.refused[state]
-            stores += self.offer_rest(state)
-            refused = state in self.refused
+            request = next(iter(self.refused))
+            del self.refused[request]
+            stores += self.offer_rest(request)
+            refused = request in self.refused
         return stores
 
-    def admit(self, state: RequestOffloadState, hit_tokens: int) -> None:
+    def admit(self, request: Request, hit_tokens: int) -> None:
         """The request was given GPU blocks, and its prefix of ``hit_tokens`` was touched."""
-        self.forget(state)
-        self._turnover.admitted(state.portions)
-        state.start_offers_after(hit_tokens, self._geometry)
+        self.forget(request)
+        self._turnover.touched(request)
+        request.begin_offers(hit_tokens)
 
-    def forget(self, state: RequestOffloadState) -> None:
+    def forget(self, request: Request) -> None:
         """The request ended, or its GPU blocks are no longer those that it computed."""
-        self.refused.pop(state, None)
+        self.refused.pop(request, None)
 
-    def end(self, job: JobRecord) -> None:
-        """The store ended on all ranks."""
-        self._ended.count(job)
-        self._manager.complete_store(job.keys, job.request.context, success=job.success)
-
-    def get_stats(self) -> Stats:
-        return self._ended.get_stats()
-
-    def _offer(self, state: RequestOffloadState, limit: int, computed_tokens: int) -> list[TransferJob]:
+    def _offer(self, request: Request, limit: int, computed_tokens: int) -> list[TransferJob]:
         """Offers what lies before token ``limit``, but for blocks that the engine frees when ``computed_tokens`` have
         been computed."""
-        state.offered_tokens = limit
-        most = self.max_tokens(state)
+        request.offered_tokens = limit
+        most = self.max_tokens(request)
         limit = min(limit, most)
-        state.extend_keys(self._geometry)
+        request.extend_keys()
         stores: list[TransferJob] = []
         if self.refused:
-            self.refused.pop(state, None)
-        if not self._offer_portions(state, computed_tokens, limit, stores):
-            self.refused[state] = None
+            self.refused.pop(request, None)
+        if not self._offer_portions(request, computed_tokens, limit, stores):
+            self.refused[request] = None
             # A new block does not wait for its turn among the refused ones.
-            assert state.last_scheduled is not None
-            state.next_offer_tokens = (state.last_scheduled.done_tokens // self._least_tokens + 1) * self._least_tokens
-        elif state.portions.evicts_itself or limit == most:
-            state.next_offer_tokens = UNLIMITED
+            assert request.last_scheduled is not None
+            request.wait_for_next_block(request.last_scheduled.done_tokens)
+        elif not request.max_blocks or limit == most:
+            request.next_offer_tokens = UNLIMITED
         else:
-            state.wait_for_next_block(self._geometry)
-        if stores and self._turnover.is_due(state.portions):
-            keys = state.keys_in_use()
-            self._manager.touch(keys, state.context)
-            self._turnover.touched(state.portions, len(keys))
+            request.wait_for_next_block()
+        if stores and self._turnover.is_due(request):
+            keys = request.keys_in_use()
+            self._manager.touch(keys, request.context)
+            self._turnover.touched(request, len(keys))
         return stores
 
-    def max_tokens(self, state: RequestOffloadState) -> int:
+    def max_tokens(self, request: Request) -> int:
         """Tokens of the request that may be stored, counted from its first."""
-        if state.keys.is_outdated:
+        if self._epochs.is_over(request.epoch):
             return 0
-        most = state.request.num_prompt_tokens if self._prompt_only else UNLIMITED
-        return most if state.limits.max_offload_tokens is None else min(most, state.limits.max_offload_tokens)
+        most = request.of_engine.num_prompt_tokens if self._prompt_only else UNLIMITED
+        return most if request.limits.max_offload_tokens is None else min(most, request.limits.max_offload_tokens)
 
     def _offer_portions(
-        self, state: RequestOffloadState, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
+        self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
         """``False`` if there was no room for the rest."""
+        unit_tokens = hit_unit_tokens(self._geometry)
 
         def plan(max_blocks: int) -> Offer | None:
-            return plan_offer(self._geometry, self._unit_tokens, state, computed_tokens, limit_tokens, max_blocks)
+            return plan_offer(request.groups, unit_tokens, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
-            for own, next_block in zip(state.groups, offer.next_blocks):
+            _, sizes, firsts = offer.source
+            for own, next_block, size, first in zip(request.groups, offer.next_blocks, sizes, firsts):
                 own.next_block = next_block
-            if self._has_states:
-                _, sizes, firsts = offer.source
-                for own, size, first in zip(state.groups, sizes, firsts):
-                    if size and own.states:
-                        own.states.pop(first, None)
+                if size and own.states:
+                    own.states.pop(first, None)
             if output is None or not output.keys_to_store:
                 return False
-            self._begin_store(state, offer, output, stores)
+            self._begin_store(request, offer, output, stores)
             evicted = output.evicted_keys
-            return bool(evicted) and state.policy is _BLOCK_LEVEL and state.keys.owns_any(evicted)
+            return (
+                bool(evicted)
+                and request.policy is _BLOCK_LEVEL
+                and any(own.owns_any(evicted) for own in request.groups)
+            )
 
-        return offer_in_portions(state.portions, self._manager, state.context, plan, accept)
+        return offer_in_portions(request, self._manager, request.context, plan, accept)
 
     def _begin_store(
-        self,
-        state: RequestOffloadState,
-        offer: Offer,
-        output: PrepareStoreOutput,
-        stores: list[TransferJob],
+        self, request: Request, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
     ) -> None:
         keys = output.keys_to_store
         source = select_source(self._geometry, offer, keys)
         if source is None:
             logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
-            self._manager.complete_store(keys, state.context, success=False)
+            self._manager.complete_store(keys, request.context, success=False)
             return
-        state.stores(keys)
+        if not request.context.reads_cache:
+            request.stored.update(keys)
         self._turnover.count(len(keys))
-        job = self._jobs.begin(_STORE, state, keys, source.gpu_block_ids)
-        stores.append(TransferJob(job.job_id, state.context.req_id, GPULoadStoreSpec(*source), output.store_spec))
+        job = self._jobs.begin(Direction.STORE, request, keys, source.gpu_block_ids)
+        stores.append(TransferJob(job.job_id, request.context.req_id, GPULoadStoreSpec(*source), output.store_spec))

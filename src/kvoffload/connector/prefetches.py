@@ -12,7 +12,7 @@ from kvoffload.connector.engine import EngineRequest
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.hits import Hits
-from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.connector.requests import Keys, Request
 from kvoffload.metrics import PREFETCH_OUTCOMES, Stats
 
 __all__ = ["MOST_OPEN", "Prefetches"]
@@ -32,7 +32,7 @@ class Prefetches:
         self._manager = manager
         self._geometry = geometry
         self._hits = hits
-        self._open: list[RequestOffloadState] = []
+        self._open: list[Request] = []
         self._ids = itertools.count()
         self._outcomes: Counter[str] = Counter()
 
@@ -49,27 +49,24 @@ class Prefetches:
             return
         context = ReqContext(f"kvoffload:prefetch:{next(self._ids)}", is_prefetch=True)
         policy = self._manager.on_new_request(context).policy
-        groups = tuple(GroupState() for _ in self._geometry)
-        self._open.append(RequestOffloadState(request, context, policy, groups, epoch=epoch))
+        self._open.append(Request(request, context, policy, tuple(map(Keys, self._geometry)), epoch))
 
     def step(self) -> None:
         """Asks for all that are open. To be called before the manager's ``on_schedule_end``."""
-        for state in list(self._open):
-            tokens = self._hits.search(state, 0, state.request.num_tokens)
+        for request in list(self._open):
+            tokens = self._hits.search(request, 0, request.of_engine.num_tokens)
             if tokens is not None:
-                self._outcomes["found" if tokens else "missed"] += 1
-                self._end(state)
+                self._end(request, "found" if tokens else "missed")
 
     def reset(self) -> None:
         """The cache was reset: what is open is dropped."""
-        for state in list(self._open):
-            self._outcomes["dropped"] += 1
-            self._end(state)
+        for request in list(self._open):
+            self._end(request, "dropped")
 
-    def _end(self, state: RequestOffloadState) -> None:
-        self._open.remove(state)
-        self._hits.forget(state)
-        self._manager.on_request_finished(state.context)
+    def _end(self, request: Request, outcome: str) -> None:
+        self._outcomes[outcome] += 1
+        self._open.remove(request)
+        self._manager.on_request_finished(request.context)
 
     def get_stats(self) -> Stats:
         return {("prefetches", outcome): self._outcomes[outcome] for outcome in PREFETCH_OUTCOMES}

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the requests a deployment serves as a trace that ``kvoffload simulate`` can replay.
+"""The file of a recorded trace, which ``kvoffload simulate`` can replay.
 
-The trace has ids of requests, hashes of keys, lengths, times and what clients say of their next use; no tokens, no
-text. It is one JSON object a line, in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with
-``block_tokens``. Each line also has the request's ``story`` (``explanations.py``), and the first one the ``machine``,
-for ``kvoffload explain``.
-Scheduler thread only.
+It has ids of requests, hashes of keys, lengths, times and what clients say of their next use; no tokens, no text. It
+is one JSON object a line, in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each
+line also has the request's ``story`` (``observer.py``), and the first one the ``machine``, for ``kvoffload explain``.
 """
 
 from __future__ import annotations
@@ -15,27 +13,18 @@ import json
 import logging
 import os
 import stat
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import xxhash
 
-from kvoffload.base import NextUse, OffloadingManager
-from kvoffload.config import EngineLayout, OffloadingConfig
-from kvoffload.connector.engine import EngineRequest
-from kvoffload.connector.epochs import Epoch
-from kvoffload.connector.explanations import Explanation, Explanations
-from kvoffload.connector.groups import GroupGeometry, finest_of
-from kvoffload.connector.jobs import JobRecord
-from kvoffload.connector.requests import RequestOffloadState
+from kvoffload.base import NextUse
 from kvoffload.errors import ConfigError
-from kvoffload.units import parse_bytes
 
-__all__ = ["RequestRecording", "TraceRecorder", "Watch"]
+__all__ = ["TraceRecorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,137 +174,3 @@ def _open_private(path: str, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-Watch = Callable[[EngineRequest], Callable[[Explanation], None] | None]
-"""Asked of each request that arrives: what to call with its explanation when it has ended. ``None``: it is not to
-be explained. Scheduler thread."""
-
-
-class RequestRecording:
-    """Feeds a ``TraceRecorder`` and a ``Watch`` with the scheduler side's requests and their explanations.
-
-    With neither it does nothing. ``path`` may contain ``{pid}``, for engines that run several schedulers. The
-    trace has the blocks of the group with the smallest ones. The file is created at once, so that a path that cannot be
-    written is a ``ConfigError`` before any request is served. Later failures end the recording with one line in the
-    log, and disturb no step.
-    """
-
-    def __init__(
-        self,
-        path: str | None,
-        manager: OffloadingManager,
-        geometry: Sequence[GroupGeometry],
-        layout: EngineLayout,
-        config: OffloadingConfig,
-        clock: Callable[[], float] = time.monotonic,
-        watch: Watch | None = None,
-    ) -> None:
-        self._geometry = geometry
-        self._finest = finest_of(geometry)
-        self._recorder: TraceRecorder | None = None
-        """``None`` once the recording has ended, too; so is ``_watch``."""
-        self._watch = watch
-        self._watched: dict[RequestOffloadState, Callable[[Explanation], None]] = {}
-        if path:
-            path = path.replace("{pid}", str(os.getpid()))
-            self._recorder = TraceRecorder(path, self._finest.block_tokens, _machine(geometry, layout, config))
-        self._clock = clock
-        block_bytes = layout.block_bytes(layout.block_size_factor(config))
-        self._explanations = Explanations(manager, geometry, layout.num_slots(config), block_bytes, clock)
-
-    def __repr__(self) -> str:
-        return f"RequestRecording({self._recorder})"
-
-    def arrived(self, state: RequestOffloadState) -> None:
-        self._guard(self._arrived, state)
-
-    def _arrived(self, state: RequestOffloadState) -> None:
-        tell = self._watch(state.request) if self._watch is not None else None
-        if tell is not None:
-            self._watched[state] = tell
-        elif self._recorder is None:
-            return
-        state.extend_keys(self._geometry)
-        self._explanations.begin(state)
-        if self._recorder is not None:
-            prompt_tokens = state.request.num_prompt_tokens
-            keys = state.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
-            context = state.context
-            self._recorder.arrived(context.req_id, self._clock(), keys, prompt_tokens, next_use=context.next_use)
-
-    def deferred(self, state: RequestOffloadState, waits_for: str) -> None:
-        self._guard(self._explanations.deferred, state, waits_for)
-
-    def answered(self, state: RequestOffloadState) -> None:
-        self._guard(self._explanations.answered, state)
-
-    def admitted(self, state: RequestOffloadState, hits: dict[str, int]) -> None:
-        """The request has GPU blocks. ``hits``: the tokens to load, by tier."""
-        self._guard(self._explanations.admitted, state, hits)
-
-    def reset(self, ended: Epoch) -> None:
-        self._guard(self._explanations.reset, ended)
-
-    def load_ended(self, job: JobRecord) -> None:
-        self._guard(self._explanations.load_ended, job.request, job.success, job.num_bytes)
-
-    def store_failed(self, job: JobRecord) -> None:
-        self._guard(self._explanations.store_failed, job.keys)
-
-    def finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
-        """The request ended. Of it, ``most_tokens`` could be stored, and ``has_no_room`` says whether some found no
-        room."""
-        self._guard(self._finished, state, most_tokens, has_no_room)
-
-    def _finished(self, state: RequestOffloadState, most_tokens: int, has_no_room: bool) -> None:
-        explanation = self._explanations.end(state, most_tokens, has_no_room)
-        tell = self._watched.pop(state, None)
-        if tell is not None and explanation is not None:
-            tell(explanation)
-        if self._recorder is not None:
-            output_tokens = max(state.request.num_tokens - state.request.num_prompt_tokens, 0)
-            line = explanation.as_json() if explanation is not None and explanation.found else None
-            self._recorder.finished(state.context.req_id, output_tokens, line)
-
-    def close(self) -> None:
-        """Writes the requests that have not finished, too. Idempotent, and never raises."""
-        recorder, self._recorder = self._recorder, None
-        self._watch = None
-        self._watched.clear()
-        try:
-            if recorder is not None:
-                recorder.close()
-        except Exception:
-            logger.exception("The trace could not be closed.")
-
-    def _guard(self, call: Callable[..., None], *args: object) -> None:
-        if self._recorder is None and self._watch is None:
-            return
-        try:
-            call(*args)
-        except Exception:
-            logger.exception("Recording or tracing requests failed; it ends here, and serving goes on.")
-            self.close()
-
-
-def _machine(geometry: Sequence[GroupGeometry], layout: EngineLayout, config: OffloadingConfig) -> dict[str, object]:
-    """What ``kvoffload explain`` must know of the configuration. No paths and no addresses."""
-    finest = finest_of(geometry).block_tokens
-    slots = sum(finest / group.block_tokens for group in geometry)
-    return {
-        "block_bytes": round(layout.block_bytes(layout.block_size_factor(config)) * slots),
-        "cpu_bytes": config.cpu_bytes,
-        "policy": config.eviction_policy,
-        "store_threshold": config.store_threshold,
-        "load_policy": config.load_policy,
-        "device_blocks": None if layout.device_tokens is None else layout.device_tokens // finest,
-        "tiers": [
-            {
-                "type": tier.get("type"),
-                "max_bytes": parse_bytes(tier["max_bytes"]) if tier.get("max_bytes") is not None else None,
-                "cascade": tier.get("cascade", "on_store" if tier.get("offload_policy") == "request_level" else None),
-            }
-            for tier in config.secondary_tiers
-        ],
-    }

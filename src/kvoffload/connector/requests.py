@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side's state of one request. Scheduler thread only."""
+"""The scheduler side's state of one request: its keys by KV group, its hit, its offers. Scheduler thread only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
-from kvoffload.connector.epochs import FIRST, Epoch
+from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
 
-__all__ = ["UNKNOWN", "UNLIMITED", "GroupState", "Hit", "PortionState", "RequestKeys", "RequestOffloadState"]
+__all__ = ["UNKNOWN", "UNLIMITED", "Hit", "Keys", "Request"]
 
 UNLIMITED = 1 << 60
 UNKNOWN: tuple[None, None] = None, None
@@ -21,32 +21,38 @@ UNKNOWN: tuple[None, None] = None, None
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 
 
-@dataclass(slots=True)
-class GroupState:
-    """One group of one request."""
+@dataclass(slots=True, eq=False)
+class Keys:
+    """One KV group of one request: its full blocks so far, and where their bytes are on the device."""
 
+    group: GroupGeometry
     keys: list[OffloadKey] = field(default_factory=list)
-    """Of the request's full blocks so far. Only shortened when a session goes on with other tokens."""
+    """Only shortened when a session goes on with other tokens."""
     gpu_block_ids: list[int] = field(default_factory=list)
     next_block: int = 0
     """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that. Of a
     group of states: those that came from a hit."""
     states: dict[int, int] = field(default_factory=dict)
     """Of a group of states: the GPU block of each state that the engine named in this step, by the block it ends."""
-    num_owned: int = 0
-    """Leading keys that ``RequestKeys.owns_any`` has seen."""
+    _own: set[OffloadKey] = field(default_factory=set)
+    """The leading keys, as many as ``owns_any`` has seen."""
 
+    def extend(self, block_hashes: Sequence[bytes], epoch: Epoch) -> None:
+        """Adds the keys of blocks that became full."""
+        self.group.extend_keys(self.keys, block_hashes, epoch)
 
-@dataclass(slots=True)
-class PortionState:
-    """How one request offers its blocks for store, as ``offers.offer_in_portions`` decides it."""
+    def renew(self, block_hashes: Sequence[bytes], epoch: Epoch) -> None:
+        """Makes all keys anew. Blocks from the first with another key on are to be offered again."""
+        before, self.keys = self.keys, []
+        self.extend(block_hashes, epoch)
+        same = next((n for n, pair in enumerate(zip(before, self.keys)) if pair[0] != pair[1]), len(before))
+        self.next_block = min(self.next_block, same, len(self.keys))
+        self._own.clear()
 
-    max_blocks: int = UNLIMITED
-    """Blocks per group to offer at once. Cut by refusals, so that a full tier costs O(1) a step."""
-    evicts_itself: bool = False
-    """A store evicted another block of the same request: the tier is smaller than the prefix, so offers end."""
-    touched_at: int = 0
-    """What ``Turnover`` had counted when the request's prefix was touched last."""
+    def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether any of ``keys`` is one of this group's. O(keys) but for blocks that became full since last time."""
+        self._own.update(self.keys[len(self._own) :])
+        return not self._own.isdisjoint(keys)
 
 
 @dataclass(slots=True)
@@ -57,12 +63,10 @@ class Hit:
     """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
     tokens: int = 0
     """The value of ``computed_tokens`` once the load has succeeded."""
-    tokens_by_tier: dict[str, int] = field(default_factory=dict)
-    """Those of them that are loaded, by the tier in which their blocks lay."""
+    tokens_by_tier: dict[str, int] | None = None
+    """Those of them that are loaded, by the tier in which their blocks lay. ``None``: it was never admitted."""
     is_answered: bool = False
     """The engine has an answer, and has not reported yet which GPU blocks it allocated upon it."""
-    is_counted: bool = False
-    """The request was admitted before: it is counted once, however often it is preempted."""
     wait_s: float = 0.0
     """How long questions had no answer since the last admission."""
     possible: tuple[int | None, set[OffloadKey] | None] = UNKNOWN
@@ -74,198 +78,126 @@ class Hit:
     load_failed: bool = False
     """A load of the request failed. It gets no other, so that it cannot retry for ever."""
 
-    def answer(self, computed_tokens: int) -> None:
-        self.computed_tokens, self.is_answered, self.possible = computed_tokens, True, UNKNOWN
-
-    def admit(self, num_external_tokens: int) -> None:
-        self.tokens = self.computed_tokens + num_external_tokens
-        self.is_answered, self.wait_s = False, 0.0
-
-    def end_load(self, success: bool) -> None:
-        self.load_job_id = None
-        if success:
-            self.computed_tokens = self.tokens
-        else:
-            self.load_failed = True
-
-    def lose_gpu_blocks(self) -> None:
-        """The request waits to be admitted anew, and no longer for a load in flight."""
-        self.computed_tokens = self.tokens = 0
-        self.is_answered = False
-        self.load_job_id = self.awaited_job_id = None
-
 
 @dataclass(slots=True, eq=False)
-class RequestKeys:
-    """How the keys of one request's groups come about, and what is known of all of them."""
+class Request:
+    """One request from its arrival to its end. Its jobs in flight keep it alive until they end."""
 
-    request: EngineRequest
-    groups: tuple[GroupState, ...]
+    of_engine: EngineRequest
+    context: ReqContext
+    policy: OffloadPolicy
+    groups: tuple[Keys, ...]
     epoch: Epoch
     """The epoch of the keys: the one in which the request was admitted. A reset does not change what it has on the
     device."""
-    is_outdated: bool = field(init=False)
-    """The epoch has ended or is closed, so the request stores nothing more: what it computes rests on what it has."""
-    num_hashes: int = 0
-    """Block hashes that ``extend`` has seen."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    hit: Hit = field(default_factory=Hit)
     num_prompt_tokens: int = field(init=False)
-    """The request's, when its keys were seen last. In a session they grow."""
+    """The engine's, when its keys were seen last. In a session they grow."""
     stored: set[OffloadKey] = field(default_factory=set)
     """Keys that the request stored, if it reads no cache."""
-    _own: set[OffloadKey] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.is_outdated = self.epoch.is_closed
-        self.num_prompt_tokens = self.request.num_prompt_tokens
-
-    def extend(self, geometry: Sequence[GroupGeometry]) -> bool:
-        """Adds the keys of blocks that became full. Returns whether the next part of a session's input came, so that
-        all keys were made anew. Blocks from the first with another key on are to be offered again then."""
-        if self.request.num_prompt_tokens == self.num_prompt_tokens:
-            if len(self.request.block_hashes) != self.num_hashes:
-                self._add_keys(geometry)
-            return False
-        self.num_prompt_tokens = self.request.num_prompt_tokens
-        before = [own.keys for own in self.groups]
-        for own in self.groups:
-            own.keys = []
-        self._add_keys(geometry)
-        for own, keys in zip(self.groups, before, strict=True):
-            same = next((n for n, pair in enumerate(zip(keys, own.keys)) if pair[0] != pair[1]), len(keys))
-            same = min(same, len(own.keys))
-            own.next_block, own.num_owned = min(own.next_block, same), min(own.num_owned, same)
-        return True
-
-    def _add_keys(self, geometry: Sequence[GroupGeometry]) -> None:
-        hashes = self.request.block_hashes
-        self.num_hashes = len(hashes)
-        for group, own in zip(geometry, self.groups):
-            group.extend_keys(own.keys, hashes, self.epoch)
-
-    def enter(self, epoch: Epoch) -> None:
-        """The keys are those of ``epoch`` from now on. If they are others, nothing was offered under them yet."""
-        is_same, self.epoch, self.is_outdated = epoch.seed == self.epoch.seed, epoch, epoch.is_closed
-        if not is_same:
-            self.num_hashes = 0
-            for own in self.groups:
-                own.keys, own.next_block, own.num_owned = [], 0, 0
-            self.stored, self._own = set(), set()
-
-    def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether any of ``keys`` belongs to this request. O(keys) but for blocks that became full since last time."""
-        if not keys:
-            return False
-        for own in self.groups:
-            self._own.update(own.keys[own.num_owned :])
-            own.num_owned = len(own.keys)
-        return not self._own.isdisjoint(keys)
-
-
-@dataclass(slots=True, eq=False)
-class RequestOffloadState:
-    """One request from its arrival to its end. Its jobs in flight keep it alive until they end."""
-
-    request: EngineRequest
-    context: ReqContext
-    policy: OffloadPolicy
-    groups: tuple[GroupState, ...]
-    limits: RequestLimits = field(default_factory=RequestLimits)
-    epoch: InitVar[Epoch] = FIRST
-    keys: RequestKeys = field(init=False)
-    hit: Hit = field(default_factory=Hit)
-    portions: PortionState = field(default_factory=PortionState)
+    job_ids: set[int] = field(default_factory=set)
+    """Jobs in flight: one load, or any number of stores, never both."""
     last_scheduled: ScheduledRequest | None = None
     """Its part of the last step that computed tokens for it. ``None`` if none has since it was given GPU blocks."""
     offered_tokens: int = 0
     """Tokens that were surely computed when it offered blocks last."""
     next_offer_tokens: int = 0
     """No block can be offered before this many tokens are computed. Comparing with it is all an idle step costs."""
-    job_ids: set[int] = field(default_factory=set)
-    """Jobs in flight: one load, or any number of stores, never both."""
+    max_blocks: int = UNLIMITED
+    """Blocks per group to offer at once. Cut by refusals, so that a full tier costs O(1) a step. 0: a store evicted
+    another block of the same request, so the tier is smaller than the prefix, and offers end."""
+    touched_at: int = 0
+    """What ``Turnover`` had counted when the request's prefix was touched last."""
 
-    def __post_init__(self, epoch: Epoch) -> None:
-        self.keys = RequestKeys(self.request, self.groups, epoch)
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.of_engine.num_prompt_tokens
 
     @property
     def max_load_tokens(self) -> int:
         """Tokens of the request that may be loaded."""
         most = self.limits.max_load_tokens
-        return self.request.num_tokens if most is None else most
+        return self.of_engine.num_tokens if most is None else most
 
-    def extend_keys(self, geometry: Sequence[GroupGeometry]) -> None:
+    @property
+    def ready_tokens(self) -> int:
+        """Tokens that are surely computed by the steps so far, whatever step is next.
+
+        The last token may have been generated just now, and what follows it may be drafts that were rejected.
+        """
+        if self.last_scheduled is None or self.of_engine.num_prompt_tokens != self.num_prompt_tokens:
+            return 0
+        return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.of_engine.num_tokens - 1))
+
+    def extend_keys(self) -> None:
         """Adds the keys of blocks that became full.
 
         The next part of a session's input may have come. The engine has put it in place of the last token that it
         generated, whose block may have had a key already, and whose position an asynchronous step may even have
         computed. So keys are made anew, and what was computed is ready only as far as later steps show.
         """
-        if self.keys.extend(geometry):
-            self.forget_computed()
-            self.wait_for_next_block(geometry)
+        hashes = self.of_engine.block_hashes
+        if self.of_engine.num_prompt_tokens == self.num_prompt_tokens:
+            for own in self.groups:
+                own.extend(hashes, self.epoch)
+            return
+        self.num_prompt_tokens = self.of_engine.num_prompt_tokens
+        for own in self.groups:
+            own.renew(hashes, self.epoch)
+        self.forget_computed()
+        self.wait_for_next_block()
 
     def enter(self, epoch: Epoch) -> None:
-        """The request is to be admitted anew, and has nothing on the device: its keys are those of ``epoch``."""
-        self.keys.enter(epoch)
+        """The request is to be admitted anew, and has nothing on the device: its keys are those of ``epoch``. If they
+        are others, nothing was offered under them yet."""
+        if epoch.seed != self.epoch.seed:
+            self.groups = tuple(Keys(own.group, gpu_block_ids=own.gpu_block_ids) for own in self.groups)
+            self.stored = set()
+        self.epoch = epoch
         self.hit.possible = UNKNOWN
 
+    def forget_computed(self) -> None:
+        """Nothing that was computed so far may be offered until a step has computed more."""
+        self.last_scheduled, self.offered_tokens = None, 0
+
     def set_gpu_blocks(self, block_ids: BlockIds) -> None:
-        for state, ids in zip(self.groups, block_ids, strict=True):
-            state.gpu_block_ids = list(ids)
+        for own, ids in zip(self.groups, block_ids, strict=True):
+            own.gpu_block_ids = list(ids)
 
-    def add_gpu_blocks(self, block_ids: BlockIds) -> None:
-        for state, ids in zip(self.groups, block_ids, strict=True):
-            if ids:
-                state.gpu_block_ids.extend(ids)
+    def lose_gpu_blocks(self) -> None:
+        """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""
+        self.set_gpu_blocks(((),) * len(self.groups))
+        self.forget_computed()
+        hit = self.hit
+        hit.computed_tokens = hit.tokens = 0
+        hit.is_answered = False
+        hit.load_job_id = hit.awaited_job_id = None
 
-    def start_offers_after(self, hit_tokens: int, geometry: Sequence[GroupGeometry]) -> None:
-        """Sets each group's ``next_block`` at admission.
+    def begin_offers(self, hit_tokens: int) -> None:
+        """The request was admitted with ``hit_tokens``.
 
         Block level offers only what is computed from here on; a block in which the hit ends is offered whole. Request
         level offers every block once, those of the hit too, so nothing changes: what a resumed request computes again
         was offered before.
         """
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
-            for group, state in zip(geometry, self.groups, strict=True):
-                state.next_block = hit_tokens // group.block_tokens
+            for own in self.groups:
+                own.next_block = hit_tokens // own.group.block_tokens
         self.forget_computed()
-        self.portions.evicts_itself = False
-        self.wait_for_next_block(geometry)
+        self.max_blocks = self.max_blocks or UNLIMITED
+        self.wait_for_next_block()
 
-    def stores(self, keys: Iterable[OffloadKey]) -> None:
-        """A store of ``keys`` begins."""
-        if not self.context.reads_cache:
-            self.keys.stored.update(keys)
+    def wait_for_next_block(self, done_tokens: int = 0) -> None:
+        """Nothing can be offered before the next block that ends after ``done_tokens`` is full. States come when the
+        engine names them."""
+        self.next_offer_tokens = UNLIMITED
+        for own in self.groups:
+            size = own.group.block_tokens
+            end = (max(own.next_block, done_tokens // size) + 1) * size
+            if end < self.next_offer_tokens and own.group.kind is not _SINGLE_STATE:
+                self.next_offer_tokens = end
 
     def keys_in_use(self) -> list[OffloadKey]:
         """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
-        keys = [key for state in self.groups for key in state.keys]
-        return keys if self.context.reads_cache else [key for key in keys if key in self.keys.stored]
-
-    def forget_computed(self) -> None:
-        """Nothing that was computed so far may be offered until a step has computed more."""
-        self.last_scheduled, self.offered_tokens = None, 0
-
-    def ready_tokens(self) -> int:
-        """Tokens that are surely computed by the steps so far, whatever step is next.
-
-        The last token may have been generated just now, and what follows it may be drafts that were rejected.
-        """
-        if self.last_scheduled is None or self.request.num_prompt_tokens != self.keys.num_prompt_tokens:
-            return 0
-        return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.request.num_tokens - 1))
-
-    def wait_for_next_block(self, geometry: Sequence[GroupGeometry]) -> None:
-        next_tokens = UNLIMITED
-        for group, state in zip(geometry, self.groups):
-            end = (state.next_block + 1) * group.block_tokens
-            # States come when the engine names them.
-            if end < next_tokens and group.kind is not _SINGLE_STATE:
-                next_tokens = end
-        self.next_offer_tokens = next_tokens
-
-    def lose_gpu_blocks(self) -> None:
-        """The request was preempted."""
-        self.hit.lose_gpu_blocks()
-        self.forget_computed()
-        for state in self.groups:
-            state.gpu_block_ids = []
+        keys = [key for own in self.groups for key in own.keys]
+        return keys if self.context.reads_cache else [key for key in keys if key in self.stored]

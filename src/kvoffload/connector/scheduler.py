@@ -18,17 +18,16 @@ from kvoffload.connector.engine import (
     ScheduledRequest,
 )
 from kvoffload.connector.epochs import Epochs
-from kvoffload.connector.groups import GroupGeometry, geometry_of
+from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.hints import Hints
 from kvoffload.connector.hits import Hits
-from kvoffload.connector.jobs import JobTable, Outbox
+from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.limits import RequestLimits
-from kvoffload.connector.loads import Loads
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
+from kvoffload.connector.observer import Observer, Watch
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.prefetches import Prefetches
-from kvoffload.connector.recording import RequestRecording, Watch
-from kvoffload.connector.requests import GroupState, RequestOffloadState
+from kvoffload.connector.requests import Keys, Request
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
 
@@ -58,22 +57,22 @@ class OffloadingConnectorScheduler:
         layout: EngineLayout,
         config: OffloadingConfig,
         clock: Callable[[], float] = time.monotonic,
-        leaves_out: Callable[[EngineRequest], bool] = lambda request: False,
+        leaves_out: Callable[[EngineRequest], bool] | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._manager = manager
         self._leaves_out = leaves_out
-        self._geometry: tuple[GroupGeometry, ...] = geometry_of(layout, config)
-        self._requests: dict[str, RequestOffloadState] = {}
-        self._epochs = Epochs(config)
-        self._jobs = JobTable(layout.num_ranks)
-        self._outbox = Outbox(self._jobs)
+        self._geometry = geometry = geometry_of(layout, config)
+        self._requests: dict[str, Request] = {}
+        self._epochs = epochs = Epochs(config)
+        self._jobs = jobs = JobTable(geometry, layout.num_ranks)
+        self._observer: Observer | None = None
+        if config.record_trace or watch is not None:
+            self._observer = Observer(manager, geometry, layout, config, epochs, clock, watch)
         num_slots = layout.num_slots(config)
-        self._offers = StoreOffers(manager, self._geometry, self._jobs, config.offload_prompt_only, num_slots)
-        self._recording = RequestRecording(config.record_trace, manager, self._geometry, layout, config, clock, watch)
-        self._loads = Loads(manager, self._geometry, self._jobs, self._outbox)
-        self._hits = Hits(manager, self._geometry, self._loads, self._recording, clock)
-        self._prefetches = Prefetches(manager, self._geometry, self._hits)
+        self._offers = StoreOffers(manager, geometry, jobs, epochs, config.offload_prompt_only, num_slots)
+        self._hits = Hits(manager, geometry, jobs, self._observer, clock)
+        self._prefetches = Prefetches(manager, geometry, self._hits)
         self._hints = Hints()
         self._log = RateLimitedLog(logger)
 
@@ -90,31 +89,38 @@ class OffloadingConnectorScheduler:
     def on_new_request(self, request: EngineRequest) -> None:
         """The request arrived. A second call for the same object does nothing, and the engine may even omit the
         call."""
-        self._state_of(request)
+        self._request_of(request)
 
-    def _state_of(self, request: EngineRequest) -> RequestOffloadState:
-        state = self._requests.get(request.request_id)
-        if state is not None and state.request is request:
-            return state
-        if state is not None:  # the engine uses the id again, without request_finished
-            self._finish(state)
-        params = request.kv_transfer_params
+    def _request_of(self, of_engine: EngineRequest) -> Request:
+        request = self._requests.get(of_engine.request_id)
+        if request is not None and request.of_engine is of_engine:
+            return request
+        if request is not None:  # the engine uses the id again, without request_finished
+            self._finish(request)
+        params = of_engine.kv_transfer_params
         limits, problems = RequestLimits.parse(params)
         if problems:
             self._log.warning(" ".join(problems))
-        if self._leaves_out(request):
+        if self._leaves_out is not None and self._leaves_out(of_engine):
             limits = _NOTHING
-        reads_cache = not getattr(request, "skip_reading_prefix_cache", False)
-        own_params = params if isinstance(params, dict) else None
-        hints = self._hints.of_request(request.request_id, params, getattr(request, "kv_hints", None))
-        next_use, is_prefetch = hints
-        context = ReqContext(request.request_id, own_params, reads_cache, limits.load_tiers, next_use, is_prefetch)
+        next_use, is_prefetch = self._hints.of_request(
+            of_engine.request_id, params, getattr(of_engine, "kv_hints", None)
+        )
+        context = ReqContext(
+            of_engine.request_id,
+            params if isinstance(params, dict) else None,
+            not getattr(of_engine, "skip_reading_prefix_cache", False),
+            limits.load_tiers,
+            next_use,
+            is_prefetch,
+        )
         policy = self._manager.on_new_request(context).policy
-        groups = tuple(GroupState() for _ in self._geometry)
-        state = RequestOffloadState(request, context, policy, groups, limits, self._epochs.current)
-        self._requests[request.request_id] = state
-        self._recording.arrived(state)
-        return state
+        groups = tuple(map(Keys, self._geometry))
+        request = Request(of_engine, context, policy, groups, self._epochs.current, limits)
+        self._requests[context.req_id] = request
+        if self._observer is not None:
+            self._observer.arrived(request)
+        return request
 
     def request_finished(self, request: EngineRequest) -> None:
         """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests.
@@ -122,23 +128,24 @@ class OffloadingConnectorScheduler:
         Blocks that could not be stored yet are offered a last time, while they still have their content. The next
         step's meta has the stores.
         """
-        state = self._requests.get(request.request_id)
-        if state is not None:
-            if state.hit.load_job_id is None:
+        own = self._requests.get(request.request_id)
+        if own is not None:
+            if own.hit.load_job_id is None:
                 # With asynchronous scheduling that is its last full block: the step that fills it is scheduled before
                 # its last token is known, and when that token arrives, the request ends.
-                self._outbox.add_final_stores(self._offers.offer_rest(state))
-            self._finish(state)
+                self._jobs.add_final_stores(self._offers.offer_rest(own))
+            self._finish(own)
 
-    def _finish(self, state: RequestOffloadState) -> None:
-        del self._requests[state.context.req_id]
-        self._recording.finished(state, self._offers.max_tokens(state), state in self._offers.refused)
-        self._offers.forget(state)
-        self._hits.forget(state)
-        if any(group.gpu_block_ids for group in state.groups) and (keys := state.keys_in_use()):
+    def _finish(self, request: Request) -> None:
+        del self._requests[request.context.req_id]
+        if self._observer is not None:
+            self._observer.finished(request, self._offers.max_tokens(request), request in self._offers.refused)
+        self._offers.forget(request)
+        self._hits.forget(request)
+        if any(own.gpu_block_ids for own in request.groups) and (keys := request.keys_in_use()):
             # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
-            self._manager.touch(keys, state.context)
-        self._manager.on_request_finished(state.context)
+            self._manager.touch(keys, request.context)
+        self._manager.on_request_finished(request.context)
 
     def prefetch(self, request: EngineRequest) -> None:
         """Promotes what lower tiers have of the prefix of ``request``, which the engine does not serve yet. Returns at
@@ -155,13 +162,13 @@ class OffloadingConnectorScheduler:
         after ``update_state_after_alloc``. ``(0, False)``: none. The last token is never part of a hit, since the
         engine must compute something.
         """
-        state = self._state_of(request)
+        own = self._request_of(request)
         epoch = self._epochs.use()
-        if state.keys.epoch is not epoch:
+        if own.epoch is not epoch:
             # A preempted request too: the engine reports that only with the step.
-            self._offers.forget(state)
-            state.enter(epoch)
-        tokens = self._hits.find(state, num_computed_tokens)
+            self._offers.forget(own)
+            own.enter(epoch)
+        tokens = self._hits.find(own, num_computed_tokens)
         if tokens is None:
             return None, False
         return tokens - num_computed_tokens, tokens > num_computed_tokens
@@ -173,19 +180,19 @@ class OffloadingConnectorScheduler:
         this step's meta. They are as many as the last answer promised, or none: a number at which no hit can end is a
         failed load.
         """
-        state = self._state_of(request)
-        self._flush_users(block_ids, state.hit.computed_tokens)
-        state.set_gpu_blocks(block_ids)
-        if state.hit.is_answered:
-            self._hits.admit(state, num_external_tokens)
-            self._offers.admit(state, state.hit.tokens)
+        own = self._request_of(request)
+        self._flush_users(block_ids, own.hit.computed_tokens)
+        own.set_gpu_blocks(block_ids)
+        if own.hit.is_answered:
+            self._hits.admit(own, num_external_tokens)
+            self._offers.admit(own, own.hit.tokens)
         else:  # the second call, after a load: only the blocks are new; or a session goes on
-            state.extend_keys(self._geometry)
+            own.extend_keys()
 
     def hit_tokens_by_tier(self, request: EngineRequest) -> Mapping[str, int]:
         """The external tokens of the request's last admission, by the tier in which their blocks lay."""
-        state = self._requests.get(request.request_id)
-        return {} if state is None else state.hit.tokens_by_tier
+        own = self._requests.get(request.request_id)
+        return {} if own is None else own.hit.tokens_by_tier or {}
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -194,12 +201,12 @@ class OffloadingConnectorScheduler:
         for request_id in step.preempted_request_ids:
             preempted = self._requests.get(request_id)
             # A load that was not sent yet is of this step: the request has been admitted again since.
-            if preempted is not None and not self._loads.is_new(preempted):
-                self._outbox.flush(self._jobs.flush_for_request(preempted))
+            if preempted is not None and not self._hits.is_new(preempted):
+                self._jobs.flush_for_request(preempted)
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
         if step.needed_block_ids:
-            self._outbox.flush(self._jobs.flush_for_blocks(step.needed_block_ids))
+            self._jobs.flush_for_blocks(step.needed_block_ids)
         named = self._take_states(step.boundary_states) if step.boundary_states else ()
         stores: list[TransferJob] = []
         num_scheduled = tokens = len(step.scheduled)  # one token each, while a request decodes
@@ -208,56 +215,58 @@ class OffloadingConnectorScheduler:
         self._offers.newest_step = step.scheduled
         for scheduled in step.scheduled:
             try:
-                state = requests[scheduled.request_id]
+                request = requests[scheduled.request_id]
             except KeyError:  # rare: it has ended meanwhile. Faster than ``get`` for all the others.
-                state = None
+                request = None
             num_tokens = scheduled.num_scheduled_tokens
             if num_tokens != 1:
                 tokens += num_tokens - 1
-                if state is not None:
-                    left = max(state.request.num_prompt_tokens - scheduled.num_computed_tokens, 0)
+                if request is not None:
+                    left = max(request.of_engine.num_prompt_tokens - scheduled.num_computed_tokens, 0)
                     prompt_tokens += min(num_tokens, left)
                     queued_tokens += max(left - num_tokens, 0)
             if (new_ids := scheduled.new_block_ids) and (scheduled.block_table_is_new or any(new_ids)):
                 num_new_tables += scheduled.block_table_is_new
-                self._take_new_blocks(state, scheduled)
-            if state is None:
+                self._take_new_blocks(request, scheduled)
+            if request is None:
                 continue
-            state.last_scheduled = scheduled
+            request.last_scheduled = scheduled
             done_tokens = scheduled.num_computed_tokens + num_tokens
-            if done_tokens >= state.next_offer_tokens and state.hit.load_job_id is None:
-                stores += self._offers.offer(state)
+            if done_tokens >= request.next_offer_tokens and request.hit.load_job_id is None:
+                stores += self._offers.offer(request)
         if self._offers.refused:
             stores += self._offers.retry()
-        for group_state in named:
-            group_state.states.clear()  # refused ones too: later the engine may write over them
+        for own in named:
+            own.states.clear()  # refused ones too: later the engine may write over them
         self._prefetches.step()
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._manager.on_schedule_end()
-        return self._outbox.take(stores)
+        return self._jobs.take(stores)
 
-    def _take_states(self, boundary_states: Iterable[BoundaryState]) -> list[GroupState]:
+    def _take_states(self, boundary_states: Iterable[BoundaryState]) -> list[Keys]:
         """Lets requests offer the states that the engine names in this step. Returns their groups."""
-        named: list[GroupState] = []
+        named: list[Keys] = []
         for each in boundary_states:
-            state, group = self._requests.get(each.request_id), self._geometry[each.group]
-            if state is None or each.num_tokens % group.block_tokens:  # ended meanwhile, or no hit can end there
+            request, size = self._requests.get(each.request_id), self._geometry[each.group].block_tokens
+            if request is None or each.num_tokens % size:  # ended meanwhile, or no hit can end there
                 continue
-            state.groups[each.group].states[each.num_tokens // group.block_tokens - 1] = each.gpu_block_id
-            state.next_offer_tokens = 0
-            named.append(state.groups[each.group])
+            own = request.groups[each.group]
+            own.states[each.num_tokens // size - 1] = each.gpu_block_id
+            request.next_offer_tokens = 0
+            named.append(own)
         return named
 
-    def _take_new_blocks(self, state: RequestOffloadState | None, scheduled: ScheduledRequest) -> None:
-        if scheduled.block_table_is_new:
-            # Blocks under computed tokens are shared and only read, or their jobs were flushed when a load got them.
-            self._flush_users(scheduled.new_block_ids, scheduled.num_computed_tokens)
-            if state is not None:
-                state.set_gpu_blocks(scheduled.new_block_ids)
-        else:
-            self._flush_users(scheduled.new_block_ids, 0)
-            if state is not None:
-                state.add_gpu_blocks(scheduled.new_block_ids)
+    def _take_new_blocks(self, request: Request | None, scheduled: ScheduledRequest) -> None:
+        is_new = scheduled.block_table_is_new
+        # Blocks under computed tokens are shared and only read, or their jobs were flushed when a load got them.
+        self._flush_users(scheduled.new_block_ids, scheduled.num_computed_tokens if is_new else 0)
+        if request is None:
+            return
+        if is_new:
+            request.set_gpu_blocks(scheduled.new_block_ids)
+            return
+        for own, ids in zip(request.groups, scheduled.new_block_ids, strict=True):
+            own.gpu_block_ids += ids
 
     def _flush_users(self, block_ids: BlockIds, computed_tokens: int) -> None:
         """Flushes the jobs that still use GPU blocks which the engine will write, those from ``computed_tokens`` on.
@@ -265,10 +274,9 @@ class OffloadingConnectorScheduler:
         Blocks of earlier tokens are prefix hits. The engine only reads them, and so does a store. No load writes them
         either: a block that a load fills is not a prefix hit before the load has ended.
         """
-        if not self._jobs.fences:
-            return
-        for group, ids in zip(self._geometry, block_ids, strict=True):
-            self._outbox.flush(self._jobs.flush_for_blocks(ids[computed_tokens // group.gpu_block_tokens :]))
+        if self._jobs.fences:
+            for group, ids in zip(self._geometry, block_ids, strict=True):
+                self._jobs.flush_for_blocks(ids[computed_tokens // group.gpu_block_tokens :])
 
     # ------------------------------------------------------------------------------------------ ends of jobs
 
@@ -286,20 +294,21 @@ class OffloadingConnectorScheduler:
             if job is None:
                 continue
             self._epochs.job_ended(job.epoch)
+            request = job.request
             if job.direction is _STORE:
-                if not job.success:
-                    self._recording.store_failed(job)
-                self._offers.end(job)
+                if not job.success and self._observer is not None:
+                    self._observer.store_failed(job)
+                self._manager.complete_store(job.keys, request.context, success=job.success)
                 continue
-            self._recording.load_ended(job)
-            if not self._loads.end(job):
+            if self._observer is not None:
+                self._observer.load_ended(job)
+            if not self._hits.end_load(job):
                 continue
-            state = job.request
             if job.success:
-                loaded.add(state.context.req_id)
+                loaded.add(request.context.req_id)
             else:
-                state.start_offers_after(state.hit.computed_tokens, self._geometry)
-                failed[state.context.req_id] = frozenset(job.gpu_block_ids)
+                request.begin_offers(request.hit.computed_tokens)
+                failed[request.context.req_id] = frozenset(job.gpu_block_ids)
         return LoadOutcome(frozenset(loaded), failed)
 
     # ---------------------------------------------------------------------------------------- the whole cache
@@ -342,41 +351,41 @@ class OffloadingConnectorScheduler:
         self._epochs.open()
 
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
-        for state in self._requests.values():
-            self._offers.forget(state)
-            state.forget_computed()
+        for request in self._requests.values():
+            self._offers.forget(request)
+            request.forget_computed()
         self._prefetches.reset()
         self._manager.reset_cache()
         ended = self._epochs.current
         begin(self._manager.take_events(), device_is_empty)
-        self._recording.reset(ended)
-        for state in self._requests.values():
-            state.keys.is_outdated = True
-            if state.keys.epoch.seed == self._epochs.current.seed:
-                state.enter(self._epochs.current)
+        if self._observer is not None:
+            self._observer.reset(ended)
+        for request in self._requests.values():
+            if request.epoch.seed == self._epochs.current.seed:
+                request.enter(self._epochs.current)
         return ended.seed == self._epochs.current.seed
 
     def get_stats(self) -> Stats:
-        own: Stats = {("jobs_in_flight",): len(self._jobs.in_flight), ("requests_tracked",): len(self._requests)}
-        own |= self._hits.get_stats() | self._offers.get_stats() | self._outbox.get_stats() | self._epochs.get_stats()
-        own |= self._hints.get_stats() | self._prefetches.get_stats()
-        return add_stats([own, self._manager.get_stats()])
+        parts = self._jobs, self._hits, self._epochs, self._hints, self._prefetches
+        own: Stats = {("requests_tracked",): len(self._requests)}
+        return add_stats([own, *(part.get_stats() for part in parts), self._manager.get_stats()])
 
     def shutdown(self) -> None:
-        self._recording.close()
+        if self._observer is not None:
+            self._observer.close()
         self._manager.shutdown()
 
     def check_invariants(self) -> None:
         """For tests: asserts everything that must hold between two calls."""
         self._jobs.check_invariants()
         self._hits.check_invariants(self._requests.values())
-        live = {id(state) for state in self._requests.values()}
+        live = set(self._requests.values())
         for job in self._jobs.in_flight.values():
             siblings = [self._jobs.in_flight[each].direction for each in job.request.job_ids]
             assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
             waits = job.request.hit.load_job_id is not None
-            assert not waits or id(job.request) in live, f"{job} belongs to a half-dropped request"
-        for state in self._requests.values():
-            assert all(job_id in self._jobs.in_flight for job_id in state.job_ids)
-            for group_state in state.groups:
-                assert group_state.next_block >= 0
+            assert not waits or job.request in live, f"{job} belongs to a half-dropped request"
+        for request in live:
+            assert all(job_id in self._jobs.in_flight for job_id in request.job_ids)
+            for own in request.groups:
+                assert own.next_block >= 0

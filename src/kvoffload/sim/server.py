@@ -30,7 +30,7 @@ from kvoffload.base import (
 from kvoffload.config import GroupKind
 from kvoffload.connector.groups import GroupGeometry, find_hit, possible_hit
 from kvoffload.connector.offers import Turnover, offer_in_portions
-from kvoffload.connector.requests import PortionState
+from kvoffload.connector.requests import UNLIMITED
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
@@ -346,13 +346,13 @@ class _Offers:
         self._states = asked.states_at(len(asked.path)) if first < len(asked.path) else []
         self._next_block = first
         self._turnover = turnover
-        self._portions = PortionState()
-        turnover.admitted(self._portions)
+        self.max_blocks, self.touched_at = UNLIMITED, 0
+        turnover.touched(self)
         self._in_flight: list[OffloadKey] = []
 
     @property
     def is_done(self) -> bool:
-        return self._portions.evicts_itself or self._next_block >= len(self._path)
+        return not self.max_blocks or self._next_block >= len(self._path)
 
     @property
     def in_flight(self) -> bool:
@@ -374,10 +374,10 @@ class _Offers:
             return _Portion(keys, max(len(keys), 1), self._next_block + len(keys) == stop, with_states)
 
         num_in_flight = len(self._in_flight)
-        offer_in_portions(self._portions, self._manager, self._context, plan, self._accept)
-        if len(self._in_flight) > num_in_flight and self._turnover.is_due(self._portions):
+        offer_in_portions(self, self._manager, self._context, plan, self._accept)
+        if len(self._in_flight) > num_in_flight and self._turnover.is_due(self):
             self._manager.touch(self._in_use, self._context)
-            self._turnover.touched(self._portions, self._num_in_use)
+            self._turnover.touched(self, self._num_in_use)
 
     def _accept(self, portion: _Portion, output: PrepareStoreOutput | None) -> bool:
         assert output is not None, "every portion of a trace has keys"

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from kvoffload.base import OffloadingSpec
     from kvoffload.config import EngineLayout, OffloadingConfig
-    from kvoffload.connector.recording import Watch
+    from kvoffload.connector.observer import Watch
     from kvoffload.tiering.options import StoreOptions
 
 __all__ = ["KVOffloadConnector"]

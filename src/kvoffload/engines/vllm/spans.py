@@ -18,7 +18,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvoffload.connector.explanations import DEVICE, Explanation
+from kvoffload.connector.observer import DEVICE, Explanation
 
 __all__ = ["Spans"]
 

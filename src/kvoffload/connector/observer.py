@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of requests: a trace, and for each request an explanation. It tells where the tokens of its prompt came
+from, what it waited for, and why the rest was missing.
+
+Only while requests are recorded or traced is there an observer. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Concatenate, NamedTuple, ParamSpec
+
+from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
+from kvoffload.connector.engine import EngineRequest
+from kvoffload.connector.epochs import Epoch, Epochs
+from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
+from kvoffload.connector.jobs import JobRecord
+from kvoffload.connector.recording import TraceRecorder
+from kvoffload.connector.requests import UNLIMITED, Request
+from kvoffload.lost_blocks import Loss
+from kvoffload.miss import Miss
+from kvoffload.units import parse_bytes
+
+__all__ = ["DEVICE", "Explanation", "Observer", "Phase", "Watch"]
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+DEVICE = "device"
+
+
+class Phase(NamedTuple):
+    """A time in which a request waited for one thing, by the scheduler side's clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Of one request, from its arrival to its first token."""
+
+    phase: str | None
+    """What it waits for now."""
+    since_s: float
+    phases: list[Phase] = field(default_factory=list)
+    """What it waited for, in order: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers`` and
+    ``load``."""
+    found: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens by where they were: on the device, in host memory (``CPU``), in a tier."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were computed, by cause. With ``found`` they are all tokens of the prompt."""
+    lost_s: dict[str, float] = field(default_factory=dict)
+    """For causes with a time, such as evictions: how long ago, as the mean over the tokens."""
+    promoted_bytes: dict[str, int] = field(default_factory=dict)
+    """What lower tiers brought to host memory while it waited, by tier."""
+    loaded_bytes: int = 0
+    """What its load copied to the device, on all ranks."""
+
+    def enter(self, phase: str | None, now_s: float) -> None:
+        """What it waits for from now on; ``None``: for nothing."""
+        if self.phase is not None and now_s > self.since_s:
+            self.phases.append(Phase(self.phase, self.since_s, now_s))
+        self.phase, self.since_s = phase, now_s
+
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """Seconds by what it waited for."""
+        waited_s: dict[str, float] = {}
+        for name, begin_s, end_s in self.phases:
+            waited_s[name] = waited_s.get(name, 0.0) + end_s - begin_s
+        return waited_s
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "found": self.found,
+            "missed": self.missed,
+            "lost_s": {cause: round(seconds, 1) for cause, seconds in self.lost_s.items()},
+            "waited_s": {phase: round(seconds, 6) for phase, seconds in self.waited_s.items()},
+            "promoted_bytes": self.promoted_bytes,
+            "loaded_bytes": self.loaded_bytes,
+        }
+
+
+Watch = Callable[[EngineRequest], Callable[[Explanation], None] | None]
+"""Asked of each request that arrives: what to call with its explanation when it has ended. ``None``: it is not to
+be explained. Scheduler thread."""
+
+
+def _ends_recording(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
+    """What ``method`` raises ends the recording and disturbs no step. After that nothing is recorded."""
+
+    @functools.wraps(method)
+    def call(self: Observer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.is_closed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            logger.exception("Recording or tracing requests failed; it ends here, and serving goes on.")
+            self.close()
+
+    return call
+
+
+class Observer:
+    """Records and traces requests with their explanations, and records the blocks that are lost, which explain what
+    later ones miss.
+
+    The scheduler side tells what becomes of each request. The manager explains why it did not get a block
+    (``OffloadingManager.explain``). A block that is here although it was not used lies after a missing one, and has its
+    cause.
+
+    The explanations go to the trace in the file ``config.record_trace``, which may be ``None``, and to ``watch``. The
+    path may contain ``{pid}``, for engines that run several schedulers. The trace has the blocks of
+    the group with the smallest ones. The file is created at once, so that a path that cannot be written is a
+    ``ConfigError`` before any request is served. Later failures end the recording with one line in the log.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        geometry: tuple[GroupGeometry, ...],
+        layout: EngineLayout,
+        config: OffloadingConfig,
+        epochs: Epochs,
+        clock: Callable[[], float],
+        watch: Watch | None = None,
+    ) -> None:
+        self._manager = manager
+        self._geometry = geometry
+        self._finest = finest_of(geometry)
+        self._num_slots = layout.num_slots(config)
+        self._block_bytes = layout.block_bytes(layout.block_size_factor(config))
+        self._epochs = epochs
+        self._clock = clock
+        self._lost = manager.lost
+        self._recorder: TraceRecorder | None = None
+        if config.record_trace:
+            path = config.record_trace.replace("{pid}", str(os.getpid()))
+            size = self._finest.block_tokens
+            self._recorder = TraceRecorder(path, size, _machine(geometry, size, layout, config))
+        self._watch = watch
+        self._watched: dict[Request, Callable[[Explanation], None]] = {}
+        self.is_closed = False
+        self._open: dict[Request, Explanation] = {}
+        """Of requests that have not ended, and that are recorded or watched."""
+        self._before: Epoch | None = None
+        """The epoch that the last reset ended."""
+        self._reset_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Observer({self._recorder}, {len(self._open)} requests)"
+
+    def close(self) -> None:
+        """Writes the requests that have not finished, too. Idempotent, and never raises."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._watched.clear()
+            try:
+                if self._recorder is not None:
+                    self._recorder.close()
+            except Exception:
+                logger.exception("The trace could not be closed.")
+
+    # ------------------------------------------------------------------------------------- what becomes of a request
+
+    @_ends_recording
+    def arrived(self, request: Request) -> None:
+        tell = self._watch(request.of_engine) if self._watch is not None else None
+        if tell is not None:
+            self._watched[request] = tell
+        elif self._recorder is None:
+            return
+        request.extend_keys()
+        now_s = self._clock()
+        self._open[request] = Explanation("queue", now_s)
+        if self._recorder is not None:
+            context, prompt_tokens = request.context, request.of_engine.num_prompt_tokens
+            keys = request.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
+            self._recorder.arrived(context.req_id, now_s, keys, prompt_tokens, next_use=context.next_use)
+
+    @_ends_recording
+    def deferred(self, request: Request, phase: str) -> None:
+        """A lookup had no answer, because of ``phase``."""
+        explanation = self._open.get(request)
+        if explanation is not None and not explanation.found:
+            explanation.enter(phase, self._clock())
+
+    @_ends_recording
+    def answered(self, request: Request) -> None:
+        """The lookup has an answer; the engine is to admit the request."""
+        explanation = self._open.get(request)
+        if explanation is not None and not explanation.found and explanation.phase != "queue":
+            explanation.enter("queue", self._clock())
+            blocks = Counter(self._manager.sources(request.context).values())
+            explanation.promoted_bytes = {tier: number * self._block_bytes for tier, number in blocks.items()}
+
+    @_ends_recording
+    def admitted(self, request: Request) -> None:
+        """The request has GPU blocks. Later admissions change nothing."""
+        explanation, hits = self._open.get(request), request.hit.tokens_by_tier or {}
+        if explanation is None or explanation.found:
+            return
+        explanation.enter("load" if hits else None, self._clock())
+        prompt_tokens = request.of_engine.num_prompt_tokens
+        on_device = min(request.hit.computed_tokens, prompt_tokens)
+        explanation.found = {DEVICE: on_device, **hits}
+        begin = min(on_device + sum(hits.values()), prompt_tokens)
+        self._explain(request, explanation, begin, prompt_tokens)
+
+    @_ends_recording
+    def load_ended(self, job: JobRecord) -> None:
+        """If its request has ended too, the load is not a part of the explanation."""
+        explanation = self._open.get(job.request)
+        if explanation is None or explanation.phase != "load":
+            return
+        explanation.enter(None, self._clock())
+        explanation.loaded_bytes = job.num_bytes
+        if not job.success:
+            lost = sum(explanation.found.values()) - explanation.found[DEVICE]
+            explanation.found = {DEVICE: explanation.found[DEVICE]}
+            explanation.missed[Miss.LOAD_FAILED] = explanation.missed.get(Miss.LOAD_FAILED, 0) + lost
+
+    @_ends_recording
+    def store_failed(self, job: JobRecord) -> None:
+        self._lost.record(job.keys, Miss.STORE_FAILED)
+
+    @_ends_recording
+    def finished(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
+        """The request ended. Blocks of it that were not accepted for store are lost, for want of room if
+        ``has_no_room``; those from ``most_tokens`` on were not to be stored. Its explanation has no places if it was
+        never admitted."""
+        self._record_losses(request, most_tokens, has_no_room)
+        explanation = self._open.pop(request, None)
+        if explanation is None:
+            return
+        explanation.enter(None, self._clock())
+        if (tell := self._watched.pop(request, None)) is not None:
+            tell(explanation)
+        if self._recorder is not None:
+            output_tokens = max(request.of_engine.num_tokens - request.of_engine.num_prompt_tokens, 0)
+            line = explanation.as_json() if explanation.found else None
+            self._recorder.finished(request.context.req_id, output_tokens, line)
+
+    @_ends_recording
+    def reset(self, ended: Epoch) -> None:
+        """The cache was reset, and ``ended`` is over."""
+        self._before, self._reset_s = ended, self._clock()
+
+    # ---------------------------------------------------------------------------------------------- why it was missing
+
+    def _losses(self, keys: Sequence[OffloadKey], request: Request) -> list[Loss | None]:
+        """Why the request did not get each of ``keys``; ``None``: it is here or below. What the tiers kept of the epoch
+        before the reset was lost by it."""
+        losses = self._manager.explain(keys, request.context)
+        if self._before is None or self._before.seed == request.epoch.seed:
+            return losses
+        old = self._before.engine_keys(request.epoch.engine_keys(keys))
+        by_reset = Loss(Miss.RESET, seconds_ago=self._clock() - self._reset_s)
+        held = self._manager.holds(old)
+        before = [by_reset if is_held else loss for loss, is_held in zip(self._lost.find(old), held, strict=True)]
+        return [
+            old_loss if old_loss is not None and loss is not None and loss.miss is Miss.NEW else loss
+            for loss, old_loss in zip(losses, before, strict=True)
+        ]
+
+    def _record_losses(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
+        limit = request.limits.max_offload_tokens
+        beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
+        if self._epochs.is_over(request.epoch):
+            beyond = Miss.RESET
+        short = Miss.TOO_LONG if not request.max_blocks else None
+        if has_no_room:
+            # Its own stores may have kept all slots.
+            short = Miss.TOO_LONG if self._surely_stored(request) > self._num_slots else Miss.REFUSED
+        ready_tokens = request.ready_tokens
+        for own in request.groups:
+            ready = min(ready_tokens // own.group.block_tokens, len(own.keys))
+            first_beyond = min(max(most_tokens // own.group.block_tokens, own.next_block), ready)
+            if short is not None and own.next_block < first_beyond:
+                self._lost.record(own.keys[own.next_block : first_beyond], short)
+            if first_beyond < ready:
+                self._lost.record(own.keys[first_beyond:ready], beyond)
+
+    def _surely_stored(self, request: Request) -> int:
+        """Blocks that the whole request stores at the least. Most states are never kept, and blocks after a window may
+        be gone before they are offered."""
+        blocks = dict.fromkeys(GroupKind, 0)
+        for own in request.groups:
+            blocks[own.group.kind] += len(own.keys)
+        return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW]
+
+    def _explain(self, request: Request, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
+        """Fills in why the prompt's tokens from ``begin`` on were missing."""
+        unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
+        keys = request.groups[self._finest.index].keys
+        # As far as a hit can reach. Hits end between blocks of the device, which may be smaller than offloaded ones.
+        longest = [own.group.longest_hit(len(own.keys)) for own in request.groups]
+        end = max(min(prompt_tokens - 1, *longest) // unit * unit, begin)
+        if tail := prompt_tokens - end:
+            explanation.missed[Miss.TAIL] = tail
+        if end == begin:
+            return
+        if not request.context.reads_cache:
+            explanation.missed[Miss.NOT_READ] = end - begin
+            return
+        blocks = range(begin // size, min(-(-end // size), len(keys)))
+        losses = self._losses(keys[blocks.start : blocks.stop], request)
+        loadable = UNLIMITED
+        if request.limits.max_load_tokens is not None:
+            loadable = (request.hit.computed_tokens + request.limits.max_load_tokens) // unit * unit
+        loss = Loss(Miss.NEW)
+        is_first = True
+        for block, own in zip(blocks, losses, strict=True):
+            if max(begin, block * size) >= loadable:
+                loss = Loss(Miss.LOAD_LIMIT)
+            elif own is not None:
+                loss = own
+            elif is_first:
+                loss = self._why_no_longer_hit(request, (begin // unit + 1) * unit)
+            is_first = False
+            tokens = min(end, (block + 1) * size) - max(begin, block * size)
+            before = explanation.missed.get(loss.cause, 0)
+            explanation.missed[loss.cause] = before + tokens
+            if loss.seconds_ago is not None:
+                mean_s = explanation.lost_s.get(loss.cause, 0.0)
+                explanation.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
+
+    def _why_no_longer_hit(self, request: Request, hit_tokens: int) -> Loss:
+        """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
+        smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to. After a
+        failed load there is no other."""
+        if request.hit.load_failed:
+            return Loss(Miss.LOAD_FAILED)
+        for own in request.groups:
+            blocks = own.group.blocks_to_find(request.hit.computed_tokens, hit_tokens)
+            for loss in self._losses(own.keys[blocks.start : blocks.stop], request):
+                if loss is not None:
+                    return loss
+        return Loss(Miss.UNKNOWN)
+
+
+def _machine(
+    geometry: Sequence[GroupGeometry], finest: int, layout: EngineLayout, config: OffloadingConfig
+) -> dict[str, object]:
+    """What ``kvoffload explain`` must know of the configuration. No paths and no addresses. ``finest``: tokens of the
+    smallest block."""
+    slots = sum(finest / group.block_tokens for group in geometry)
+    return {
+        "block_bytes": round(layout.block_bytes(layout.block_size_factor(config)) * slots),
+        "cpu_bytes": config.cpu_bytes,
+        "policy": config.eviction_policy,
+        "store_threshold": config.store_threshold,
+        "load_policy": config.load_policy,
+        "device_blocks": None if layout.device_tokens is None else layout.device_tokens // finest,
+        "tiers": [
+            {
+                "type": tier.get("type"),
+                "max_bytes": parse_bytes(tier["max_bytes"]) if tier.get("max_bytes") is not None else None,
+                "cascade": tier.get("cascade", "on_store" if tier.get("offload_policy") == "request_level" else None),
+            }
+            for tier in config.secondary_tiers
+        ],
+    }
