@@ -74,6 +74,7 @@ def test_what_vllm_sets_itself_does_not_count(sources: Sources) -> None:
     harmless = {name for reason, names in VARIABLES.items() if reason != COUNTS for name in names.split()}
     assert {name for name in found if name.startswith("VLLM_")} - harmless == SET_BY_ALL
     assert counted(found) == SET_BY_WORKERS
+    assert unknown_variables() == [], "vLLM has set some in this process"
 
 
 def test_a_variable_stands_in_one_list() -> None:

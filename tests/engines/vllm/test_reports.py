@@ -510,6 +510,11 @@ def test_prometheus_series_are_named_after_the_table_and_may_be_made_again() -> 
     assert REGISTRY.get_sample_value("kvoffload_hit_tokens_total", {"engine": "0"}) == 0
     names = {metric.name for metric in REGISTRY.collect()}
     assert {f"kvoffload_{name}" for name in METRICS} <= names
+    # What cannot be counted is left out: an exception here would end vLLM's front end.
+    odd = {"load_jobs\x1ffailed": -1, "of_a_newer_version\x1fa": 1, "load_jobs": 1, "load_seconds": float("nan")}
+    series.observe({"counters": odd, "gauges": {"of_a_newer_version": 1, "primary_blocks": 8}}, 1)
+    assert REGISTRY.get_sample_value("kvoffload_load_jobs_total", labels) == 4
+    assert REGISTRY.get_sample_value("kvoffload_primary_blocks", {"engine": "1"}) == 8
 
 
 def test_the_last_step_before_an_engine_sleeps_reports_that_nothing_is_queued_or_pinned() -> None:

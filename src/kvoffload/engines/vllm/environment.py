@@ -147,6 +147,9 @@ VARIABLES: Mapping[str, str] = {
 """Reasons, each with the variables of vLLM's ``envs.py`` (0.32 and 0.33) and those that vLLM itself sets. One that
 stands nowhere counts as soon as it is set. What vLLM sets in some of its processes alone must not count."""
 
+_SET_BY_VLLM = ("AITER_SITUV2_A8W4", "AITER_SITUV2_A4W4")
+"""Variables of libraries that vLLM sets from ``VLLM_ROCM_USE_AITER_MOE_SITUV2``, which counts, in some processes."""
+
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points whose code runs in engines."""
 
@@ -167,7 +170,7 @@ def _counted() -> list[tuple[str, str | None]]:
     reasons = {name: reason for reason, names in VARIABLES.items() for name in names.split()}
     ours = [name for name in sorted(os.environ) if name.startswith("VLLM_") and not SERVICES.fullmatch(name)]
     found = [(name, reasons.get(name)) for name in ours if reasons.get(name, COUNTS) == COUNTS]
-    return found + [(name, None) for name in counted(os.environ)]
+    return found + [(name, None) for name in counted(os.environ) if name not in _SET_BY_VLLM]
 
 
 @functools.cache

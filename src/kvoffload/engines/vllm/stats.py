@@ -8,14 +8,18 @@ in one string.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import METRICS, Kind, Stats, initial_series, typical_value
 
 __all__ = ["OffloadPromMetrics", "OffloadStats", "StatsReporter"]
+
+_log = RateLimitedLog(logging.getLogger(__name__))
 
 _SEPARATOR = "\x1f"
 _COUNTERS, _GAUGES = "counters", "gauges"
@@ -146,22 +150,30 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     series.set(metric.initial)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Never raises: to vLLM's front end an exception here is the end of all requests. A sample that Prometheus does
+        not take, such as a counter of a foreign tier that falls, is left out, and so is one that this process does not
+        know: its engine may have been started from a newer kvoffload."""
         stats = OffloadStats(transfer_stats_data)
-        for text, increment in stats.counters.items():
-            name, *rest = text.split(_SEPARATOR)
-            if _kind(name) is Kind.COUNTER:
-                self._labelled(name, rest, engine_idx).inc(increment)
-                continue
-            *labels, part, bound = rest
-            if part == "count":
-                total = stats.counters.get(_SEPARATOR.join([name, *labels, "sum", bound]), 0.0)
-                series = self._labelled(name, labels, engine_idx)
-                # A series takes single observations only. Of a bucket, the sum and the number of them are known.
-                for _ in range(int(increment)):
-                    series.observe(typical_value(METRICS[name], bound, increment, total))
-        for text, value in stats.gauges.items():
-            name, *labels = text.split(_SEPARATOR)
+        for text, value in (*stats.counters.items(), *stats.gauges.items()):
+            try:
+                self._observe(text.split(_SEPARATOR), value, stats.counters, engine_idx)
+            except Exception:  # noqa: BLE001 - see above
+                _log.exception(f"A sample of {text.split(_SEPARATOR)[0]} was not counted.")
+
+    def _observe(self, sample: list[str], value: float, counters: Mapping[str, float], engine_idx: int) -> None:
+        name, *labels = sample
+        kind = _kind(name)
+        if kind is Kind.COUNTER:
+            self._labelled(name, labels, engine_idx).inc(value)
+        elif kind is Kind.GAUGE:
             self._labelled(name, labels, engine_idx).set(value)
+        elif labels[-2] == "count":
+            *labels, _, bound = labels
+            total = counters.get(_SEPARATOR.join([name, *labels, "sum", bound]), 0.0)
+            series = self._labelled(name, labels, engine_idx)
+            # A series takes single observations only. Of a bucket, the sum and the number of them are known.
+            for _ in range(int(value)):
+                series.observe(typical_value(METRICS[name], bound, value, total))
 
     def _labelled(self, name: str, labels: Sequence[str], engine_idx: int) -> Any:
         return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)

@@ -170,7 +170,7 @@ _OVERRIDES = (
     ("connector.py", "KVOffloadConnector", ((_BASE, "KVConnectorBase_V1"), (_BASE, "SupportsHMA")), "scheduler worker"),
     ("connector.py", "StepReport", ((_BASE, "KVConnectorWorkerMetadata"),), ""),
     ("stats.py", "OffloadStats", ((_METRICS, "KVConnectorStats"),), "counters gauges report"),
-    ("stats.py", "OffloadPromMetrics", ((_METRICS, "KVConnectorPromMetrics"),), "begin _labelled"),
+    ("stats.py", "OffloadPromMetrics", ((_METRICS, "KVConnectorPromMetrics"),), "begin _labelled _observe"),
 )
 """Classes of ours in whose place vLLM calls its own: file, name, bases, and methods that vLLM does not call."""
 
