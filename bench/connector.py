@@ -25,7 +25,7 @@ from kvoffload.connector import (
     ScheduledRequest,
     WorkerReport,
 )
-from kvoffload.connector.recording import Watch
+from kvoffload.connector.observer import Watch
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.engines.vllm.spans import Spans
 from kvoffload.metrics import Histogram
