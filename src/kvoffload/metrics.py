@@ -380,6 +380,7 @@ METRICS: dict[str, Metric] = _table(
         Metric("tier_too_slow", _G, "Whether a block takes twice as long to load as to compute.", _TIER, ((),)),
         Metric("tier_read_bytes_per_second", _G, "Speed at which the tier is believed to be read.", _TIER, ((),)),
         Metric("tier_read_latency_seconds", _G, "Seconds believed to pass before the tier's first byte.", _TIER, ((),)),
+        Metric("tier_answer_seconds", _G, "Seconds believed to pass before the tier says what it has.", _TIER, ((),)),
         Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),
         Metric("prefill_tokens_per_second", _G, "Speed at which the engine is believed to compute prompts."),
         Metric(
@@ -402,6 +403,10 @@ METRICS: dict[str, Metric] = _table(
             _H,
             "Seconds that a request waited for tiers below host memory, in one wait.",
             buckets=_WAIT_SECONDS,
+        ),
+        Metric("plans_made_again", _C, "New plans for requests that wait: an answer had come, or a tier was late."),
+        Metric(
+            "waits_ended_early", _C, "Waits that took what had come, as the rest would have been later than computing."
         ),
         Metric("claimed_blocks", _G, "Blocks that waiting requests protect from eviction."),
         Metric("lookups_out_of_patience", _C, "Requests that gave up blocks because they had waited too long."),

@@ -7,12 +7,11 @@ import pytest
 
 from kvoffload.testing.clock import ManualClock
 from kvoffload.tiering.links import OVERDUE_S, Link
-
-BLOCK = 100
+from kvoffload.tiering.worth import Pace
 
 
 def make_link(clock: ManualClock, expected: float | None = None) -> Link:
-    return Link("disk", BLOCK, expected, clock)
+    return Link("disk", None if expected is None else Pace(0.0, 1 / expected), clock)
 
 
 def read(link: Link, clock: ManualClock, slots: list[int], seconds: float) -> None:
@@ -36,13 +35,13 @@ def test_reads_that_end_together_are_one_sample() -> None:
     link.end([1, 2], 2, None)
     link.measure()
     assert link.speed is not None
-    assert link.speed.seconds(BLOCK) == pytest.approx(1.0)
+    assert link.speed.seconds(1) == pytest.approx(1.0)
     link.check_invariants(0, 0)
 
 
 def test_the_queue_counts_what_is_outstanding_and_lateness_twice() -> None:
     clock = ManualClock()
-    link = make_link(clock, BLOCK / 1.0)
+    link = make_link(clock, 1.0)
     assert link.queue_s() == 0.0
     link.begin(2)
     assert link.queue_s() == pytest.approx(2.0)
@@ -58,7 +57,7 @@ def test_the_queue_counts_what_is_outstanding_and_lateness_twice() -> None:
 
 def test_an_overdue_read_delays_no_other_and_is_not_waited_for() -> None:
     clock = ManualClock()
-    link = make_link(clock, BLOCK / 0.1)
+    link = make_link(clock, 10.0)
     link.begin(2)
     link.submit([4, 5])
     assert not link.is_overdue(4)
@@ -114,7 +113,7 @@ def test_an_overdue_read_is_a_sample_unless_a_later_one_ended_before_it(is_overt
     link.end([9], 1, None)
     link.measure()
     assert link.speed is not None
-    assert link.speed.seconds(BLOCK) == pytest.approx(0.1 if is_overtaken else OVERDUE_S + 1)
+    assert link.speed.seconds(1) == pytest.approx(0.1 if is_overtaken else OVERDUE_S + 1)
 
 
 def test_a_read_that_brought_nothing_is_no_sample() -> None:

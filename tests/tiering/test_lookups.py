@@ -19,7 +19,7 @@ class Asking(Parts):
         self.num_polls = 0
         parts = self.waits, self.promotions, self.planner()
         self.lookups = Lookups(self.primary, [self.tier], *parts, self.poll, self.clock)
-        self.places = Places(self.primary, [self.tier], self.waits, self.promotions)
+        self.places = Places(self.primary, [self.tier], *parts, self.clock)
 
     def poll(self) -> None:
         self.num_polls += 1
@@ -51,7 +51,7 @@ def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
         parts.primary.prepare_store([key], request.context)
     parts.primary.complete_store(keys(10), request.context)
     parts.fake.answers |= dict.fromkeys(keys(2), None)
-    here, below, unknown = HERE, Place(0), Place(0, is_unknown=True)
+    here, below, unknown = HERE, Place((0,)), Place((), (0,))
     survey = parts.places.survey
     assert survey(request, keys(10, 11, 30)) == Survey([Segment(here, 2)], True), "what the device writes is as good"
     assert survey(request, keys(1, 2, 30)) == Survey([Segment(below, 1), Segment(unknown, 1)], True)

@@ -11,12 +11,12 @@ from tests.sizes import by_size
 from kvoffload.base import StepWork
 from kvoffload.testing.clock import ManualClock
 from kvoffload.tiering.speeds import (
-    LinkSpeed,
     LinkSpeedEstimator,
     PrefillSpeedEstimator,
     fit_link,
     weighted_median,
 )
+from kvoffload.tiering.worth import Pace
 
 MB = 1e6
 
@@ -31,19 +31,19 @@ def test_exact_samples_give_a_line_that_explains_them(latency_s: float, byte_s: 
     speed = fit_link([(size, latency_s + size * byte_s) for size in sizes])
     ordered = sorted(sizes)
     third = (len(sizes) + 2) // 3
-    assert speed.latency_s <= latency_s * (1 + 1e-6) + 1e-6
+    assert speed.first_s <= latency_s * (1 + 1e-6) + 1e-6
     if ordered[-third] > 2 * ordered[third - 1]:
         # As fast as the largest sample was as a whole, since it was never seen faster.
-        assert speed.byte_s == pytest.approx(byte_s + latency_s / max(sizes), rel=1e-3)
+        assert speed.block_s == pytest.approx(byte_s + latency_s / max(sizes), rel=1e-3)
 
 
 def test_equal_sizes_give_a_bandwidth_alone() -> None:
-    assert fit_link([(100, 1.0), (100, 3.0), (100, 2.0)]) == LinkSpeed(0.0, 0.02)
+    assert fit_link([(100, 1.0), (100, 3.0), (100, 2.0)]) == Pace(0.0, 0.02)
 
 
 def test_no_link_is_faster_than_it_was_seen() -> None:
     # Large jobs that took no longer than small ones: all of it would be latency.
-    assert fit_link([(10, 1.0), (10, 1.0), (1000, 1.0), (1000, 0.9)]).byte_s == pytest.approx(0.0009)
+    assert fit_link([(10, 1.0), (10, 1.0), (1000, 1.0), (1000, 0.9)]).block_s == pytest.approx(0.0009)
 
 
 def test_a_stall_does_not_count() -> None:
@@ -69,7 +69,7 @@ def test_a_lasting_change_is_believed(interval_s: float, enough: int) -> None:
     for _ in range(enough):
         clock.advance(interval_s)
         link.add(64 * MB, 0.64)
-    assert link.speed == LinkSpeed(0.0, pytest.approx(1e-8))
+    assert link.speed == Pace(0.0, pytest.approx(1e-8))
 
 
 def test_a_quiet_period_is_not_forgotten() -> None:
@@ -79,7 +79,7 @@ def test_a_quiet_period_is_not_forgotten() -> None:
         link.add(64 * MB, 0.064)
     clock.advance(10_000)
     link.add(64 * MB, 6.4)  # a disk that had to wake up
-    assert link.speed == LinkSpeed(0.0, pytest.approx(1e-9))
+    assert link.speed == Pace(0.0, pytest.approx(1e-9))
 
 
 def test_the_median_by_weight() -> None:

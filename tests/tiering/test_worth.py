@@ -20,7 +20,7 @@ PACES = st.builds(Pace, st.one_of(SECONDS, st.just(math.inf)), SECONDS)
 
 def first_token_s(loaded: int, runs: list[Run], sources: list[Pace], block_compute_s: float, queue_s: float) -> float:
     """By the definition, block by block."""
-    flat = [run.source for run in runs for _ in range(run.num_blocks)]
+    flat = [run.sources[0] for run in runs for _ in range(run.num_blocks)]
     counts = [flat[:loaded].count(source) for source in range(len(sources))]
     arrived_s = max((pace.first_s + n * pace.block_s for pace, n in zip(sources, counts) if n), default=0.0)
     return max(arrived_s, queue_s) + (len(flat) - loaded) * block_compute_s
@@ -29,7 +29,9 @@ def first_token_s(loaded: int, runs: list[Run], sources: list[Pace], block_compu
 @st.composite
 def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
     sources = [Pace(), *draw(st.lists(PACES, min_size=1, max_size=4))]
-    runs = draw(st.lists(st.builds(Run, st.integers(0, len(sources) - 1), st.integers(1, 9)), max_size=7))
+    runs = draw(
+        st.lists(st.builds(Run, st.integers(0, len(sources) - 1).map(lambda at: (at,)), st.integers(1, 9)), max_size=7)
+    )
     return runs, sources
 
 
@@ -55,7 +57,7 @@ def test_it_is_the_best_of_all_at_every_scale_of_time(fastest_s: float) -> None:
 
     for _ in range(by_size(quick=400, thorough=10_000)):
         sources = [Pace(rng.choice([0.0, seconds()]), seconds()) for _ in range(rng.randint(1, 3))]
-        runs = [Run(rng.randrange(len(sources)), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
+        runs = [Run((rng.randrange(len(sources)),), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
         num_blocks = sum(run.num_blocks for run in runs)
         ends = rng.choice([None, {rng.randint(1, num_blocks) for _ in range(4)}])
         assert_best(runs, sources, seconds(), rng.uniform(0, num_blocks) * seconds(), ends)
@@ -80,7 +82,7 @@ def assert_best(
     close = partial(pytest.approx, rel=1e-9, abs=1e-12 * times[0])
     assert times[choice.num_blocks] == close(best_s)
     assert choice.saved_s == close(times[0] - best_s)
-    flat = [run.source for run in runs for _ in range(run.num_blocks)][: choice.num_blocks]
+    flat = [run.sources[0] for run in runs for _ in range(run.num_blocks)][: choice.num_blocks]
     waits = [sources[source].seconds(flat.count(source)) for source in set(flat)]
     assert choice.wait_s == close(max(waits, default=0.0))
 
@@ -90,31 +92,31 @@ def test_nothing_to_load() -> None:
 
 
 def test_ties_are_loaded() -> None:
-    assert choose([Run(0, 5)], [Pace(0.0, 1.0)], block_compute_s=1.0).num_blocks == 5
+    assert choose([Run((0,), 5)], [Pace(0.0, 1.0)], block_compute_s=1.0).num_blocks == 5
 
 
 @pytest.mark.parametrize("unit_s", [1.0, 1e-3, 1e-6])
 def test_a_busy_engine_makes_loading_free(unit_s: float) -> None:
     slow = [Pace(0.0, 3.0 * unit_s)]
-    assert choose([Run(0, 10)], slow, block_compute_s=unit_s).num_blocks == 0
-    assert choose([Run(0, 10)], slow, block_compute_s=unit_s, queue_s=12.5 * unit_s).num_blocks == 4
+    assert choose([Run((0,), 10)], slow, block_compute_s=unit_s).num_blocks == 0
+    assert choose([Run((0,), 10)], slow, block_compute_s=unit_s, queue_s=12.5 * unit_s).num_blocks == 4
 
 
 def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:
     sources = [Pace(), Pace(0.5, 2.0)]
-    assert choose([Run(0, 3), Run(1, 2)], sources, block_compute_s=1.0).num_blocks == 3
-    assert choose([Run(0, 3), Run(1, 2), Run(0, 9)], sources, block_compute_s=1.0) == Choice(14, 4.5, 9.5)
+    assert choose([Run((0,), 3), Run((1,), 2)], sources, block_compute_s=1.0).num_blocks == 3
+    assert choose([Run((0,), 3), Run((1,), 2), Run((0,), 9)], sources, block_compute_s=1.0) == Choice(14, 4.5, 9.5)
 
 
 def test_a_part_ends_where_it_is_of_use() -> None:
     slow = [Pace(0.0, 3.0)]
     for ends, best in ([4, 10], 4), ([3, 10], 3), ([1, 6, 10], 1), ([10], 0), ([], 0):
-        choice = choose([Run(0, 10)], slow, block_compute_s=1.0, queue_s=12.5, ends=ends)
+        choice = choose([Run((0,), 10)], slow, block_compute_s=1.0, queue_s=12.5, ends=ends)
         assert choice.num_blocks == best, ends
 
 
 def test_blocks_behind_the_last_end_before_a_slow_run_save_nothing() -> None:
     sources = [Pace(), Pace(0.0, 2.0)]
-    runs = [Run(0, 8), Run(1, 4)]
+    runs = [Run((0,), 8), Run((1,), 4)]
     assert choose(runs, sources, block_compute_s=1.0, ends=[5, 10]).num_blocks == 10
     assert choose(runs, sources, block_compute_s=1.0, ends=[7, 12]).num_blocks == 7

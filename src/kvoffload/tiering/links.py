@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
+from statistics import median
 from typing import NamedTuple
 
-from kvoffload.tiering.speeds import LinkSpeed, LinkSpeedEstimator
+from kvoffload.tiering.speeds import AnswerEstimator, LinkSpeedEstimator
+from kvoffload.tiering.worth import Pace
 
-__all__ = ["OVERDUE_S", "Link"]
+__all__ = ["LATE", "OVERDUE_S", "Link"]
+
+LATE = 1.25
+"""A read is late once it has taken this many times as long as expected: estimates of calm reads differ by less."""
+_ORDER = 7
+"""Reads whose times, each from the end of the one before, say whether a tier ends them one by one. Of a tier that reads
+several side by side the first one takes as long as all."""
 
 OVERDUE_S = 30.0
 """A read is overdue once it is later than this, and than four times what was expected of it."""
@@ -34,12 +43,13 @@ class Link:
     tier's speed.
     """
 
-    def __init__(self, name: str, block_bytes: int, expected_bytes_per_s: float | None, clock: Callable[[], float]):
+    def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):
         self.name = name
-        self._block_bytes = block_bytes
         self._clock = clock
-        expected = LinkSpeed(0.0, 1 / expected_bytes_per_s) if expected_bytes_per_s else None
         self.estimator = LinkSpeedEstimator(clock, expected)
+        self.answers = AnswerEstimator()
+        self._ratios: deque[float] = deque(maxlen=_ORDER)
+        """How many times as long as expected the last reads took."""
         self._num_queued = 0
         """Blocks that were begun and not submitted."""
         self._reads: dict[int, _Read] = {}
@@ -59,7 +69,7 @@ class Link:
         return f"Link({self.name!r}, {self.estimator.speed}, outstanding={self.num_outstanding})"
 
     @property
-    def speed(self) -> LinkSpeed | None:
+    def speed(self) -> Pace | None:
         """``None``: it was never measured, and nothing was expected."""
         return self.estimator.speed
 
@@ -90,7 +100,7 @@ class Link:
         if not due:
             self._busy_since_s, self._num_ended = now_s, 0
         self._num_queued -= len(slots)
-        expected_s = 0.0 if self.speed is None else self.speed.seconds((due + len(slots)) * self._block_bytes)
+        expected_s = 0.0 if self.speed is None else self.speed.seconds(due + len(slots))
         overdue_s = now_s + expected_s + max(_OVERDUE * expected_s, OVERDUE_S)
         self._num_reads += 1
         self._reads[slots[0]] = _Read(self._num_reads, slots, overdue_s)
@@ -106,7 +116,10 @@ class Link:
             return
         self._newest_ended = max(self._newest_ended, read.number)
         self._num_ended += num_read
-        self._last_end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
+        end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
+        if self.speed is not None and num_read:
+            self._ratios.append((end_s - self._reading_since_s) / max(self.speed.seconds(len(slots)), 1e-9))
+        self._last_end_s = end_s
 
     def measure(self) -> bool:
         """All reads that have ended were recorded. Returns whether they show the tier's speed."""
@@ -114,7 +127,7 @@ class Link:
             return False
         num_ended = self._num_ended
         if num_ended:
-            self.estimator.add(num_ended * self._block_bytes, self._last_end_s - self._busy_since_s)
+            self.estimator.add(num_ended, self._last_end_s - self._busy_since_s)
         self._num_ended, self._busy_since_s = 0, self._last_end_s
         return num_ended > 0
 
@@ -126,14 +139,53 @@ class Link:
             self._next_overdue_s = min((read.overdue_s for read in reads if now_s <= read.overdue_s), default=inf)
         return slot in self._overdue_slots
 
+    @property
+    def _reading_since_s(self) -> float:
+        """Since when the oldest read is under way."""
+        return max(self._busy_since_s, self._last_end_s)
+
+    def slowdown(self) -> float:
+        """How many times as long as expected its blocks seem to take now: more than 1 while the oldest read is late,
+        which is expected to be late by as much again."""
+        reads = self._due_reads()
+        if not reads or self.speed is None:
+            return 1.0
+        expected_s = max(self.speed.seconds(len(reads[0].slots)), 1e-9)
+        elapsed_s = self._clock() - self._reading_since_s
+        usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
+        is_late = elapsed_s > LATE * usual * expected_s
+        return (2 * elapsed_s - usual * expected_s) / expected_s if is_late else 1.0
+
+    def arrival_s(self, slot: int) -> float | None:
+        """Until the block that is to come into ``slot`` is expected; ``None``: it is not read, or the tier is late."""
+        if self.speed is None or self.slowdown() > 1:
+            return None
+        before = 0
+        for read in self._due_reads():
+            before += len(read.slots)
+            if slot in read.slots:
+                return max(self.speed.seconds(before) - (self._clock() - self._reading_since_s), 0.0)
+        return None
+
+    def late_s(self) -> float:
+        """When the oldest read will be late, from now; ``inf``: nothing is read."""
+        reads = self._due_reads()
+        if not reads or self.speed is None:
+            return inf
+        usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
+        return LATE * usual * self.speed.seconds(len(reads[0].slots)) - (self._clock() - self._reading_since_s)
+
     def queue_s(self) -> float:
-        """Until all that is due has arrived. What is late already is expected to be late by as much again."""
-        num_due = self.num_due
+        """Until all that is due has arrived. What is late already is expected to be late by as much again, and what is
+        queued after it to take as many times as long."""
+        num_due, reads = self.num_due, self._due_reads()
         if not num_due or self.speed is None:
             return 0.0
-        needed_s = self.speed.seconds(num_due * self._block_bytes)
-        elapsed_s = self._clock() - self._busy_since_s if num_due > self._num_queued else 0.0
-        return abs(needed_s - elapsed_s)
+        elapsed_s = self._clock() - self._reading_since_s if reads else 0.0
+        if (slowdown := self.slowdown()) > 1:
+            num_first = len(reads[0].slots)
+            return slowdown * (self.speed.seconds(num_first) + self.speed.block_s * (num_due - num_first)) - elapsed_s
+        return abs(self.speed.seconds(num_due) - elapsed_s)
 
     def check_invariants(self, num_queued: int, num_reading: int) -> None:
         """``num_queued`` and ``num_reading``: blocks of promotions that are not submitted, and that the tier reads."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import LoadPlanner, Place, Plan
+from kvoffload.tiering.load_policy import HERE, PATIENCE, LoadPlanner, Place, Plan, Segment, SoFar
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Question, Request, Wait
@@ -44,7 +44,11 @@ class Lookups:
         self._planner = planner
         self._poll = poll
         self._clock = clock
-        self._places = Places(primary, tiers, waits, promotions)
+        self._places = Places(primary, tiers, waits, promotions, planner, clock)
+        self.num_planned_again = 0
+        """Plans that replaced another one of the same wait."""
+        self.num_ended_early = 0
+        """Waits that were lost, and ended before all that was planned had come."""
         self._asking: Request | None = None
         """The request that asked last, in this step."""
 
@@ -81,8 +85,13 @@ class Lookups:
         self._primary.count_peek(keys[: len(answers)], request.context)
         return answers
 
+    def end(self, request: Request) -> None:
+        """The request has ended."""
+        self._places.end(request)
+
     def end_step(self) -> None:
         self._waits.end_step(self._places.is_answered)
+        self._places.measure()
         self.forget()
 
     def forget(self) -> None:
@@ -111,13 +120,24 @@ class Lookups:
 
     def _answer(self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None) -> list[bool | None]:
         """For a request that may wait."""
-        if wait.is_late(self._clock()):
+        is_due = self._clock() >= wait.due_s and wait.is_open and self._is_due(wait)
+        is_planned = wait.is_planned(keys)
+        if is_due and not is_planned and wait.is_late(self._waits.seen_s(wait, is_news=False)):
             self._stop_late(wait, keys)
         question = wait.questions.get(keys[0])
-        if question is not None and self._holds(wait, question, keys):
+        if question is not None and not (is_due and is_planned) and self._holds(wait, question, keys):
             self._waits.ask_again(wait, question)
             return wait.answers_to(question)
-        return self._ask_anew(wait, keys, ends)
+        return self._ask_anew(wait, keys, ends, is_due=is_due and is_planned)
+
+    def _is_due(self, wait: Wait) -> bool:
+        """Whether a plan is to be made again: its deadline has come, or a read of it is late."""
+        assert wait.plan is not None
+        assert wait.deadline_s is not None
+        if self._clock() >= wait.deadline_s or self._planner.is_late(wait.plan):
+            return True
+        self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
+        return False
 
     def _holds(self, wait: Wait, question: Question, keys: Sequence[OffloadKey]) -> bool:
         """Whether the answers of ``question`` still hold: the wait keeps them up to date, and no tier knows more."""
@@ -126,26 +146,36 @@ class Lookups:
         return question.is_final or (question.progress is not None and question.progress == self._places.progress())
 
     def _ask_anew(
-        self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
+        self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None, *, is_due: bool
     ) -> list[bool | None]:
         request = wait.request
         question = Question([*keys], wait.kept(keys))
         first, stop = len(question.answers), wait.stop_of(keys)
-        if first < stop:
+        if first < stop or is_due:
             progress = self._places.progress()
-            survey = self._places.survey(request, keys[first:stop], first)
-            plan: Plan | None = None
             # A prefetch has nothing to weigh: what it does not find is not needed yet.
-            if wait.deadline_s is None and not request.context.is_prefetch:
-                plan = self._plan(wait, keys[first:], survey, ends)
-                stop = min(stop, first + plan.stop)
+            is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
+            is_weighed &= wait.plan is None or wait.is_planned(keys)
+            begin = 0 if is_weighed else first
+            survey = self._places.survey(request, keys[begin:stop], begin)
+            plan: Plan | None = None
+            if not is_weighed:
+                segments = self._planner.sources(survey.segments)
+            elif not is_due and wait.plan is not None and _marks(survey.segments) == wait.marks:
+                held = Place((), _waited(wait.plan.segments))
+                segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
+            else:
+                plan = self._plan(wait, keys, stop, survey, ends)
+                stop, segments = min(stop, plan.stop), plan.segments
+                if len(question.answers) > plan.stop:
+                    question = Question([*keys], wait.kept(keys))
             version = wait.version
-            self._reserve(wait, question, stop, survey)
+            self._reserve(wait, question, stop, survey, _cut(segments, len(question.answers) - begin))
             if wait.version != version:
                 self._cut_at_failure(request, question)
             question.progress = progress
             if plan is not None:
-                self._probe(request, keys[first:], plan)
+                self._probe(request, keys, plan)
         answers = question.answers
         self._waits.note(wait, question, is_complete=len(answers) == stop)
         if len(answers) < len(keys):
@@ -163,22 +193,32 @@ class Lookups:
     # ---------------------------------------------------------------------------------------------------- plan
 
     def _plan(
-        self, wait: Wait, keys: Sequence[OffloadKey], survey: Survey, ends: Collection[OffloadKey] | None
+        self, wait: Wait, keys: Sequence[OffloadKey], stop: int, survey: Survey, ends: Collection[OffloadKey] | None
     ) -> Plan:
-        """Decides how many of ``keys`` are loaded, which is the wait's plan from now on."""
+        """Decides how many of ``keys`` are loaded, and from where, which is the wait's plan from now on. Those from
+        ``stop`` on are declined already."""
         verdicts = wait.request.verdicts
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
-        plan = self._planner.plan(survey.segments, keys[0], useful)
-        if self._planner.weighs(keys[0]):
-            self._waits.plan(wait, plan.wait_s, plan.deadline_s)
+        so_far, seen_s = SoFar(len(keys)), self._clock()
+        if wait.deadline_s is not None:
+            self.num_planned_again += 1
+            seen_s = self._waits.seen_s(wait, is_news=_marks(survey.segments) != wait.marks)
+            waited = next((key for key in keys if wait.answers.get(key, True) is None), keys[0])
+            granted_s = wait.deadline_s - seen_s
+            if (arrival_s := self._promotions.arrival_s(waited)) is not None:
+                granted_s = max(granted_s, self._clock() - seen_s + PATIENCE * arrival_s)
+            so_far = SoFar(len(keys), seen_s - wait.began_s, granted_s, wait.num_here)
+        plan = self._planner.plan(survey.segments, keys[0], useful, so_far)
+        self._waits.plan(wait, keys, plan, _marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:
-            return plan._replace(stop=len(keys))
+            return plan._replace(stop=stop if stop < len(keys) else len(keys))
+        self.num_ended_early += plan.is_lost
         self._waits.decline(wait, keys, plan.stop)
-        for place, reason, blocks in plan.declined:
+        for tier, reason, blocks, _ in plan.declined:
             new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
-            self._planner.count_declined(place.tier, reason, len(new))
+            self._planner.count_declined(tier, reason, len(new))
             verdicts.update(dict.fromkeys(new, Miss.DECLINED))
-        if not survey.place_at(plan.stop).is_unknown:
+        if not survey.place_at(plan.stop).is_unknown or plan.is_lost:
             verdicts[keys[plan.stop]] = Miss.DECLINED
         return plan
 
@@ -195,38 +235,41 @@ class Lookups:
         is_here = self._primary.slots.get(key) is not None
         place = self._promotions.place_of(key) if is_here else self._places.below(request, key)
         if place is not None:
-            self._planner.count_declined(place.tier, "late", wait.num_open_of(keys[ready:stop]))
+            tier = next(iter(place.tiers or place.unknown), None)
+            self._planner.count_declined(tier, "late", wait.num_open_of(keys[ready:stop]))
             request.verdicts[key] = Miss.DECLINED
         self._waits.decline(wait, keys, ready)
 
     def _probe(self, request: Request, keys: Sequence[OffloadKey], plan: Plan) -> None:
         """Measures each tier of which blocks are declined, if that is due, with the first of them."""
         probed: set[int] = set()
-        for place, _, blocks in plan.declined:
-            if place.tier is not None and place.tier not in probed:
-                probed.add(place.tier)
-                declined = keys[blocks.start : blocks.stop][: self._planner.probe_blocks(place.tier)]
-                absent = [key for key in dict.fromkeys(declined) if self._primary.slots.get(key) is None]
-                self._promotions.probe(self._tiers[place.tier], absent, request)
+        for _, _, blocks, tiers in plan.declined:
+            for tier in tiers:
+                if tier not in probed:
+                    probed.add(tier)
+                    declined = keys[blocks.start : blocks.stop][: self._planner.probe_blocks(tier)]
+                    absent = [key for key in dict.fromkeys(declined) if self._primary.slots.get(key) is None]
+                    self._promotions.probe(self._tiers[tier], absent, request)
 
     # ------------------------------------------------------------------------------------------------- reserve
 
-    def _reserve(self, wait: Wait, question: Question, stop: int, survey: Survey) -> None:
+    def _reserve(self, wait: Wait, question: Question, stop: int, survey: Survey, segments: Sequence[Segment]) -> None:
         """Answers the blocks of ``question`` from its last answer up to ``stop``, or to one that is nowhere or has no
         room, and begins their promotions. A survey ends where the request could claim no more, and there another one
-        goes on."""
+        goes on. ``segments`` are its blocks with their sources, from the first without an answer on."""
         keys, answers = question.keys, question.answers
-        while len(answers) < stop:
-            end = min(len(answers) + survey.num_blocks, stop)
-            if not self._take_all(wait, question, stop, survey) or (survey.is_end and len(answers) == end):
+        while len(answers) < stop and segments:
+            end = min(len(answers) + sum(segment.num_blocks for segment in segments), stop)
+            if not self._take_all(wait, question, stop, segments) or (survey.is_end and len(answers) == end):
                 return
             if len(answers) < stop:
                 survey = self._places.survey(wait.request, keys[len(answers) : stop], len(answers))
+                segments = self._planner.sources(survey.segments)
 
-    def _take_all(self, wait: Wait, question: Question, stop: int, survey: Survey) -> bool:
-        """Answers the blocks of ``survey``, as far as they are still where it says. ``False``: there is no room."""
+    def _take_all(self, wait: Wait, question: Question, stop: int, segments: Sequence[Segment]) -> bool:
+        """Answers the blocks of ``segments``, as far as they are still where it says. ``False``: there is no room."""
         end = len(question.answers)
-        for place, num_blocks in survey.segments:
+        for place, num_blocks in segments:
             if end == stop:
                 break  # the rest is declined
             end = min(end + num_blocks, stop)
@@ -244,19 +287,19 @@ class Lookups:
             self._waits.begin(wait)
             answers += [None] * (end - first)
             question.num_unknown += (end - first) * place.is_unknown
-        elif place.tier is None or place.is_arriving:
+            question.waited = tuple({*question.waited, *place.unknown})
+        elif not place.is_below:
             answers += self._waits.found(wait, keys[first:end])
         else:
             absent = self._end_of_absent(keys, first, end)
-            begun = self._promotions.begin(self._tiers[place.tier], wait, keys, first, absent)
+            begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys, first, absent)
             answers += [None] * (begun - first)
             return begun == absent
         return True
 
     def _gives_way(self, request: Request, place: Place) -> bool:
         """Whether blocks in ``place`` are not to be promoted yet, because others wait for what is being read."""
-        is_below = place.tier is not None and not place.is_arriving
-        return request.context.is_prefetch and is_below and self._promotions.are_waited_for()
+        return request.context.is_prefetch and place.is_below and self._promotions.are_waited_for()
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
         """The first of these blocks that the primary tier has by now, or that is named twice."""
@@ -266,3 +309,44 @@ class Lookups:
             return stop
         seen: set[OffloadKey] = set()
         return next(at for at, key in enumerate(keys[start:stop], start) if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def _cut(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
+    """Without the first ``num_blocks``."""
+    left: list[Segment] = []
+    for place, count in segments:
+        if count > num_blocks:
+            left.append(Segment(place, count - max(num_blocks, 0)))
+        num_blocks -= min(count, num_blocks)
+    return left
+
+
+def _marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) -> list[Segment]:
+    """What is known of the blocks of ``survey`` that are not here and not on their way. With ``segments``, once those
+    of a plan are on their way."""
+    marks: list[Segment] = []
+
+    def add(place: Place, count: int) -> None:
+        if marks and marks[-1].place == place:
+            count += marks.pop().num_blocks
+        marks.append(Segment(place, count))
+
+    rest = [*(segments if segments is not None else survey)]
+    at = 0
+    for place, num_blocks in survey:
+        while num_blocks and at < len(rest):
+            chosen, count = rest[at]
+            taken = min(count, num_blocks)
+            is_held = place.is_below and (segments is None or chosen.is_unknown)
+            add(place if is_held else HERE, taken)
+            num_blocks -= taken
+            if taken == count:
+                at += 1
+            else:
+                rest[at] = Segment(chosen, count - taken)
+    return marks
+
+
+def _waited(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """The tiers whose answers a plan waits for."""
+    return tuple({tier for place, _ in segments for tier in place.unknown})

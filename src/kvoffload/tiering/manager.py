@@ -120,6 +120,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._promotions.queue:
             self._promotions.submit(request.context)
         self._waits.end(request)
+        self._lookups.end(request)
         request.is_ending = True
         self._close_if_done(request)
 
@@ -231,6 +232,8 @@ class TieringOffloadingManager(OffloadingManager):
         own["cascades", "dropped"] = self._write_back.dropped
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)
+        own[("plans_made_again",)] = self._lookups.num_planned_again
+        own[("waits_ended_early",)] = self._lookups.num_ended_early
         own[("claimed_blocks",)] = len(self._waits.claimed)
         own |= self._waits.lengths.stats()
         own |= self._planner.get_stats()

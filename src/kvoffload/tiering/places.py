@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import HERE, Place, Segment
+from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place, Segment
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Question, Request
 from kvoffload.tiering.tier_jobs import GuardedTier
@@ -44,13 +46,19 @@ class Places:
         tiers: Sequence[GuardedTier],
         waits: Waits,
         promotions: Promotions,
+        planner: LoadPlanner,
+        clock: Callable[[], float],
     ) -> None:
         self._primary = primary
         self._tiers = tiers
         self._waits = waits
         self._promotions = promotions
-        self._places = [(tier, Place(tier.index), Place(tier.index, is_unknown=True)) for tier in tiers]
+        self._clock = clock
+        self._planner = planner
+        self._known: dict[tuple[int, int], Place] = {(0, 0): HERE}
+        """Places, by the tiers that have a block and those that must find out, as bits."""
         self._peeked: dict[OffloadKey, Place | None] = {}
+        self._asked: dict[GuardedTier, _Asked] = {}
 
     def __repr__(self) -> str:
         return f"Places(tiers={[tier.name for tier in self._tiers]}, peeked={len(self._peeked)})"
@@ -100,8 +108,8 @@ class Places:
         return Survey(segments, is_end)
 
     def below(self, request: Request, key: OffloadKey) -> Place | None:
-        """The first tier that has ``key``; without one, the first that is still finding out. ``None``: no tier has it,
-        or it is a miss for this request."""
+        """The tiers that have ``key``, and those that are still finding out. ``None``: no tier has it, or it is a miss
+        for this request. One that is too slow to be of use beside others is not asked."""
         if request.verdicts.get(key) is Miss.PROMOTION_FAILED:
             return None
         if request.wait is not None and key in request.wait.lost:
@@ -109,30 +117,81 @@ class Places:
             return None
         if key in self._peeked:
             return self._peeked.pop(key)
-        unknown: Place | None = None
-        for tier, place, unknown_place in self._places:
+        having = unknown = 0
+        for tier in self._tiers:
+            if having and not self._planner.adds(tier.index, self._known[having, 0].tiers):
+                continue
             found = tier.lookup(key, request.context)
+            if (asked := self._asked.get(tier)) is not None and asked.key == key:
+                self._saw(tier, asked, found)
             if found:
-                return place
-            if found is None and unknown is None:
-                unknown = unknown_place
-        return unknown
+                having |= 1 << tier.index
+                if (having, 0) not in self._known:
+                    self._known[having, 0] = Place(self._numbers(having))
+            elif found is None:
+                unknown |= 1 << tier.index
+                if tier not in self._asked:
+                    now_s = self._clock()
+                    self._asked[tier] = _Asked(key, request, now_s, tier.progress(), now_s)
+        if not having and not unknown:
+            return None
+        place = self._known.get((having, unknown))
+        if place is None:
+            place = self._known[having, unknown] = Place(self._numbers(having), self._numbers(unknown))
+        return place
+
+    def _numbers(self, bits: int) -> tuple[int, ...]:
+        return tuple(tier.index for tier in self._tiers if bits & 1 << tier.index)
+
+    def measure(self) -> None:
+        """Sees whether tiers have answered, unless they were asked just now. Of each tier one block at a time is
+        watched, whether or not a request waits for it."""
+        for tier, asked in [*self._asked.items()]:
+            if asked.seen_s < self._clock():
+                is_same = asked.progress is not None and asked.progress == tier.progress()
+                self._saw(tier, asked, None if is_same else tier.lookup(asked.key, asked.request.context))
+
+    def _saw(self, tier: GuardedTier, asked: _Asked, found: bool | None) -> None:
+        if found is None:
+            asked.seen_s = self._clock()
+        else:
+            self._end(tier, found)
+
+    def _end(self, tier: GuardedTier, found: bool | None) -> None:
+        asked = self._asked.pop(tier)
+        seconds = inf if found is None else self._clock() - asked.asked_s
+        self._planner.link(tier.index).answers.add(asked.seen_s - asked.asked_s, seconds, found)
+
+    def end(self, request: Request) -> None:
+        """The request has ended: no tier is asked for it any more."""
+        for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
+            self._end(tier, None)
 
     def is_answered(self, request: Request, question: Question) -> bool:
-        """Whether all untracked blocks of ``question`` have an answer by now, up to the first that is nowhere. Never
-        for a prefetch: the time in which it gives way counts against its patience."""
+        """Whether all untracked blocks of ``question`` have the answers that are waited for, up to the first that is
+        nowhere. Never for a prefetch: the time in which it gives way counts against its patience."""
         if request.context.is_prefetch:
             return False
         for key in question.untracked:
             block = self._primary.slots.get(key)
             if block is None:
-                is_known = True
-                for tier in self._tiers:
-                    if found := tier.lookup(key, request.context):
-                        break
-                    is_known &= found is False
-                else:
-                    return is_known
+                place = self.below(request, key)
+                if place is None:
+                    return True
+                if any(tier in question.waited for tier in place.unknown):
+                    return False
             elif not block.is_ready:
                 return False
         return True
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A block of which a tier must find out."""
+
+    key: OffloadKey
+    request: Request
+    asked_s: float
+    progress: int | None
+    seen_s: float
+    """When it was seen last that there is no answer yet."""

@@ -93,7 +93,12 @@ class Promotions:
         if batch is None:
             return HERE
         tier = batch.tier.index
-        return Place(tier, is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
+        return Place((tier,), is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
+
+    def arrival_s(self, key: OffloadKey) -> float | None:
+        """Until a block that is being promoted is expected; ``None``: its tier is late, or does not read it."""
+        batch = self._batches.get(key)
+        return None if batch is None else self._planner.link(batch.tier.index).arrival_s(batch.slots[key])
 
     def are_waited_for(self) -> bool:
         """Whether a request that is not a prefetch waits for a block that is being promoted."""
@@ -206,7 +211,8 @@ class Promotions:
     def _submit(self, name: tuple[int, str]) -> None:
         batch = self.queue.pop(name)
         keys, slots = list(batch.slots), list(batch.slots.values())
-        size = self._planner.portion_blocks(batch.tier.index)
+        waited = () if batch.context is self.probe_context else keys
+        size = self._planner.portion_blocks(batch.tier.index, waited)
         for start in range(0, len(keys), size):
             portion = slots[start : start + size]
             self._planner.link(batch.tier.index).submit(portion)

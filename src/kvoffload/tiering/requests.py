@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from math import inf
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
+from kvoffload.tiering.load_policy import Plan, Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
 __all__ = ["Question", "Request", "Wait"]
@@ -48,7 +50,9 @@ class Question:
     answers: list[bool | None]
     """Up to the first ``False``, as they were then. ``Wait.answers_to`` has those of now."""
     num_unknown: int = 0
-    """Answers ``None`` because no tier knows yet whether it has the block."""
+    """Answers ``None`` because a tier is waited for that does not know yet whether it has the block: ..."""
+    waited: tuple[int, ...] = ()
+    """... one of these."""
     progress: tuple[int, ...] | None = None
     """Of the tiers. While it is the same, they know no more of the unknown blocks. ``None``: the request must ask."""
     is_final: bool = False
@@ -74,12 +78,17 @@ class Wait:
         "began_s",
         "deadline_s",
         "declined",
+        "due_s",
         "expected_s",
         "has_begun",
         "lost",
+        "marks",
         "num_arrived",
+        "num_here",
         "num_open",
-        "plan_s",
+        "num_planned",
+        "plan",
+        "planned",
         "planned_s",
         "questions",
         "request",
@@ -111,12 +120,22 @@ class Wait:
         """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
         self.declined: set[OffloadKey] = set()
         """Blocks that are not loaded in this wait, wherever a question begins."""
-        self.plan_s: tuple[float, float] | None = None
-        """How long the plan expects to wait, and how long it is worth waiting; ``None``: nothing was weighed."""
+        self.plan: Plan | None = None
+        """The last one that was made for it; ``None``: nothing was weighed."""
+        self.planned: frozenset[OffloadKey] = frozenset()
+        """The blocks that it was made for, ..."""
+        self.marks: Sequence[Segment] = ()
+        """... and what was known of those that are not on their way."""
+        self.num_here = 0
+        """Leading ones of them that were here at the first plan."""
+        self.num_planned = 0
+        """Of ``num_arrived``, at the last plan."""
         self.planned_s = self.expected_s = 0.0
-        """From when on it waits by its plan, and how long that was expected to take."""
+        """Since when it waits by a plan, and how long that was expected to take."""
         self.deadline_s: float | None = None
-        """From then on it takes what has arrived; ``None``: it has no plan."""
+        """From then on it takes what has arrived, unless that has earned it more time; ``None``: it has no plan."""
+        self.due_s = inf
+        """When to see whether its reads are late."""
 
     def __repr__(self) -> str:
         return f"Wait({self.request.context.req_id!r}, open={self.num_open}, answers={len(self.answers)})"
@@ -127,10 +146,19 @@ class Wait:
             return 0.0
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
 
+    @property
+    def is_open(self) -> bool:
+        """Whether some answer is ``None``, those that are asked for anew included."""
+        return bool(self.num_open) or any(question.untracked for question in self.questions.values())
+
     def is_late(self, now_s: float) -> bool:
         """Whether it waited for answers beyond its deadline."""
         waited_until_s = now_s if self.answered_s is None else self.answered_s
         return self.deadline_s is not None and waited_until_s >= self.deadline_s
+
+    def is_planned(self, keys: Sequence[OffloadKey]) -> bool:
+        """Whether a plan was made for these blocks, or for some of them: the engine's own cache grows and shrinks."""
+        return keys[0] in self.planned or keys[-1] in self.planned
 
     def kept(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for the leading ones of ``keys`` that the wait keeps up to date, whatever they were asked

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from math import inf
 from statistics import median
-from typing import NamedTuple
 
 from kvoffload.base import StepWork
+from kvoffload.tiering.worth import Pace
 
-__all__ = ["LinkSpeed", "LinkSpeedEstimator", "PrefillSpeedEstimator", "fit_link", "weighted_median"]
+__all__ = ["AnswerEstimator", "LinkSpeedEstimator", "PrefillSpeedEstimator", "fit_link", "weighted_median"]
 
 _WINDOW = 24
 _WINDOW_S = 15.0
 _KEPT = 3
+_ANSWERS = 7
+"""Answers whose median says how long the next one takes."""
+_CLOSE_S, _CLOSE = 0.002, 0.25
+"""An answer has a time if that is known to so many seconds, or to this share of it."""
 _SIZES_DIFFER = 2
 """Samples whose sizes differ by less than this factor cannot separate latency from bandwidth."""
 _MIN_STEP_TOKENS = 16
@@ -26,16 +31,6 @@ _LARGE = 0.5
 """Steps of at least this share of the largest one say how fast the engine is."""
 _LARGEST_S = 600.0
 """After so long without a large step, the next one counts as the largest."""
-
-
-class LinkSpeed(NamedTuple):
-    """``num_bytes`` take ``latency_s + num_bytes * byte_s`` seconds."""
-
-    latency_s: float
-    byte_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes * self.byte_s
 
 
 class _Window:
@@ -62,23 +57,23 @@ class _Window:
         return self._added_s[-1] if self._added_s else float("-inf")
 
 
-def fit_link(samples: Collection[tuple[float, float]]) -> LinkSpeed:
-    """The line through samples of (bytes, seconds): Tukey's resistant line, through the medians of the smallest third
+def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
+    """The line through samples of (blocks, seconds): Tukey's resistant line, through the medians of the smallest third
     and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
 
-    The bandwidth is never above the highest that a sample had. If the sizes hardly differ, the latency is taken for a
-    part of the bandwidth.
+    No block is faster than in the fastest sample. If the sizes hardly differ, the latency is taken for a part of what a
+    block takes.
     """
     ordered = sorted(samples)
     third = (len(ordered) + 2) // 3
     small, large = ordered[:third], ordered[-third:]
     low, high = median([size for size, _ in small]), median([size for size, _ in large])
-    per_byte = [seconds / size for size, seconds in ordered]
+    per_block = [seconds / size for size, seconds in ordered]
     if high < _SIZES_DIFFER * low:
-        return LinkSpeed(0.0, median(per_byte))
+        return Pace(0.0, median(per_block))
     rise_s = median([seconds for _, seconds in large]) - median([seconds for _, seconds in small])
-    byte_s = max(rise_s / (high - low), min(per_byte))
-    return LinkSpeed(max(0.0, median([seconds - size * byte_s for size, seconds in ordered])), byte_s)
+    block_s = max(rise_s / (high - low), min(per_block))
+    return Pace(max(0.0, median([seconds - size * block_s for size, seconds in ordered])), block_s)
 
 
 def weighted_median(values: Collection[tuple[float, float]]) -> float:
@@ -95,7 +90,7 @@ def weighted_median(values: Collection[tuple[float, float]]) -> float:
 class LinkSpeedEstimator:
     """Latency and bandwidth of a link. Before the first sample ``speed`` is what is ``expected``, if anything is."""
 
-    def __init__(self, clock: Callable[[], float], expected: LinkSpeed | None = None) -> None:
+    def __init__(self, clock: Callable[[], float], expected: Pace | None = None) -> None:
         self._speed = expected
         self._new: Collection[tuple[float, float]] = ()
         """Samples that ``_speed`` does not count yet."""
@@ -105,18 +100,54 @@ class LinkSpeedEstimator:
         self._clock = clock
         self._window = _Window(clock)
 
-    def add(self, num_bytes: float, seconds: float) -> None:
-        """``num_bytes`` took ``seconds`` while nothing was queued before them."""
-        self._new = self._window.add((num_bytes, max(seconds, 1e-9)))
+    def add(self, num_blocks: float, seconds: float) -> None:
+        """``num_blocks`` took ``seconds`` while nothing was queued before them."""
+        self._new = self._window.add((num_blocks, max(seconds, 1e-9)))
         self.measured_s = self._clock()
         self.num_samples += 1
 
     @property
-    def speed(self) -> LinkSpeed | None:
+    def speed(self) -> Pace | None:
         """``None``: nothing was measured, and nothing expected."""
         if self._new:
             self._speed, self._new = fit_link(self._new), ()
         return self._speed
+
+
+class AnswerEstimator:
+    """How long a store takes to say whether it has a block, and how often it has one that no other tier is known to
+    have.
+
+    An answer is seen when it is asked for again, and so is that there is none yet. Where these are far apart, it is
+    only known that the answer took longer than the one and no longer than the other.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_ANSWERS)
+        self._found: deque[bool] = deque(maxlen=_WINDOW)
+        self._least_s: float | None = None
+
+    def add(self, least_s: float, seconds: float, is_found: bool | None) -> None:
+        """An answer came after ``least_s`` and within ``seconds``; ``None``: none came."""
+        if is_found is not None:
+            self._found.append(is_found)
+        usual_s = self.seconds
+        if seconds < inf and seconds - least_s <= max(_CLOSE_S, _CLOSE * seconds):
+            self._seconds.append(seconds)
+        elif usual_s is None or not self._seconds:
+            self._least_s = max(least_s, usual_s or 0.0)
+        elif least_s > usual_s or seconds < usual_s:
+            self._seconds.append(max(least_s, min(seconds, usual_s)))
+
+    @property
+    def seconds(self) -> float | None:
+        """``None``: none was seen yet."""
+        return median(self._seconds) if self._seconds else self._least_s
+
+    @property
+    def found_share(self) -> float:
+        """As if one more block had been found, and one more had not."""
+        return (1 + sum(self._found)) / (2 + len(self._found))
 
 
 class PrefillSpeedEstimator:

@@ -14,6 +14,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
+from kvoffload.tiering.load_policy import Plan, Segment
 from kvoffload.tiering.requests import Question, Request, Wait
 
 __all__ = ["Waits"]
@@ -62,6 +63,8 @@ class Waits:
         """Of requests that asked in this step and do not wait."""
         self._untracked: dict[Question, Wait] = {}
         """The questions that wait for answers which no claim keeps up to date."""
+        self._looked_s = 0.0
+        """When the last step ended."""
         self._due_s = inf
         """Before this time, no wait becomes as long as its request has patience."""
         self.lengths = Histogram("promotion_wait_seconds")
@@ -141,7 +144,7 @@ class Waits:
         for key, block in zip(hits, self._slots.get_all(hits), strict=True):
             if block is not None and block.is_ready:  # else another request evicted it meanwhile
                 self.claim(wait, key, True)
-        self._set_deadline(wait)
+        self._set_deadline(wait, now_s)
 
     def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
@@ -217,17 +220,32 @@ class Waits:
             for question in request.wait.questions.values():
                 self._await(request.wait, question, False)
 
-    def plan(self, wait: Wait, expected_s: float, worth_s: float) -> None:
-        """A plan weighed the request's blocks: waiting for them takes ``expected_s``, and is worth ``worth_s``."""
-        wait.plan_s = expected_s, worth_s
+    def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
+        """A plan was made for ``keys``, of which ``marks`` are not begun. Its times count from ``seen_s``."""
+        if wait.plan is None:
+            wait.num_here = plan.num_here
+        wait.plan, wait.planned, wait.marks = plan, frozenset(keys), marks
         if wait.has_begun:
-            self._set_deadline(wait)
+            self._set_deadline(wait, seen_s)
 
-    def _set_deadline(self, wait: Wait) -> None:
-        if wait.plan_s is not None and wait.deadline_s is None:
-            wait.planned_s = self._clock()
-            wait.expected_s, worth_s = wait.plan_s
-            wait.deadline_s = wait.planned_s + worth_s
+    def _set_deadline(self, wait: Wait, seen_s: float) -> None:
+        if wait.plan is None:
+            return
+        if wait.deadline_s is None:
+            wait.planned_s, wait.expected_s = self._clock(), wait.plan.wait_s
+        wait.deadline_s = seen_s + wait.plan.deadline_s
+        wait.due_s, wait.num_planned = seen_s, wait.num_arrived
+
+    def look_again(self, wait: Wait, seconds: float) -> None:
+        """Nothing is to be planned before so many seconds have passed, or an answer has come."""
+        wait.due_s = self._clock() + seconds
+
+    def seen_s(self, wait: Wait, *, is_news: bool) -> float:
+        """Until when the wait was seen to go on: now, unless there ``is_news``, or a block has come since it was
+        planned for. That may have come right after the last step."""
+        is_news |= wait.num_arrived != wait.num_planned
+        now_s = self._clock() if wait.answered_s is None else wait.answered_s
+        return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
     def decline(self, wait: Wait, keys: Sequence[OffloadKey], stop: int) -> None:
         """Of ``keys`` those from ``stop`` on are not loaded in this wait. What it claims of them it claims no more."""
@@ -268,6 +286,7 @@ class Waits:
             wait.planned_s += paused_s
             if wait.deadline_s is not None:
                 wait.deadline_s += paused_s
+                wait.due_s += paused_s
         wait.num_open += count
         if not wait.num_open:
             wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived before it was asked for
@@ -358,12 +377,12 @@ class Waits:
         """Ends the waits that have lasted as long as their requests have patience. ``is_answered`` says whether
         all untracked blocks of a question are known by now: an engine may not ask for many steps."""
         self._asking.clear()
+        now_s = self._looked_s = self._clock()
         if not self._waiting:
             return
         for question, wait in [*self._untracked.items()]:
             if is_answered(wait.request, question):
                 self._await(wait, question, False)
-        now_s = self._clock()
         if now_s < self._due_s:
             return
         self._due_s = inf

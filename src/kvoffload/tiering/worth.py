@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a hit is worth loading: the number of blocks that brings the first token earliest.
+"""How much of a hit is worth loading, and from where: the number of blocks that brings the first token earliest.
 
 Pure functions of plain values. ``load_policy.py`` has the values, from what was measured.
 """
@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Choice", "Pace", "Run", "choose"]
+__all__ = ["Choice", "Pace", "Run", "choose", "spread"]
+
+_PARTS = 8
+"""A run of which several sources have the blocks is tried at its ends, at its bends, and at this many parts of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """How fast blocks come from somewhere: n of them in ``first_s + n * block_s`` seconds, and none of them at once.
     What is queued before them is a part of ``first_s``."""
 
     first_s: float = 0.0
     block_s: float = 0.0
 
-    def seconds(self, num_blocks: int) -> float:
+    def seconds(self, num_blocks: float) -> float:
         return self.first_s + num_blocks * self.block_s if num_blocks else 0.0
+
+    def blocks_by(self, time_s: float) -> float:
+        """How many of them come until then."""
+        if time_s < self.first_s or self.first_s == math.inf:
+            return 0.0
+        return (time_s - self.first_s) / self.block_s if self.block_s else math.inf
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of a hit that come from the same source."""
+    """Consecutive blocks of a hit, each of which may come from any of the same sources."""
 
-    source: int
-    """Index of a ``Pace``."""
+    sources: tuple[int, ...]
+    """Indices of ``Pace``s. None: the blocks are nowhere."""
     num_blocks: int
 
 
@@ -56,45 +64,144 @@ def choose(
     """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
 
     With ``ends``, which rise, k is one of them, or 0.
-    Sources work side by side, each in the order of the blocks. The engine is busy with other work for ``queue_s``,
-    during which loading costs nothing. Then it computes the other blocks in ``block_compute_s`` each. So the first
-    token comes
+    Sources work side by side, and share the blocks that several of them have as is best. The engine is busy with other
+    work for ``queue_s``, during which loading costs nothing. Then it computes the other blocks in ``block_compute_s``
+    each. So the first token comes
 
         max(arrival of the first k blocks, queue_s) + (number of blocks - k) * block_compute_s
 
-    seconds from now, plus what does not depend on k. Within a run this is a convex function of k, with one bend: where
-    the run's own source becomes later than the queue and the other sources. So its minimum lies at the bend or at an
-    end of the run, and no other k is tried. On either side of the bend it is a straight line. So the least of ``ends``
-    lies next to the bend or next to an end of the run. (The first of a run counts too: there may be none at the end of
-    the run before.)
+    seconds from now, plus what does not depend on k. Within a run whose blocks have one source this is a convex
+    function of k, with one bend: where the run's own source becomes later than the queue and the other sources. So its
+    minimum lies at the bend or at an end of the run, and no other k is tried. On either side of the bend it is a
+    straight line. So the least of ``ends`` lies next to the bend or next to an end of the run. (The first of a run
+    counts too: there may be none at the end of the run before.) Where several sources have the blocks there are more
+    bends, some of them between a few parts of the run, which are tried too.
     """
-    taken = [0] * len(sources)
+    work = _Work(runs, sources)
     best = Choice(0, 0.0, 0.0)
     before, arrived_s = 0, 0.0
-    for source, num_blocks in runs:
-        pace, first = sources[source], taken[source]
+    for names, num_blocks in runs:
+        if not names:
+            break
+        loads = work.loads_with(names)
         level_s = max(arrived_s, queue_s)
-        bend = 0
-        if 0 < pace.block_s < math.inf and pace.first_s < math.inf:
-            # Outside of the run its bend does not matter, and might be infinite.
-            bend = math.floor(min(max((level_s - pace.first_s) / pace.block_s, 0.0), first + num_blocks)) - first
+        bends = {min(max(math.floor(load.room_by(level_s, num_blocks)), 0), num_blocks) for load in loads}
+        if any(len(load.paces) > 1 for load in loads):
+            bends |= {num_blocks * part // _PARTS for part in range(1, _PARTS)}
         if ends is None:
-            tried = [at for at in (bend, bend + 1) if 0 < at < num_blocks] + [num_blocks]
+            tried = sorted({at for bend in bends for at in (bend, bend + 1) if 0 < at < num_blocks} | {num_blocks})
         else:
             low, high = bisect_right(ends, before), bisect_right(ends, before + num_blocks)
-            after = bisect_right(ends, before + bend)
-            near = sorted({low, after - 1, after, high - 1})
+            after = {bisect_right(ends, before + bend) for bend in bends}
+            near = sorted({low, high - 1, *after, *(at - 1 for at in after)})
             tried = [ends[at] - before for at in near if low <= at < high]
         for at in tried:
-            own_s = max(arrived_s, pace.seconds(first + at))
+            own_s = max([arrived_s, *(load.seconds(at) for load in loads)])
             loaded = before + at
-            delay_s = max(own_s, queue_s) - queue_s
-            saved_s = loaded * block_compute_s - delay_s
+            saved_s = loaded * block_compute_s - (max(own_s, queue_s) - queue_s)
             if saved_s >= best.saved_s:
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
-        taken[source] += num_blocks
-        arrived_s = max(arrived_s, pace.seconds(taken[source]))
+        for load in loads:
+            load.num_blocks += num_blocks
+            arrived_s = max(arrived_s, load.seconds(0))
         if arrived_s == math.inf:
             break
     return best
+
+
+def spread(
+    runs: Sequence[Run], sources: Sequence[Pace], wait_s: float, portions: Sequence[int], last: Collection[int] = ()
+) -> list[Run]:
+    """Each of ``runs`` cut into one run for each of its sources, so that all end by ``wait_s``, the time that
+    ``choose`` found, as nearly as portions allow: by index, a source gets so many blocks at once.
+
+    Each portion goes to the source that would end it first, the first of equals, unless that source has no time left
+    beside the blocks that only it and other busy ones have. The fastest source has the head, so that most of what is
+    there is of use if another one is late; the sources ``last`` have the tail.
+    """
+    if all(len(run.sources) < 2 for run in runs):
+        return [*runs]
+    work = _Work(runs, sources)
+    for names, num_blocks in runs:
+        for load in work.loads_with(names):
+            load.num_blocks += num_blocks
+    taken, found = [0] * len(sources), list[Run]()
+    for names, num_blocks in runs:
+        left, shares = num_blocks, Counter[int]()
+        while left:
+            counts = {name: min(portions[name], left) if len(names) > 1 else left for name in names}
+            ends_s = {name: sources[name].seconds(taken[name] + count) for name, count in counts.items()}
+            order = sorted(names, key=ends_s.__getitem__)
+            best = next((name for name in order if work.can_take(name, names, counts[name], taken, wait_s)), order[0])
+            taken[best] += counts[best]
+            shares[best] += counts[best]
+            left -= counts[best]
+            for load in work.loads_with(names):
+                load.num_blocks -= counts[best]
+        order = sorted(shares, key=lambda name: (name in last, sources[name].block_s, name))
+        found += [Run((name,), shares[name]) for name in order]
+    return found
+
+
+class _Load:
+    """Some sources, and the blocks that only these have."""
+
+    def __init__(self, names: frozenset[int], sources: Sequence[Pace]) -> None:
+        self.names = names
+        self.num_blocks = 0
+        self.paces = sorted(sources[name] for name in names if max(sources[name]) < math.inf)
+
+    def seconds(self, num_more: int) -> float:
+        """When all of them have come, with ``num_more``, if no source has anything else to do."""
+        num_blocks = self.num_blocks + num_more
+        if not num_blocks:
+            return 0.0
+        if len(self.paces) == 1:
+            return self.paces[0].seconds(num_blocks)
+        rate = credit = 0.0  # blocks by a time are rate * time - credit
+        for first_s, block_s in self.paces:
+            if rate and (num_blocks + credit) / rate <= first_s:
+                break
+            if not block_s:
+                return first_s
+            rate += 1 / block_s
+            credit += first_s / block_s
+        return (num_blocks + credit) / rate if rate else math.inf
+
+    def room_by(self, time_s: float, most: int) -> float:
+        """How many more come until ``time_s``."""
+        by_then = sum(pace.blocks_by(time_s) for pace in self.paces)
+        return min(by_then - self.num_blocks, most)
+
+
+class _Work:
+    """All sets of sources that have blocks in common. Blocks arrive by a time exactly if for each such set those that
+    only it has do (Hall's theorem, for what may be cut as finely as one likes)."""
+
+    def __init__(self, runs: Iterable[Run], sources: Sequence[Pace]) -> None:
+        self._sources = sources
+        kinds = {frozenset(run.sources) for run in runs if run.sources}
+        sets, added = set(kinds), [*kinds] if any(len(kind) > 1 for kind in kinds) else []
+        while added:
+            one = added.pop()
+            new = {one | kind for kind in kinds if one & kind} - sets
+            sets |= new
+            added += new
+        self._loads = [_Load(names, sources) for names in sets]
+        self._with: dict[tuple[int, ...], list[_Load]] = {}
+
+    def loads_with(self, names: tuple[int, ...]) -> list[_Load]:
+        """Those to which a block counts that ``names`` have."""
+        if names not in self._with:
+            self._with[names] = [load for load in self._loads if load.names.issuperset(names)]
+        return self._with[names]
+
+    def can_take(self, name: int, names: tuple[int, ...], count: int, taken: Sequence[int], wait_s: float) -> bool:
+        """Whether a source may take ``count`` of the blocks that ``names`` have, and all others still come in time."""
+        for load in self._loads:
+            if name in load.names and not load.names.issuperset(names):
+                room = sum(max(self._sources[each].blocks_by(wait_s) - taken[each], 0) for each in load.names)
+                if load.num_blocks > room - count + 1e-6:
+                    return False
+        return True

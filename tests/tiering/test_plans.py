@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which tier the blocks of a hit come, and whether they are worth the wait, compared with an optimum that knows
+everything. In virtual time; ``plan_rig.py`` has the world."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.sizes import by_size
+from tests.tiering.plan_rig import (
+    COMPUTE_S,
+    LATEST,
+    PlanRig,
+    World,
+    optimum_s,
+    random_rig,
+    random_world,
+)
+
+ALL = frozenset(range(400))
+NONE = frozenset[int]()
+HEAD = frozenset(range(200))
+
+
+@pytest.mark.parametrize(
+    ("paces", "has", "possible_s"),
+    [
+        ([(0.05, 0.02), (4.0, 0.02)], [NONE, ALL], 4.02),
+        ([(0.05, 0.02), (4.0, 0.02)], [HEAD, ALL - HEAD], 2.12),
+        ([(0.02, 0.02), (4.0, None)], [ALL, ALL], 0.1),
+        ([(0.02, 0.02), (0.5, None)], [ALL, ALL], 0.1),
+        ([(0.5, None), (0.5, None)], [ALL, ALL], 1.0),
+        ([(0.5, None), (0.5, 0.02)], [ALL, ALL], 1.01),
+        ([(0.5, None), (0.25, None)], [ALL, HEAD], 1.0),
+    ],
+    ids=[
+        "a fast tier that is asked has nothing",
+        "half lies on a tier that is too slow",
+        "a fast tier that is asked before a slow one with an index",
+        "a fast tier that is asked before a slower one with an index",
+        "two equal tiers",
+        "two equal tiers, one of which is asked",
+        "a tier that has all leaves the head to one that has no more",
+    ],
+)
+def test_blocks_come_from_where_they_come_first(
+    paces: list[tuple[float, float | None]], has: list[frozenset[int]], possible_s: float
+) -> None:
+    rig = PlanRig([(COMPUTE_S * pace, answer_s) for pace, answer_s in paces])
+    served = rig.serve(World(400, has))
+    assert served.first_token_s <= 1.05 * possible_s + 0.05
+
+
+def test_a_tier_that_becomes_slow_amid_a_load_is_left() -> None:
+    rig = PlanRig([(COMPUTE_S / 2, None)])
+    world = World(400, [ALL], changes=[(1.0, 20.0)])
+    assert rig.serve(world).first_token_s <= 1.3 * 400 * COMPUTE_S
+
+
+@pytest.mark.parametrize("num_blocks", [120, 8])
+@pytest.mark.parametrize("pace", [0.02, 0.5, 2.0, 20.0])
+@pytest.mark.parametrize("answer_s", [None, 0.05, 0.2])
+def test_a_tier_that_nobody_measured_costs_little(num_blocks: int, pace: float, answer_s: float | None) -> None:
+    rig = PlanRig([(COMPUTE_S * pace, answer_s)], are_measured=False)
+    served = rig.serve(World(num_blocks, [frozenset(range(num_blocks))]))
+    assert served.first_token_s <= 1.2 * num_blocks * COMPUTE_S
+
+
+def test_an_answer_that_takes_longer_than_computing_is_not_waited_for() -> None:
+    rig = PlanRig([(COMPUTE_S / 50, 0.2)])
+    assert rig.serve(World(8, [frozenset(range(8))])).waited_s == 0.0
+    assert rig.serve(World(400, [ALL])).num_hit == 400, "a longer prompt waits for it"
+
+
+@given(st.integers(0, 1 << 32), st.booleans())
+@settings(max_examples=by_size(quick=10, thorough=4000), deadline=None)
+def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> None:
+    random = Random(seed)
+    rig = random_rig(random)
+    for _ in range(5):
+        world = random_world(random, len(rig.tiers), are_calm=are_calm)
+        share, least_s = LATEST
+        compute_s = world.num_blocks * COMPUTE_S
+        # A read that was on time, and then is not, may cost as much again.
+        assert rig.serve(world).first_token_s <= share * compute_s + (
+            least_s if are_calm else 2 * least_s + 0.05 * compute_s
+        )
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=by_size(quick=1, thorough=5), deadline=None)
+def test_in_sum_it_is_close_to_the_optimum(seed: int) -> None:
+    served_s = best_s = 0.0
+    for number in range(by_size(quick=12, thorough=200)):
+        random = Random(seed + number)
+        rig = random_rig(random)
+        for _ in range(5):
+            world = random_world(random, len(rig.tiers), are_calm=True)
+            best_s += optimum_s(rig, world)
+            served_s += rig.serve(world).first_token_s
+    assert served_s <= by_size(quick=1.35, thorough=1.15) * best_s
