@@ -3,24 +3,24 @@
 
 What such a host has for itself is put between the store and its file system: locks that lock nobody out, a clock that
 is minutes off, and a cache of names and attributes that is seconds old. As on NFS, a host sees its own changes at once,
-and to open a file or a directory asks the server. As a script, this is the other process.
+and to open a file or a directory asks the server.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
+import multiprocessing
 import os
-import pickle
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.redis_server import wait_until
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -28,6 +28,10 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.fs import FileSystemStore
 
 __all__ = ["Host"]
+
+_FORKS = multiprocessing.get_context("forkserver")
+"""A process that has imported what a host needs becomes each of them: dozens are started."""
+_FORKS.set_forkserver_preload([__name__])
 
 
 class Host(BlockStore):
@@ -45,25 +49,20 @@ class Host(BlockStore):
         cache_s: float = 0,
         **options: Any,
     ) -> None:
-        arguments = [str(root), block_bytes, skew_s, stamps_files, cache_s, options]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        self._pipe, theirs = _FORKS.Pipe()
+        arguments = (theirs, str(root), block_bytes, skew_s, stamps_files, cache_s, options)
+        self._process = _FORKS.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
         self._lock = threading.Lock()
         self.answer()
 
     def begin(self, call: str, *arguments: object) -> None:
         """Starts a call. ``answer`` waits for its end."""
-        assert self._process.stdin is not None
-        pickle.dump((call, arguments), self._process.stdin)
-        self._process.stdin.flush()
+        self._pipe.send((call, arguments))
 
     def answer(self) -> Any:
-        assert self._process.stdout is not None
-        outcome = pickle.load(self._process.stdout)
+        outcome = self._pipe.recv()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -74,15 +73,24 @@ class Host(BlockStore):
             return self.answer()
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        self._signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self._process.pid}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "the host stands still")
 
     def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._end()
+
+    def _end(self) -> None:
+        self._process.join()
+        self._pipe.close()
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.ask("contains", list(keys))
@@ -113,18 +121,23 @@ class Host(BlockStore):
         return self.ask("stats")
 
     def close(self) -> None:
-        if self._process.poll() is None:
+        if self._process.is_alive():
             self.ask("close")
-            self._process.communicate()
+            self._end()
 
 
 # --------------------------------------------------------------------------------------------------- the other process
 
 
 def serve(
-    root: str, block_bytes: int, skew_s: float, stamps_files: bool, cache_s: float, options: dict[str, Any]
+    pipe: Connection,
+    root: str,
+    block_bytes: int,
+    skew_s: float,
+    stamps_files: bool,
+    cache_s: float,
+    options: dict[str, Any],
 ) -> None:
-    answers, requests = sys.stdout.buffer, sys.stdin.buffer
     fcntl.flock = lambda fd, operation: None  # type: ignore[assignment]
     _skew_clock(skew_s, stamps_files)
     if cache_s:
@@ -157,19 +170,17 @@ def serve(
         "scan": lambda: [list(batch) for batch in store.scan()],
         "reopen": reopen,
     }
-    pickle.dump(None, answers)
-    answers.flush()
+    pipe.send(None)
     while True:
         try:
-            call, arguments = pickle.load(requests)
+            call, arguments = pipe.recv()
         except EOFError:
             return
         try:
             outcome = (own.get(call) or getattr(store, call))(*arguments)
         except (StoreError, OSError) as exc:
             outcome = StoreError(str(exc))
-        pickle.dump(outcome, answers)
-        answers.flush()
+        pipe.send(outcome)
         if call == "close":
             return
 
@@ -281,7 +292,3 @@ class _Entry:
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         return stat.S_ISDIR(self.stat(follow_symlinks=follow_symlinks).st_mode)
-
-
-if __name__ == "__main__":
-    serve(*json.loads(sys.argv[1]))
