@@ -23,7 +23,7 @@ SMALL = {
     "--turns": 3,
     "--system-tokens": 16,
     "--message-tokens": 40,
-    "--reply-tokens": 8,
+    "--reply-tokens": 4,
     "--device-tokens": 320,
     "--layers": 2,
     "--hidden": 128,

@@ -67,7 +67,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str
 
 
 def test_what_hints_would_be_worth(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["simulate", "synthetic:chat:1", "--max-requests", "700", "--policy", "density", "--cpu", "5%"]
+    common = ["simulate", "synthetic:chat:1", "--max-requests", "400", "--policy", "density", "--cpu", "5%"]
     rates = []
     for keys in ({}, {"hints": "noisy:0.3"}, {"hints": "oracle"}):
         code, out, _ = run(capsys, *common, *fleet(**keys), "--processes", "1", "--json")

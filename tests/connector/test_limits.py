@@ -65,7 +65,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=by_size(40, 500))
+@settings(max_examples=by_size(15, 500))
 @given(JSON)
 def test_whatever_a_client_sends_is_parsed(params: Any) -> None:
     limits, problems = RequestLimits.parse(params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,19 @@ STRIDE = by_size(quick=16, thorough=1)
 KILLS = by_size(quick=10, thorough=400)
 
 
-@pytest.mark.parametrize(("how", "number"), [("steps", STRIDE), ("random", KILLS)], ids=["by calls", "at random"])
-@pytest.mark.parametrize("block_bytes", [3000, 65536], ids=["small", "paged"])
-@pytest.mark.parametrize("kind", ["fs", "disk", "disk-encrypted"])
-def test_killed_writers_leave_nothing_wrong(kind: str, how: str, number: int, block_bytes: int, tmp_path: Path) -> None:
+SMALL, PAGED = 3000, 65536
+IN_PAIRS = [
+    *[("fs", "steps", SMALL), ("fs", "random", PAGED), ("disk", "steps", PAGED), ("disk", "random", SMALL)],
+    ("disk-encrypted", "steps", SMALL),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "block_bytes"),
+    by_size(IN_PAIRS, [*product(["fs", "disk", "disk-encrypted"], ["steps", "random"], [SMALL, PAGED])]),
+)
+def test_killed_writers_leave_nothing_wrong(kind: str, how: str, block_bytes: int, tmp_path: Path) -> None:
+    number = STRIDE if how == "steps" else KILLS
     script = [sys.executable, "-m", "tests.integration.store_killer"]
     command = [*script, kind, how, str(tmp_path / "kv"), str(block_bytes), str(number)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

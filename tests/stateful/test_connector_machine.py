@@ -139,7 +139,7 @@ def soak(seed: int, rounds: int) -> Chaos:
 
 
 def test_soak() -> None:
-    seeds = range(by_size(quick=40, thorough=120))
+    seeds = range(by_size(quick=20, thorough=120))
     runs = [soak(seed, 120) for seed in seeds]
     total = Counter(add_stats(run.engine.connector.get_stats() for run in runs))
     # The runs must have been where it hurts; otherwise passing means little.
@@ -155,12 +155,12 @@ def test_soak() -> None:
         ("primary_stores_refused",),
         ("primary_blocks_evicted",),
     ]:
-        assert total[sample] >= 20, f"{sample} only {total[sample]} times"
-    assert sum(run.final_stores for run in runs) >= 20
-    assert sum(run.stopped for run in runs) >= 20
-    assert sum(run.engine.num_preempted for run in runs) >= 20
-    assert sum(run.orders_judged for run in runs) >= 100
-    assert sum(run.final_stores_flushed for run in runs) >= 10
-    assert sum(run.states_stored for run in runs) >= 20
-    assert sum(run.states_loaded for run in runs) >= 20
-    assert sum(run.flushed_for_copies for run in runs) >= 5
+        assert total[sample] >= 10, f"{sample} only {total[sample]} times"
+    assert sum(run.final_stores for run in runs) >= 10
+    assert sum(run.stopped for run in runs) >= 10
+    assert sum(run.engine.num_preempted for run in runs) >= 10
+    assert sum(run.orders_judged for run in runs) >= 50
+    assert sum(run.final_stores_flushed for run in runs) >= 5
+    assert sum(run.states_stored for run in runs) >= 10
+    assert sum(run.states_loaded for run in runs) >= 10
+    assert sum(run.flushed_for_copies for run in runs) >= 3

@@ -306,14 +306,14 @@ class SlabMachine(DiskMachine):
 TestFileMachine = FileMachine.TestCase
 TestSlabMachine = SlabMachine.TestCase
 TestFileMachine.settings = TestSlabMachine.settings = settings(
-    max_examples=by_size(quick=8, thorough=30), stateful_step_count=40, deadline=None
+    max_examples=by_size(quick=5, thorough=30), stateful_step_count=40, deadline=None
 )
 
 
 @pytest.mark.parametrize("size", [SIZE, 8192], ids=["small", "paged"])
 def test_processes_that_evict_each_others_blocks_read_no_wrong_byte(tmp_path: Path, size: int) -> None:
     """Three processes on four slabs, one of which is killed and started anew in the middle."""
-    count, max_bytes = by_size(quick=400, thorough=2000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
+    count, max_bytes = by_size(quick=200, thorough=2000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
     neighbours = [Neighbour("disk", tmp_path / "kv", max_bytes, size) for _ in range(3)]
     try:
         for turn in range(3):

@@ -232,5 +232,5 @@ class LoadPolicyMachine(RuleBasedStateMachine):
 
 TestLoadPolicyMachine = LoadPolicyMachine.TestCase
 TestLoadPolicyMachine.settings = settings(
-    max_examples=by_size(quick=40, thorough=300), stateful_step_count=30, deadline=None
+    max_examples=by_size(quick=25, thorough=300), stateful_step_count=30, deadline=None
 )

@@ -235,5 +235,5 @@ def test_manager(policy: str, threshold: int) -> None:
     machine = type("Machine", (ManagerMachine,), {"policy": policy, "threshold": threshold})
 
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=by_size(quick=40, thorough=300), stateful_step_count=50)
+        machine, settings=settings(max_examples=by_size(quick=25, thorough=300), stateful_step_count=50)
     )

@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Sequence
 
 import pytest
+from tests.sizes import by_size
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
@@ -57,7 +58,7 @@ def state(rig: Rig, in_parts: bool) -> object:
 
 
 @pytest.mark.parametrize("read_at", [1024, 2])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(by_size(15, 60)))
 def test_answers_and_effects_are_those_of_the_loop(seed: int, read_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_READ_AT", read_at)
     rng = random.Random(seed)

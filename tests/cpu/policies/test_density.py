@@ -152,7 +152,7 @@ def test_victims_are_those_of_the_definition(seed: int, hints: list[NextUse]) ->
         for uses in range(NUM_USES)
     ]
     plain = Plain(policy._model.values, policy._model.bounds)
-    for step in range(1500):
+    for step in range(by_size(700, 1500)):
         start = min(int(rng.expovariate(0.15)), 30) * 20
         path = keys(*range(start, start + rng.randint(1, 20)))
         blocks = driver.blocks
@@ -325,7 +325,7 @@ def test_a_prefix_is_never_outlived_by_its_tail() -> None:
     cache = Cache(DensityCachePolicy(capacity), capacity)
     paths = [[100 * path + step for step in range(generator.randrange(2, 12))] for path in range(80)]
     broken = 0
-    for _ in range(by_size(quick=1000, thorough=3000)):
+    for _ in range(by_size(quick=300, thorough=3000)):
         path = paths[min(int(generator.expovariate(0.04)), 79)]
         cache.use(path[: generator.randrange(1, len(path) + 1)])
         broken += sum(later in cache and earlier not in cache for p in paths for earlier, later in pairwise(p))
@@ -551,7 +551,7 @@ class TestHitDensity:
         assert np.histogram(times, 4, (0, 40_000))[0].min() > 0.2 * len(times)
 
     def test_follows_a_bounded_number_of_keys(self) -> None:
-        num_blocks = by_size(quick=10_000, thorough=100_000)
+        num_blocks = by_size(quick=3_000, thorough=100_000)
         stream = Stream(num_blocks)
         for number in range(40 * num_blocks // 5):
             stream.use(keys(*range(5 * number, 5 * number + 5)), class_=1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sizes import by_size
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, simulate
@@ -40,7 +41,7 @@ def to_one(asked: Asked, fleet: Fleet) -> int:
     disk_blocks=st.sampled_from([0, 100, 1000]),
     stretch=st.floats(0.05, 5.0),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=by_size(6, 15))
 def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
     seed: int, cpu_blocks: int, gpu_blocks: int, disk_blocks: int, stretch: float
 ) -> None:
@@ -71,7 +72,7 @@ def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
     is_shared=st.booleans(),
     dies=st.booleans(),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=by_size(8, 20))
 def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool, dies: bool) -> None:
     trace = traffic(80, seed, 0.3)
     middle_s = float(trace.times_s[40])

@@ -27,7 +27,7 @@ from kvoffload.tiering.stores.disk.quota import check_memory
 
 ROOT = Path(__file__).parents[4]
 KEYS = keys_of(*range(100))
-KILLS = by_size(quick=20, thorough=400)
+KILLS = by_size(quick=8, thorough=400)
 
 
 @pytest.fixture

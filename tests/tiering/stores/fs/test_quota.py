@@ -32,7 +32,7 @@ HOUR_NS = 3600 * 10**9
 def test_a_large_quota_holds_within_a_tenth_and_the_oldest_go(
     open_store, tmp_path: Path, num_stores: int, num_namespaces: int
 ) -> None:
-    max_blocks = 16 * NUM_FANS
+    max_blocks = by_size(8, 16) * NUM_FANS
     stores = [
         open_store(TINY, f"n{number % num_namespaces}", room_for(max_blocks, TINY))
         for number in range(num_stores * num_namespaces)
