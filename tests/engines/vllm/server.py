@@ -62,6 +62,7 @@ class Server:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         # Engine cores that are more than one number their ports from this one on.
         self.events = f"ipc://{directory / 'events'}" if num_engines == 1 else f"tcp://127.0.0.1:{free_port()}"
+        self.replay = f"ipc://{directory / 'replay'}" if num_engines == 1 else f"tcp://127.0.0.1:{free_port()}"
         self.log = directory / "server.log"
         options = {"cpu_bytes_to_use": CPU_SLOTS * BLOCK_BYTES, "self_describing_kv_events": True} | extra
         arguments, environment = connector_arguments(options, directory)
@@ -78,7 +79,10 @@ class Server:
             *vllm_arguments,
             *(
                 "--kv-events-config",
-                json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}),
+                json.dumps(
+                    {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events}
+                    | {"replay_endpoint": self.replay, "buffer_steps": 100_000}
+                ),
             ),
         ]
         self._output = self.log.open("w")

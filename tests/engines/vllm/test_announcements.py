@@ -51,6 +51,7 @@ def request(name: str, path: Sequence[int]) -> Any:
         mm_features=[],
         prompt_embeds=None,
         lora_request=None,
+        session_id=None,
     )
 
 

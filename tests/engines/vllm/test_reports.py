@@ -52,6 +52,7 @@ def request(name: str, num_hashes: int, lora: Any = None, salt: str | None = Non
         all_token_ids=list(range(100, 100 + 4 * num_hashes + 2)),
         lora_request=lora,
         resumable=False,
+        session_id=f"session-{name}",
     )
 
 
@@ -115,6 +116,7 @@ def test_described_events_carry_tokens_and_parent_of_each_of_the_engines_blocks(
     assert (second.block_hashes, second.parent_block_hash) == ([b"a-2", b"a-3"], b"a-1")
     assert second.token_ids == list(range(108, 116))
     assert (second.lora_id, second.lora_name) == (7, "tuned")
+    assert (second.session_id, plain.session_id) == ("session-a", None)
     assert second.extra_keys == [("tuned",), ("tuned",)]
     assert (plain.block_size, plain.token_ids, plain.extra_keys) == (0, [], None)
 

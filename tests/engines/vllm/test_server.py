@@ -7,12 +7,14 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.engines.greedy import Baseline, Prompt, random_tokens
 from tests.engines.models import SmallModel
 from tests.engines.vllm.prompts import BLOCK_TOKENS, long_prompts
+from tests.engines.vllm.routers import Dynamo, LlmD
 from tests.engines.vllm.server import CPU_SLOTS, Server, ask, client_of, judge
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -39,6 +41,24 @@ class Subscriber:
             events += msgspec.msgpack.decode(payload)[1]
         return events
 
+    def replay(self, endpoint: str) -> list[dict[str, Any]]:
+        """All events since the server's start, for a router that comes late."""
+        import msgspec
+
+        socket = self._context.socket(self._zmq.DEALER)
+        socket.connect(endpoint)
+        socket.send_multipart([b"", (0).to_bytes(8, "big")])
+        events: list[dict[str, Any]] = []
+        try:
+            while True:
+                assert socket.poll(60_000, self._zmq.POLLIN), "the publisher sends no end"
+                *_, sequence, payload = socket.recv_multipart()
+                if int.from_bytes(sequence, "big", signed=True) < 0:
+                    return events
+                events += msgspec.msgpack.decode(payload)[1]
+        finally:
+            socket.close(linger=0)
+
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
@@ -64,6 +84,11 @@ def fold(events: list[dict[str, Any]]) -> set[bytes]:
         else:
             resident -= set(event["block_hashes"])
     return resident
+
+
+def as_struct(event: dict[str, Any]) -> Any:
+    """vLLM leaves out what is at its default."""
+    return type(event["type"], (SimpleNamespace,), {})(**{"locality": None, "kv_cache_spec_kind": None} | event)
 
 
 def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline: Baseline) -> None:
@@ -100,6 +125,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
         wait_until(lambda: is_stored(asked[num_before:]), "the events of what was asked are here")
         wait_until(lambda: server.metrics()["jobs_in_flight"] == 0, "no transfer is in flight")
         metrics = server.metrics()
+        replayed = subscriber.replay(server.replay)
         judge(server, client, llama_baseline, first)
         judge(server, client, llama_baseline, again)
     finally:
@@ -133,6 +159,16 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     assert max(from_limited, key=len) == limited.token_ids[: 2 * BLOCK_TOKENS]
     whole = {tokens for tokens in chain.values() if len(tokens) == 992}
     assert {prompt.token_ids[:992] for prompt in prompts} <= whole
+
+    # Routers that come late know what host memory has.
+    resident = fold(replayed)
+    assert len(resident) == metrics["primary_blocks_used"]
+    llm_d, dynamo = LlmD(), Dynamo(BLOCK_TOKENS)
+    llm_d.computed(each for event in replayed if event["medium"] == "GPU" for each in event["block_hashes"])
+    for router in (llm_d, dynamo):
+        router.apply([as_struct(event) for event in replayed if event["medium"] == "CPU"])
+    assert llm_d.blocks == {"cpu": resident}
+    assert dynamo.blocks == {"host": resident}
 
 
 def test_two_engine_cores_have_a_host_memory_each_and_share_a_pool(

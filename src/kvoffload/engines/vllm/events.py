@@ -248,6 +248,7 @@ class EventTranslator:
             extra_keys=event_extra_keys(
                 [_extra_keys(request, token, token + size) for token in range(first_token, stop_token, size)]
             ),
+            session_id=request.session_id,
         )
 
     def _event(
@@ -262,6 +263,7 @@ class EventTranslator:
         lora_id: int | None = None,
         lora_name: str | None = None,
         extra_keys: list[Any] | None = None,
+        session_id: str | None = None,
     ) -> Any:
         from vllm.distributed.kv_events import BlockStored
 
@@ -279,6 +281,7 @@ class EventTranslator:
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             locality=place.locality,
+            session_id=session_id,
         )
 
 

@@ -51,7 +51,8 @@ _ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
         "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
-        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints trace_headers"
+        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints trace_headers "
+        "session_id"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.block_pool", "BlockPool"): (
@@ -112,7 +113,7 @@ _ATTRIBUTES = {
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
-        "kv_cache_spec_sliding_window extra_keys locality ownership"
+        "kv_cache_spec_sliding_window extra_keys locality ownership session_id"
     ),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
     ("vllm.lora.request", "LoRARequest"): "adapter_id name lora_name lora_path lora_int_id load_inplace",
