@@ -35,7 +35,7 @@ from tests.engines.vllm.configs import (
 
 from kvoffload.config import parse_config
 from kvoffload.engines.facts import COUNTS
-from kvoffload.engines.vllm import identity
+from kvoffload.engines.vllm import identity, versions
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.identity import has_named_media, unknown_options
 from kvoffload.engines.vllm.layout import check_engine, layout_of
@@ -480,28 +480,41 @@ def test_hosts_that_pack_keys_otherwise_are_apart(monkeypatch: pytest.MonkeyPatc
     assert names["amx"][1] == names["vec"][1], "GPUs pack keys alike"
 
 
-def test_gpus_whose_numbers_or_makers_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_other_makers_and_generations_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls all of them ``cuda``. On MI300, ``fp8`` has another bias than on MI350 and NVIDIA's."""
     monkeypatch.setattr(identity, "platform", PLATFORM)
     gpu = engine(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
-    names = []
-    for name, arch, dtype in (
-        ("cuda", None, torch.float8_e4m3fn),
-        ("rocm", "gfx942:sramecc+:xnack-", torch.float8_e4m3fnuz),
-        ("rocm", "gfx942", torch.float8_e4m3fnuz),
-        ("rocm", "gfx950", torch.float8_e4m3fn),
-    ):
-        platforms, rocm = ModuleType("vllm.platforms"), ModuleType("vllm.platforms.rocm")
-        device = SimpleNamespace(device_name=name, fp8_dtype=lambda dtype=dtype: dtype)
-        platforms.current_platform, rocm._GCN_ARCH = device, arch  # type: ignore[attr-defined]
-        for module in (ModuleType("vllm"), platforms, rocm):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-        names.append(gpu.namespace())
-    assert names[1] == names[2]
-    assert len(set(names)) == 3
-    del device.fp8_dtype
+    platforms = ModuleType("vllm.platforms")
+    for module in (ModuleType("vllm"), platforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def namespace(name: str, generation: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> str:
+        facts = {"get_device_capability": lambda: generation, "fp8_dtype": lambda: dtype}
+        platforms.current_platform = SimpleNamespace(device_name=name, **facts)  # type: ignore[attr-defined]
+        return gpu.namespace()
+
+    devices: list[Any] = [
+        *(("cuda", (8, 0)), ("cuda", (9, 0)), ("rocm", (9, 5)), ("rocm", (9, 4), torch.float8_e4m3fnuz)),
+        *(("rocm", (9, 4)), ("xpu", None)),
+    ]
+    assert len({namespace(*device) for device in devices * 2}) == len(devices)
+    with pytest.raises(ConfigError, match=r"platform is not known.*generation.*'disk'.*leave out"):
+        namespace("cuda", None)
+    platforms.current_platform = SimpleNamespace(device_name="of others")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"platform is not known.*'disk'.*leave out"):
         gpu.namespace()
+
+
+def test_versions_that_were_not_tried_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [PLAIN.namespace()]
+    for version, release in (("0.33.2", (0, 33)), ("0.34.0", (0, 34)), ("0.34.1", (0, 34)), ("0.34.0", (0, 34))):
+        monkeypatch.setattr(versions, "vllm_release", lambda release=release: release)
+        for module in (versions, identity):
+            monkeypatch.setattr(module, "installed_version", lambda version=version: version)
+        names.append(PLAIN.namespace())
+    assert names[0] == names[1]
+    assert names[2] == names[4]
+    assert len(set(names)) == 3
 
 
 def test_builds_of_compiled_attention_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,4 +283,6 @@ def _number_formats() -> dict[str, str]:
     stored as bare bytes, and do not say so."""
     from sglang.kernels.ops.quantization import fp8_kernel
 
-    return {"fp8": str(fp8_kernel.fp8_dtype), "is_hip": str(torch.version.hip is not None)}
+    # Of quantized weights, the generation of a GPU chooses how precise activations are.
+    generation = str(torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+    return {"fp8": str(fp8_kernel.fp8_dtype), "is_hip": str(torch.version.hip is not None), "generation": generation}

@@ -18,6 +18,7 @@ from kvoffload.engines.facts import UnclearError, facts_of, ropes_in, unknown_fi
 from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups
+from kvoffload.engines.vllm.versions import installed_version, untried_version
 from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
@@ -58,6 +59,8 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "weights": weights_of(vllm_config, config),
+        # What it means by the same options and names was compared with nothing.
+        **({"untried version": installed_version()} if untried_version() is not None else {}),
         **_facts(vllm_config, kv_cache_config, config, is_rank_free),
     }
 
@@ -149,18 +152,16 @@ def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[
 
 
 def platform() -> str:
-    """The maker of the device, and what ``fp8`` is there. To vLLM's configuration AMD's GPUs are ``cuda`` as well; some
-    compute with numbers of eight bits of their own, and their generation chooses how attention packs keys."""
+    """The maker and generation of the device, and what ``fp8`` is there: to vLLM, AMD's GPUs are of the type ``cuda``
+    too. Where an option says ``auto``, the generation chooses how precise activations are and how keys are packed."""
     try:
         from vllm.platforms import current_platform as device
 
-        name = device.device_name
-        if name == "rocm":
-            from vllm.platforms.rocm import _GCN_ARCH
-
-            name += " " + _GCN_ARCH.partition(":")[0]
-        return f"{name} {device.fp8_dtype()}"
-    except Exception as exc:  # one of AMD's facts is private, and platforms of others may lack what vLLM's own have
+        generation = device.get_device_capability()
+        if generation is None and device.device_name in ("cuda", "rocm"):
+            raise LookupError("it does not tell its generation")
+        return f"{device.device_name} {generation and tuple(generation)} {device.fp8_dtype()}"
+    except Exception as exc:  # platforms of others may lack what vLLM's own have
         raise UnclearError(f"platform is not known ({exc!r})") from exc
 
 

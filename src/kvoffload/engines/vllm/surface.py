@@ -100,7 +100,7 @@ _ATTRIBUTES = {
         "observability_config ec_transfer_config device_config instance_id"
     ),
     ("vllm.config.observability", "ObservabilityConfig"): "otlp_traces_endpoint",
-    ("vllm.platforms.interface", "Platform"): "device_name fp8_dtype",
+    ("vllm.platforms.interface", "Platform"): "device_name fp8_dtype get_device_capability",
     ("vllm.model_executor.models.registry", "_ModelRegistry"): "models",
     ("vllm.model_executor.models.registry", "_RegisteredModel"): "model_cls",
     ("vllm.model_executor.models.registry", "_LazyRegisteredModel"): "module_name class_name",
@@ -182,7 +182,6 @@ PRIVATE = {
     "_gauge_cls": "the same",
     "_histogram_cls": "the same",
     "_get_attn_isa": "which instructions pack keys on this CPU; without it, tiers that outlive the process are refused",
-    "_GCN_ARCH": "which generation an AMD GPU is; without it, tiers that outlive the process are refused there",
     "_LOAD_FORMAT_TO_MODEL_LOADER": "whether a plug-in loads the weights, which then need a `weights_version`",
     "_ModelRegistry": "the class registered for an architecture, which a plug-in may have replaced",
     "_RegisteredModel": "one of its entries",
