@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 _BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
+_STORE = Direction.STORE
 
 
 class Offer(NamedTuple):
@@ -292,6 +293,7 @@ class StoreOffers:
         self._turnover = Turnover(num_slots)
         self._prompt_only = prompt_only
         self._geometry = geometry
+        self._unit_tokens = hit_unit_tokens(geometry)
         self.refused: dict[Request, None] = {}
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only read
         it."""
@@ -386,10 +388,9 @@ class StoreOffers:
         self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
         """``False`` if there was no room for the rest."""
-        unit_tokens = hit_unit_tokens(self._geometry)
 
         def plan(max_blocks: int) -> Offer | None:
-            return plan_offer(request.groups, unit_tokens, computed_tokens, limit_tokens, max_blocks)
+            return plan_offer(request.groups, self._unit_tokens, computed_tokens, limit_tokens, max_blocks)
 
         def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
             _, sizes, firsts = offer.source
@@ -421,5 +422,5 @@ class StoreOffers:
         if not request.context.reads_cache:
             request.stored.update(keys)
         self._turnover.count(len(keys))
-        job = self._jobs.begin(Direction.STORE, request, keys, source.gpu_block_ids)
+        job = self._jobs.begin(_STORE, request, keys, source.gpu_block_ids)
         stores.append(TransferJob(job.job_id, request.context.req_id, GPULoadStoreSpec(*source), output.store_spec))

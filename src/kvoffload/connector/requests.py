@@ -37,14 +37,10 @@ class Keys:
     _own: set[OffloadKey] = field(default_factory=set)
     """The leading keys, as many as ``owns_any`` has seen."""
 
-    def extend(self, block_hashes: Sequence[bytes], epoch: Epoch) -> None:
-        """Adds the keys of blocks that became full."""
-        self.group.extend_keys(self.keys, block_hashes, epoch)
-
     def renew(self, block_hashes: Sequence[bytes], epoch: Epoch) -> None:
         """Makes all keys anew. Blocks from the first with another key on are to be offered again."""
         before, self.keys = self.keys, []
-        self.extend(block_hashes, epoch)
+        self.group.extend_keys(self.keys, block_hashes, epoch)
         same = next((n for n, pair in enumerate(zip(before, self.keys)) if pair[0] != pair[1]), len(before))
         self.next_block = min(self.next_block, same, len(self.keys))
         self._own.clear()
@@ -139,7 +135,7 @@ class Request:
         hashes = self.of_engine.block_hashes
         if self.of_engine.num_prompt_tokens == self.num_prompt_tokens:
             for own in self.groups:
-                own.extend(hashes, self.epoch)
+                own.group.extend_keys(own.keys, hashes, self.epoch)
             return
         self.num_prompt_tokens = self.of_engine.num_prompt_tokens
         for own in self.groups:
@@ -193,7 +189,9 @@ class Request:
         self.next_offer_tokens = UNLIMITED
         for own in self.groups:
             size = own.group.block_tokens
-            end = (max(own.next_block, done_tokens // size) + 1) * size
+            end = (own.next_block + 1) * size
+            if end <= done_tokens:
+                end = (done_tokens // size + 1) * size
             if end < self.next_offer_tokens and own.group.kind is not _SINGLE_STATE:
                 self.next_offer_tokens = end
 
