@@ -17,19 +17,17 @@ _MOST_WATCHED = 4096
 _PER_STEP = 512
 _PER_JOB = 64
 _STEPS_TO_FIND_OUT = 5
-_MOST_SKIPPED = 15
 _TOLERATED = 0.05
 
 
 class _Target:
     """One tier: which blocks of the primary tier it has, and which it should get."""
 
-    __slots__ = ("dropped", "in_flight", "queue", "reviews_to_skip", "skipped", "tier", "written")
+    __slots__ = ("dropped", "in_flight", "queue", "tier", "written")
 
     def __init__(self, tier: GuardedTier) -> None:
         self.tier = tier
         self.in_flight = 0
-        self.reviews_to_skip = self.skipped = 0
         self.written: dict[OffloadKey, int] = {}
         """Blocks of the primary tier that the tier has or is getting, with the last review that saw them."""
         self.queue: dict[OffloadKey, int] = {}
@@ -48,8 +46,9 @@ class WriteBack:
 
     A block is written once as long as it stays watched. When it comes back to the window later, the tier is asked
     again, since it may have evicted the block. If the tier still has it, that is a use of it: a block that leaves the
-    primary tier now is worth more below than one that left long ago. A failed write is tried again at a later review,
-    if the block is still there: the next one, or after failures in a row one of the next 16.
+    primary tier now is worth more below than one that left long ago. A failed write is tried again at the next
+    review, if the block is still there. A tier that fails again and again is no matter of this class: its circuit
+    breaker refuses its jobs.
 
     No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted. A block is pinned
     while it is written; for each tier no more blocks are pinned than the largest window has.
@@ -129,8 +128,6 @@ class WriteBack:
             return
         for key in job.failed:
             target.written.pop(key, None)
-        target.skipped = 0
-        target.reviews_to_skip = 0 if job.succeeded else min(2 * target.reviews_to_skip + 1, _MOST_SKIPPED)
 
     def reset(self) -> None:
         """The primary tier was reset."""
@@ -188,9 +185,6 @@ class WriteBack:
         for target in self._targets:
             written = target.written
             target.queue.clear()
-            if target.skipped < target.reviews_to_skip:
-                target.skipped += 1
-                continue
             for key in keys[: max(watched - target.in_flight, 0)]:
                 if written.get(key, -1) == last_review:
                     written[key] = self._review_number
