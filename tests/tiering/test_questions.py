@@ -48,6 +48,18 @@ def test_a_new_prompt_costs_one_question_of_a_few_blocks(make) -> None:
     assert not rig.tier.has_pending_work()
 
 
+def test_beyond_its_bound_a_tier_is_asked_for_no_more_until_it_has_answered(make, monkeypatch) -> None:
+    monkeypatch.setattr(questions, "_MAX_ASKING", 3)
+    rig = started(make)
+    prompt = keys_of(*range(5))
+    rig.below(prompt)
+    assert rig.ask(prompt) == [None, None, None, False, False]
+    assert rig.ask(prompt[:1]) == [None], "what is being asked for is none too many"
+    rig.step()
+    rig.until_answered()
+    assert rig.ask(prompt) == [True, True, True, None, None]
+
+
 def test_a_prompt_that_is_present_is_asked_for_in_growing_chunks_within_one_step(make) -> None:
     rig = started(make)
     prompt = keys_of(*range(250))

@@ -234,6 +234,15 @@ def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
     rig.until(lambda: not any(t.is_alive() for t in rig.tier._runner._threads))
 
 
+def test_a_second_shutdown_does_nothing(make, monkeypatch) -> None:
+    rig = make().start()
+    closed: list[None] = []
+    monkeypatch.setattr(rig.inner, "close", lambda: closed.append(None))
+    for _ in range(2):
+        rig.tier.shutdown()
+    assert len(closed) == 1
+
+
 class OwnKeys(Collection[OffloadKey]):
     """What a plug-in's store says it has. Once ``is_broken`` it raises."""
 

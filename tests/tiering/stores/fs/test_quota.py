@@ -22,7 +22,7 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.fs import FileSystemStore, quota
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX
 from kvoffload.tiering.stores.fs.quota import time_at
-from kvoffload.tiering.stores.root import CONTROL_DIR
+from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 
 TINY = 64
 HOUR_NS = 3600 * 10**9
@@ -240,6 +240,15 @@ def leave_behind(store: FileSystemStore, root: Path, number: int, age_ns: int) -
     left.write_bytes(b"half")
     age(left, age_ns)
     return left
+
+
+def test_nothing_is_seen_in_a_directory_that_is_not_ours(open_store, tmp_path: Path) -> None:
+    store = open_store(max_bytes=room_for(4))
+    write(store, KEY)
+    (fan,) = {path.parent for path in files(tmp_path)}
+    directory = str(fan.relative_to(tmp_path))
+    ours, theirs = Access(), Access(owner=fan.stat().st_uid + 1)
+    assert [len(quota.seen_in(str(tmp_path), directory, access)) for access in (None, ours, theirs)] == [1, 1, 0]
 
 
 def test_what_dead_writers_left_goes_and_what_is_being_written_stays(open_store, tmp_path: Path) -> None:
