@@ -190,9 +190,9 @@ def plan(
     With ``ends``, which rise, a part of the hit is of use only if it has that many blocks; all of it always is. Blocks
     in host memory are never declined.
 
-    A wait must not cost what it may not bring: until blocks arrive, it takes at most what the request can afford
-    (``RISK_SHARE``), or a little longer than a tier that has the first of them is expected to take. Each block that has
-    arrived pays for the time that computing it would take.
+    A wait must not cost what it may not bring. Until blocks arrive it takes at most what the request can afford
+    (``RISK_SHARE``), or a little longer than a tier that has the first of them is expected to take, if that saves as
+    much. Each block that has arrived pays for the time that computing it would take.
     """
     total = sum(segment.num_blocks for segment in survey)
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
@@ -227,7 +227,10 @@ def plan(
             deadline_s = min(deadline_s, earned_s + LEAST_GAIN * compute_s)
         elif first.tiers and not first.is_arriving and deadline_s > 0:
             portion_s = min(max(portion_s, link.pace.block_s), link.portion_s)
-            deadline_s = max(deadline_s, PATIENCE * (link.pace.first_s + portion_s))
+            due_s = PATIENCE * (link.pace.first_s + portion_s)
+            if due_s > deadline_s and best.saved_s < due_s:
+                stop, segments = here, tuple(survey[:1]) if here else ()
+            deadline_s = max(deadline_s, due_s)
     is_late = stop > here and deadline_s <= 0
     if is_late:
         stop, segments = here, tuple(survey[:1]) if here else ()
@@ -247,8 +250,8 @@ def plan(
 
 
 def _portion_s(num_blocks: int, block_compute_s: float) -> float:
-    """How long a read may take if so many blocks are read for a request: what it can afford in vain brings two."""
-    return (RISK_SHARE * num_blocks * block_compute_s + RISK_S) / 2
+    """How long a read may take if so many blocks are read for a request: what it can afford in vain brings four."""
+    return (RISK_SHARE * num_blocks * block_compute_s + RISK_S) / 4
 
 
 class _Options:
