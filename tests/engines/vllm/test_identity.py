@@ -603,7 +603,9 @@ def asked_with(*identifiers: str, lora: str | None = None) -> Any:
 @pytest.mark.parametrize(("algorithm", "digits"), [("blake3", 64), ("sha256", 64), ("sha512", 128)])
 def test_media_that_a_client_named_are_known(algorithm: str, digits: int) -> None:
     images = model_config(2)
-    images.multimodal_config = stub("MultiModalConfig", mm_hasher_algorithm=algorithm)
+    images.multimodal_config = stub(
+        "MultiModalConfig", mm_hasher_algorithm=algorithm, mm_processor_kwargs=None, media_io_kwargs={}
+    )
     whole = "0a" * (digits // 2)
     for identifiers in ((), (whole,), (whole, whole)):
         assert not has_named_media(asked_with(*identifiers), images)
@@ -612,6 +614,11 @@ def test_media_that_a_client_named_are_known(algorithm: str, digits: int) -> Non
         assert has_named_media(asked_with(whole, name), images)
     assert not has_named_media(asked_with(f"tuned:{whole}", lora="tuned"), images), "a tower with an adapter"
     assert has_named_media(asked_with("tuned:photo", lora="tuned"), images)
+    for options in ("mm_processor_kwargs", "media_io_kwargs"):  # which vLLM hashes together with a client's name
+        setattr(images.multimodal_config, options, {"max_pixels": 1})
+        assert has_named_media(asked_with(whole), images)
+        assert not has_named_media(asked_with(), images)
+        setattr(images.multimodal_config, options, {})
     images.multimodal_config.mm_hasher_algorithm = "of a newer vLLM"
     assert has_named_media(asked_with(whole), images)
     assert not has_named_media(asked_with(), model_config(2)), "a model without images"
@@ -622,7 +629,8 @@ def test_media_that_a_client_named_are_known(algorithm: str, digits: int) -> Non
 def test_requests_with_media_that_a_client_named_are_left_out_where_blocks_outlive_the_process() -> None:
     from kvoffload.engines.vllm.connector import _left_out
 
-    config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", mm_hasher_algorithm="blake3"))
+    media = stub("MultiModalConfig", mm_hasher_algorithm="blake3", mm_processor_kwargs=None, media_io_kwargs={})
+    config = vllm_config(model_config__multimodal_config=media)
     named, hashed = asked_with("photo"), asked_with("0a" * 32)
     outliving = _left_out(config, parse_config(NAMED))
     assert (outliving(named), outliving(hashed)) == (True, False)

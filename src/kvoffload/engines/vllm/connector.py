@@ -322,7 +322,8 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: En
         )
     if vllm_config.model_config.multimodal_config is not None:
         logger.info(
-            "kvoffload neither stores nor loads for requests in which a client gives a medium a uuid of its own"
+            "kvoffload neither stores nor loads for requests in which a client gives a medium a uuid of its own. With "
+            "--mm-processor-kwargs or --media-io-kwargs it cannot tell, so these are all requests with media."
         )
 
 

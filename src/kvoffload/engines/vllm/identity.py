@@ -73,10 +73,13 @@ def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
 
 def has_named_media(request: Any, model: Any) -> bool:
     """Whether a client may have chosen what stands for an image, a video or a sound in the request's keys: it does not
-    look like vLLM's own hash."""
+    look like vLLM's own hash, or vLLM hashes a client's name too, together with options of its own."""
     if not request.mm_features:
         return False
-    digits = _MEDIA_HASHES.get(getattr(model.multimodal_config, "mm_hasher_algorithm", ""))
+    images = model.multimodal_config
+    if getattr(images, "mm_processor_kwargs", None) or getattr(images, "media_io_kwargs", None):
+        return True
+    digits = _MEDIA_HASHES.get(getattr(images, "mm_hasher_algorithm", ""))
     lora = f"{request.lora_request.lora_name}:" if request.lora_request is not None else ""
     names = [str(feature.identifier).removeprefix(lora) for feature in request.mm_features]
     return digits is None or not all(re.fullmatch(rf"[0-9a-f]{{{digits}}}", name) for name in names)
