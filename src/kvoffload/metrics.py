@@ -16,6 +16,8 @@ from itertools import product
 from math import inf, nextafter
 from numbers import Integral, Real
 
+from kvoffload.miss import REFUSALS
+
 __all__ = [
     "HOST",
     "IGNORED_HINTS",
@@ -395,7 +397,7 @@ METRICS: dict[str, Metric] = _table(
             _C,
             "Promotions not started, by reason. A block counts once for a request, however often it asks.",
             ("reason",),
-            (("claim_share", "promotion_share", "no_room"),),
+            (tuple(miss.label for miss in REFUSALS),),
         ),
         Metric("promotions_in_flight", _G, "Blocks that are being promoted."),
         Metric(

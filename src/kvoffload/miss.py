@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["Miss"]
+__all__ = ["REFUSALS", "Miss"]
 
 
 class Miss(StrEnum):
@@ -55,6 +55,11 @@ class Miss(StrEnum):
     DECLINED = "declined by cost", "Loading them would have taken longer than computing."
     UNKNOWN = "unknown", "No loss was recorded."
 
+    @property
+    def label(self) -> str:
+        """As metrics name it."""
+        return self.replace(" ", "_")
+
     @classmethod
     def of(cls, cause: str) -> Miss | None:
         """The row of ``cause``, which may name a tier; ``None``: a cause of another version."""
@@ -62,3 +67,7 @@ class Miss(StrEnum):
             if words in cls._value2member_map_:
                 return cls._value2member_map_[words]  # type: ignore[return-value]
         return None
+
+
+REFUSALS = (Miss.CLAIM_SHARE, Miss.PROMOTION_SHARE, Miss.NO_ROOM)
+"""Why a promotion was not begun."""

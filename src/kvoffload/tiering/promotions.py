@@ -11,7 +11,7 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import Union
-from kvoffload.miss import Miss
+from kvoffload.miss import REFUSALS, Miss
 from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place
 from kvoffload.tiering.requests import Request, Wait
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
@@ -21,14 +21,6 @@ __all__ = ["Promotions"]
 
 _READ_AT = 1024
 """This many blocks of a long prefix are read while slots of the rest are being reserved."""
-_REFUSALS = (Miss.CLAIM_SHARE, Miss.PROMOTION_SHARE, Miss.NO_ROOM)
-"""Why a promotion was not begun."""
-
-
-def _label(miss: Miss) -> str:
-    """As metrics name it."""
-    return miss.replace(" ", "_")
-
 
 OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
@@ -72,7 +64,7 @@ class Promotions:
         self._batches: dict[OffloadKey, _Batch] = {}
         """Of every block that is being promoted, the batch that it was queued in."""
         self._reserved_since_refresh = 0
-        self.refused = Counter(dict.fromkeys(map(_label, _REFUSALS), 0))
+        self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
@@ -174,8 +166,8 @@ class Promotions:
         return slots.num_blocks - slots.num_busy - num_claimed
 
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
-        if request.verdicts.get(key) not in _REFUSALS:  # a request that waits for others asks again in each step
-            self.refused[_label(verdict)] += 1
+        if request.verdicts.get(key) not in REFUSALS:  # a request that waits for others asks again in each step
+            self.refused[verdict.label] += 1
         request.verdicts[key] = verdict
 
     def _reserve(
