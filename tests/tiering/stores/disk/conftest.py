@@ -5,12 +5,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.sizes import IS_THOROUGH
 from tests.tiering.stores.disk.rig import SMALL, slab_of
 
 from kvoffload.tiering.stores.disk.store import DiskStore
 
 
-@pytest.fixture(params=["before", "beside"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In the quick size only tests of reads and writes take both times of a checksum."""
+    if "open_store" in metafunc.fixturenames:
+        both = IS_THOROUGH or metafunc.module.__name__.endswith((".test_store", ".test_bad_days"))
+        metafunc.parametrize("open_store", ["before", "beside"][1 - both :], indirect=True)
+
+
+@pytest.fixture
 def open_store(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., DiskStore]]:
