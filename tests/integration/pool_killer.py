@@ -17,6 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tests.tiering.stores.disk.rig import slabs_of, upkeep_of
+
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.disk.format import SlabFormat
@@ -45,7 +47,7 @@ def work(root: Path, seed: float, report: int) -> None:
     rng, parent, store = random.Random(seed), os.getppid(), open_store(root)
     # There is room for all blocks. But a store that cannot make a slab just now, since the other process is making one,
     # would evict blocks, and only kills are to lose some here.
-    store._slabs.evict = lambda count, before_ns: []  # type: ignore[method-assign]
+    slabs_of(store).evict = lambda count, before_ns: []  # type: ignore[method-assign]
     while os.getppid() == parent:  # who ends the script ends its processes
         numbers = rng.sample(range(len(KEYS)), rng.randrange(1, 9))
         if rng.randrange(2):
@@ -58,7 +60,7 @@ def work(root: Path, seed: float, report: int) -> None:
 
 def look(root: Path, stored: set[int], report: int) -> None:
     store = open_store(root)
-    store._upkeep.is_loaded.wait()
+    upkeep_of(store).is_loaded.wait()
     found = set(load(store, sorted(stored)))
     store.check_invariants()
     assert store.stats().corrupt_blocks == 0, "a kill left an entry without its block"

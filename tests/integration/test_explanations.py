@@ -14,6 +14,7 @@ import pytest
 from tests.fakes.engine import FakeRequest
 from tests.integration.served_tiers import BLOCK_TOKENS, PAGE_BYTES, ServedTiers, prompt
 from tests.tiering.rig import quiesce
+from tests.tiering.stores.disk.rig import upkeep_of
 
 from kvoffload.base import ReqContext, make_offload_key
 from kvoffload.connector.observer import DEVICE
@@ -280,7 +281,7 @@ def test_slabs_that_others_removed(make: MakeRecorded, tmp_path: Path, removed: 
     recorded.fill()
     (tier,) = recorded.served.tiers
     blocks = tmp_path / "blocks"
-    with tier._store._upkeep.lock:
+    with upkeep_of(tier._store).lock:
         if removed == "directory":
             shutil.rmtree(blocks)
             blocks.mkdir()

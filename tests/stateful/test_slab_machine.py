@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.files import disk_bytes
 from tests.sizes import by_size
-from tests.tiering.stores.disk.rig import aligned, damage, slab_of
+from tests.tiering.stores.disk.rig import aligned, damage, slab_of, slabs_of, upkeep_of
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
@@ -54,11 +54,11 @@ class SlabMachine(RuleBasedStateMachine):
 
     def open(self) -> DiskStore:
         store = DiskStore(self.root, SIZE, max_bytes=MAX_BYTES)
-        store._upkeep.lock.acquire()  # from now on the store's thread waits
+        upkeep_of(store).lock.acquire()  # from now on the store's thread waits
         return store
 
     def close(self, who: int) -> None:
-        self.stores[who]._upkeep.lock.release()
+        upkeep_of(self.stores[who]).lock.release()
         self.stores[who].close()
 
     def take_news(self, who: int) -> None:
@@ -105,14 +105,14 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def tell_and_ask(self, who: int) -> None:
-        self.stores[who]._upkeep.flush_changes()
-        self.stores[who]._upkeep.poll()
+        upkeep_of(self.stores[who]).flush_changes()
+        upkeep_of(self.stores[who]).poll()
         self.take_news(who)
         self.known[who] |= self.scan(who)
 
     @rule(who=WHO)
     def write_uses(self, who: int) -> None:
-        self.stores[who]._upkeep.flush_uses()
+        upkeep_of(self.stores[who]).flush_uses()
 
     @rule(who=WHO, key=st.sampled_from(KEYS))
     def written_is_found_by_the_neighbour(self, who: int, key: OffloadKey) -> None:
@@ -142,7 +142,7 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(who=WHO)
     def crash(self, who: int) -> None:
         """As ``kill -9`` leaves it: nothing more is written, and the kernel drops all locks."""
-        upkeep = self.stores[who]._upkeep
+        upkeep = upkeep_of(self.stores[who])
         with patch.object(upkeep, "flush_uses"), patch.object(upkeep, "flush_changes"):
             self.close(who)
         self.stores[who] = self.open()
@@ -151,7 +151,7 @@ class SlabMachine(RuleBasedStateMachine):
     @invariant()
     def is_sound(self) -> None:
         for who, store in enumerate(self.stores):
-            store._slabs.check_invariants()  # of the store: with the lock, which is ours
+            slabs_of(store).check_invariants()  # of the store: with the lock, which is ours
             found = {key for key, is_here in zip(KEYS, store.contains(KEYS), strict=True) if is_here}
             assert self.known[who] <= found, "a block is lost, which was not announced"
         assert disk_bytes(self.root) <= MAX_BYTES

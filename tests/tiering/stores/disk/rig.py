@@ -12,6 +12,8 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+from kvoffload.tiering.stores.disk.slabs import Slabs
+from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.root import directory_of
 
 SMALL, PAGED = 1000, 8192
@@ -45,6 +47,15 @@ def right(store: DiskStore, *keys: OffloadKey, size: int = SMALL) -> set[Offload
 
 def here(store: DiskStore, *keys: OffloadKey) -> set[OffloadKey]:
     return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
+
+
+def upkeep_of(store: DiskStore) -> Upkeep:
+    """What a store does by itself. A test does it instead, while it holds the lock."""
+    return store._upkeep
+
+
+def slabs_of(store: DiskStore) -> Slabs:
+    return store._slabs
 
 
 def may_grow(store: DiskStore) -> None:

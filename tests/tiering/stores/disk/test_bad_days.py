@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.disk.rig import aligned, right, slab_of, tables, write
+from tests.tiering.stores.disk.rig import aligned, right, slab_of, tables, upkeep_of, write
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.errors import StoreError
@@ -183,7 +183,7 @@ class TestHung:
         assert rig.run(*K[12:20], load=True) == set(K[12:20])
 
     def test_a_table_costs_the_writer_alone(self, rig: Rig) -> None:
-        with rig.store._upkeep.lock:  # so that it is not the store's own thread that hangs
+        with upkeep_of(rig.store).lock:  # so that it is not the store's own thread that hangs
             rig.disk.hanging = {("pwrite", ".table")}
             job = rig.submit(K[12], load=False)
             rig.until(lambda: rig.disk.num_waiting == 1)
@@ -202,7 +202,7 @@ class TestHung:
         neighbour.refresh()
         rig.store.refresh()
         assert rig.ask(*K[19:22]) == [False, True, True]
-        with neighbour._upkeep.lock:  # so that it is not the neighbour who hangs
+        with upkeep_of(neighbour).lock:  # so that it is not the neighbour who hangs
             rig.disk.hanging = {("preadv", ".table")}
             rig.until(lambda: rig.disk.num_waiting == 1)
             assert rig.run(*K[:4], load=True) == set(K[:4])
@@ -226,7 +226,7 @@ class TestHung:
 class TestRoot:
     def test_writes_into_a_root_that_is_gone_are_lost_until_that_is_noticed(self, rig: Rig) -> None:
         """Slabs that are open outlive their names. Nothing is made in the root's place."""
-        with rig.store._upkeep.lock:
+        with upkeep_of(rig.store).lock:
             shutil.rmtree(rig.root)
             assert rig.run(K[12], load=False) == {K[12]}
             assert rig.run(*K[10:13], load=True) == set(K[10:13])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiering.stores.disk.rig import SMALL, here, may_grow, right, sparse_root, tables, write
+from tests.tiering.stores.disk.rig import SMALL, here, may_grow, right, slabs_of, sparse_root, tables, upkeep_of, write
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.disk import DiskStore
@@ -60,10 +60,10 @@ def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[DiskStore]:
     """A store that knows all slabs, and whose own thread rests."""
     store = DiskStore(root, SMALL, max_bytes=max_bytes)
     try:
-        assert store._upkeep.is_loaded.wait(120)
+        assert upkeep_of(store).is_loaded.wait(120)
         store.refresh()
         store.refresh()
-        with store._upkeep.lock:
+        with upkeep_of(store).lock:
             yield store
         store.check_invariants()
     finally:
@@ -72,11 +72,11 @@ def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[DiskStore]:
 
 def test_a_poll_takes_few_calls_however_many_slabs_there_are(root: Path, calls: Counter[str]) -> None:
     with opened(root) as store:
-        assert len(store._slabs.open) == NUM_SLABS
+        assert len(slabs_of(store).open) == NUM_SLABS
         calls.clear()
         for _ in range(10):
-            store._upkeep.flush_changes()
-            store._upkeep.poll()
+            upkeep_of(store).flush_changes()
+            upkeep_of(store).poll()
         assert calls["slabs_in"] == 0
         assert calls.total() <= 10 * 16, calls
 
@@ -87,37 +87,37 @@ def test_a_start_moves_no_cell_again(root: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(index_module, "_LEAST_CELLS", 8)
     monkeypatch.setattr(index_module, "_place", lambda array, cells: placed.append(len(cells)) or place(array, cells))
     with opened(root) as store:
-        assert len(store._slabs) == NUM_SLABS == sum(placed)
+        assert len(slabs_of(store)) == NUM_SLABS == sum(placed)
 
 
 def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Path, calls: Counter[str]) -> None:
     with opened(root) as mine, opened(root) as theirs:
-        assert sum(slab.is_own for slab in theirs._slabs.open.values()) == 0
+        assert sum(slab.is_own for slab in slabs_of(theirs).open.values()) == 0
         for _ in range(2):
-            theirs._upkeep.poll()  # what was announced at the start
+            upkeep_of(theirs).poll()  # what was announced at the start
         calls.clear()
         for _ in range(10):
-            theirs._upkeep.poll()
+            upkeep_of(theirs).poll()
         assert calls.total() <= 10 * (17 + 2 * 8), calls
         keys = keys_of(*range(5000, 5000 + NUM_SLABS))
         for key in keys[:3]:
             write(mine, key)
-        mine._upkeep.flush_changes()
-        theirs._upkeep.poll()
+        upkeep_of(mine).flush_changes()
+        upkeep_of(theirs).poll()
         assert here(theirs, *keys) == set(keys[:3])
         assert right(theirs, *keys[:3]) == set(keys[:3])
 
 
 def test_slabs_of_the_dead_are_found_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = DiskStore(root, SMALL, max_bytes=MAX_BYTES)
-    assert mine._upkeep.is_loaded.wait(120)
+    assert upkeep_of(mine).is_loaded.wait(120)
     with opened(root) as theirs:
-        with mine._upkeep.lock:  # a killed process announces nothing
-            monkeypatch.setattr(mine._upkeep._bulletin, "announce", lambda names: None)
+        with upkeep_of(mine).lock:  # a killed process announces nothing
+            monkeypatch.setattr(upkeep_of(mine)._bulletin, "announce", lambda names: None)
         mine.close()
         polls = 0
-        while any(not slab.is_own for slab in theirs._slabs.open.values()):
-            theirs._upkeep.poll()
+        while any(not slab.is_own for slab in slabs_of(theirs).open.values()):
+            upkeep_of(theirs).poll()
             polls += 1
         assert NUM_SLABS // 8 <= polls <= NUM_SLABS // 4
 
@@ -134,19 +134,19 @@ def test_a_full_quota_lists_nothing_again(root: Path, calls: Counter[str]) -> No
             assert write(store, *keys_of(*range(90_000 + 100 * attempt, 90_100 + 100 * attempt))) == [True] * 100
         assert calls["slabs_in"] == 0
         assert calls["listdir"] <= 2 * 4, "of the root"
-        assert len(store._slabs.open) == NUM_SLABS
+        assert len(slabs_of(store).open) == NUM_SLABS
 
 
 def test_times_of_use_are_written_down_by_and_by(root: Path, calls: Counter[str]) -> None:
     with opened(root) as store:
-        store._upkeep.flush_uses()
+        upkeep_of(store).flush_uses()
         store.touch(keys_of(*range(NUM_SLABS)))
-        store._upkeep._uses_left = NUM_SLABS
+        upkeep_of(store)._uses_left = NUM_SLABS
         for _ in range(NUM_SLABS // 8 + 1):
             calls.clear()
-            store._upkeep._flush_some_uses()
+            upkeep_of(store)._flush_some_uses()
             assert calls.total() <= 2 * 8
-        for slab in store._slabs.open.values():
+        for slab in slabs_of(store).open.values():
             assert slab.used_ns is not None
             assert slab.file.read_uses()[0] == slab.used_ns[0] // 10**9
 
@@ -156,9 +156,9 @@ def test_a_slab_that_is_replaced_by_another_of_its_name_is_noticed(root: Path) -
         table = tables(root)[0]
         table.with_suffix(".copy").write_bytes(table.read_bytes())
         table.with_suffix(".copy").rename(table)
-        store._upkeep.poll()
-        assert len(store._slabs.open) == NUM_SLABS, "dropped, and opened anew"
-        assert store._slabs.by_name[table.stem].file.inodes[0] == table.stat().st_ino
+        upkeep_of(store).poll()
+        assert len(slabs_of(store).open) == NUM_SLABS, "dropped, and opened anew"
+        assert slabs_of(store).by_name[table.stem].file.inodes[0] == table.stat().st_ino
 
 
 class TestListings:

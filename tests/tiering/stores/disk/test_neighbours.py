@@ -23,7 +23,9 @@ from tests.tiering.stores.disk.rig import (
     payloads,
     right,
     slab_of,
+    slabs_of,
     tables,
+    upkeep_of,
     write,
 )
 from tests.users import NOBODY, needs_root
@@ -121,7 +123,7 @@ class TestReading:
         for _ in range(10_000):
             if here(theirs, KEYS[0]):
                 return
-            theirs._upkeep._stop.wait(0.01)
+            upkeep_of(theirs)._stop.wait(0.01)
         raise AssertionError("never found")
 
     def test_what_a_neighbour_evicts_is_announced(self, open_store) -> None:
@@ -140,7 +142,7 @@ class TestReading:
         write(mine, *KEYS[:8])
         mine.refresh()
         theirs.refresh()
-        with mine._upkeep.lock, theirs._upkeep.lock:  # neither thread helps
+        with upkeep_of(mine).lock, upkeep_of(theirs).lock:  # neither thread helps
             assert write(mine, *KEYS[10:14]) == [True] * 4
             assert right(theirs, *KEYS[:8]) == set(KEYS[4:8])
             assert right(theirs, *KEYS[10:14]) == set(KEYS[10:14]), "found while looking"
@@ -156,7 +158,7 @@ class TestReading:
         write(mine, KEYS[0])
         mine.refresh()
         theirs.refresh()
-        with mine._upkeep.lock, theirs._upkeep.lock:  # neither thread helps
+        with upkeep_of(mine).lock, upkeep_of(theirs).lock:  # neither thread helps
             mine.discard([KEYS[0]])
             write(mine, KEYS[1])
             read_entries = SlabFile.read_entries
@@ -182,7 +184,7 @@ class TestReading:
         assert theirs.stats().corrupt_blocks == 1
         theirs.refresh()
         assert not here(theirs, KEYS[1])
-        with mine._upkeep.lock, theirs._upkeep.lock:  # neither thread helps
+        with upkeep_of(mine).lock, upkeep_of(theirs).lock:  # neither thread helps
             assert write(theirs, KEYS[1]) == [True], "in a slab of its own"
             assert right(theirs, *KEYS[:4]) == set(KEYS[:4])
             assert right(mine, *KEYS[:4]) == {KEYS[0], KEYS[2], KEYS[3]}
@@ -223,10 +225,10 @@ class TestReading:
         theirs.refresh()
         now_s += 5
         assert right(theirs, KEYS[0], KEYS[1]) == set(KEYS[:2])
-        with theirs._upkeep.lock:
-            theirs._upkeep.flush_uses()
-        with mine._upkeep.lock:
-            mine._upkeep.flush_uses()
+        with upkeep_of(theirs).lock:
+            upkeep_of(theirs).flush_uses()
+        with upkeep_of(mine).lock:
+            upkeep_of(mine).flush_uses()
         now_s += 5
         write(mine, *KEYS[8:12])
         assert here(mine, *KEYS[:8]) == {KEYS[0], KEYS[1], KEYS[6], KEYS[7]}
@@ -237,11 +239,11 @@ class TestAdoption:
         child = neighbour(two_slabs(), 0, 40)
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
-        assert store._slabs.num_slots == 0
+        assert slabs_of(store).num_slots == 0
         child.send_signal(signal.SIGKILL)
         child.wait()
         store.refresh()
-        assert store._slabs.num_slots > 0
+        assert slabs_of(store).num_slots > 0
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert write(store, *KEYS[40:60]) == [True] * 20
         assert len(tables(tmp_path)) == 1, "in the slab of the dead"
@@ -256,7 +258,7 @@ class TestAdoption:
                 parent.kill()
                 parent.wait()
                 store = open_store(max_bytes=two_slabs())
-                assert store._slabs.num_slots > 0
+                assert slabs_of(store).num_slots > 0
                 assert right(store, *KEYS[:20]) == set(KEYS[:20])
                 assert write(store, *KEYS[40:60]) == [True] * 20
             finally:
@@ -288,7 +290,7 @@ class TestAdoption:
         write(store, *KEYS[:10])
         store.close()
         stores = [open_store(max_bytes=two_slabs()) for _ in range(3)]
-        assert sum(store._slabs.num_slots > 0 for store in stores) == 1
+        assert sum(slabs_of(store).num_slots > 0 for store in stores) == 1
         for store in stores:
             assert right(store, *KEYS[:10]) == set(KEYS[:10])
 
@@ -386,7 +388,7 @@ class TestSharing:
                 store.refresh()
 
     def owned(self, store: DiskStore) -> int:
-        return sum(slab.is_own for slab in store._slabs.open.values())
+        return sum(slab.is_own for slab in slabs_of(store).open.values())
 
     def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
         mine = open_store(max_bytes=6 << 20)
@@ -409,21 +411,21 @@ class TestSharing:
         mine = open_store(max_bytes=6 << 20)
         keys = self.fill(mine, 0, 5800)
         late = open_store(max_bytes=6 << 20)
-        with mine._upkeep.lock:  # its thread gives nothing away
+        with upkeep_of(mine).lock:  # its thread gives nothing away
             assert write(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
             late.refresh()  # asks for a slab
-            mine._upkeep.flush_changes()
+            upkeep_of(mine).flush_changes()
             mine.discard(keys[:1])
-            mine._upkeep.poll()
-            (given,) = (slab for slab in mine._slabs.open.values() if not slab.is_own)
+            upkeep_of(mine).poll()
+            (given,) = (slab for slab in slabs_of(mine).open.values() if not slab.is_own)
             given.given_until_s = 0.0
             late.refresh()
             for key in keys[1:3]:
                 late.discard([key])
                 late.refresh()
-            with late._upkeep.lock:
+            with upkeep_of(late).lock:
                 counted = given.file.read_changes()
-                mine._upkeep.flush_changes()
+                upkeep_of(mine).flush_changes()
                 assert (given.file.read_changes() == counted).all()
 
     def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
@@ -451,7 +453,7 @@ class TestSharing:
         self, open_store, tmp_path: Path, monkeypatch
     ) -> None:
         mine, control = open_store(namespace="mine", max_bytes=6 << 20), tmp_path / "kv" / CONTROL_DIR
-        with mine._upkeep.lock:  # its thread gives nothing away
+        with upkeep_of(mine).lock:  # its thread gives nothing away
             self.fill(mine, 0, 5800)
             command = [sys.executable, "-c", CHILD, *map(str, (tmp_path / "kv", SMALL, 6 << 20, 9000, 9001))]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -461,7 +463,7 @@ class TestSharing:
                 os.utime(asked[0], ns=(0, 0))  # as time passes
                 monkeypatch.setattr(quota_module, "_GIVEN_S", 0.0)
                 for _ in range(10):
-                    mine._upkeep.poll()
+                    upkeep_of(mine).poll()
                 child.kill()
             assert self.owned(mine) == 6
 

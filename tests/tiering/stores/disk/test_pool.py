@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 from tests.memory_files import memory_directory
 from tests.sizes import by_size
-from tests.tiering.stores.disk.rig import PAGED, SMALL, aligned, damage, here, may_grow, payloads, right, slab_of, write
+from tests.tiering.stores.disk.rig import (
+    PAGED,
+    SMALL,
+    aligned,
+    damage,
+    here,
+    may_grow,
+    payloads,
+    right,
+    slab_of,
+    slabs_of,
+    write,
+)
 
 from kvoffload.cpu import memory_limits
 from kvoffload.cpu.memory_limits import check_pool, memory_file_system
@@ -227,7 +239,7 @@ def test_a_second_process_hits_what_the_first_stored(pool: Path) -> None:
         first.kill()
     second.refresh()
     assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:25]), "of the dead, too"
-    assert all(slab.is_own for slab in second._slabs.open.values())
+    assert all(slab.is_own for slab in slabs_of(second).open.values())
     second.close()
 
 

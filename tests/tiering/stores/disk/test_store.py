@@ -28,7 +28,9 @@ from tests.tiering.stores.disk.rig import (
     read,
     right,
     slab_of,
+    slabs_of,
     tables,
+    upkeep_of,
     write,
 )
 
@@ -105,7 +107,7 @@ class TestEviction:
         assert sorted(evicted) == sorted(set(keys) - here)
         assert set(store.resident) == here
         store.discard(keys[-3:])
-        assert set(store._slabs._long_keys.values()) == here - set(keys[-3:]), "what is gone is forgotten"
+        assert set(slabs_of(store)._long_keys.values()) == here - set(keys[-3:]), "what is gone is forgotten"
 
     def test_the_least_recently_used_goes_first(self, open_store) -> None:
         store = open_store()
@@ -497,14 +499,14 @@ class TestBadMedia:
 
         store = open_store(max_bytes=slab_of(200))
         write(store, *KEYS)
-        with monkeypatch.context() as full, store._upkeep.lock:
+        with monkeypatch.context() as full, upkeep_of(store).lock:
             full.setattr(SlabFile, "write_uses", fail)
-            store._upkeep.flush_uses()
+            upkeep_of(store).flush_uses()
         assert right(store, *KEYS) == set(KEYS)
-        (slab,) = store._slabs.snapshot()
+        (slab,) = slabs_of(store).snapshot()
         assert not slab.file.read_uses().any()
-        with store._upkeep.lock:
-            store._upkeep.flush_uses()
+        with upkeep_of(store).lock:
+            upkeep_of(store).flush_uses()
         assert np.count_nonzero(slab.file.read_uses()) == len(KEYS), "the next time"
 
     @pytest.mark.parametrize("call", ["write_entries", "write_changes", "read_uses"])
@@ -513,7 +515,7 @@ class TestBadMedia:
         keys = keys_of(*range(1200))
         for start in range(0, 1200, 50):
             write(store, *keys[start : start + 50])
-        first = store._slabs.by_name[min(store._slabs.by_name, key=lambda name: store._slabs.by_name[name].number)]
+        first = min(slabs_of(store).by_name.values(), key=lambda slab: slab.number)
 
         def fail(self: SlabFile, *args):
             if self.name == first.file.name:
@@ -524,8 +526,8 @@ class TestBadMedia:
         monkeypatch.setattr(SlabFile, call, fail)
         store.discard(keys[:1])
         store.refresh()
-        with store._upkeep.lock:
-            store._upkeep.flush_uses()
+        with upkeep_of(store).lock:
+            upkeep_of(store).flush_uses()
         monkeypatch.setattr(SlabFile, call, real)
         assert first.is_dropped
         left = right(store, *keys)
@@ -556,7 +558,7 @@ class TestRoot:
     def test_a_root_that_goes_away_and_comes_back(self, open_store, tmp_path: Path) -> None:
         store = open_store()
         write(store, *KEYS[:3])
-        with store._upkeep.lock:
+        with upkeep_of(store).lock:
             shutil.rmtree(tmp_path / "kv")
         store.refresh()
         assert right(store, *KEYS[:3]) == set()
@@ -576,7 +578,7 @@ class TestRoot:
     def test_a_root_that_was_emptied_is_written_to_again(self, open_store, tmp_path: Path, removed: str) -> None:
         store, keys = open_store(max_bytes=2 << 20), keys_of(*range(1500))
         write(store, *keys[:100])
-        with store._upkeep.lock:
+        with upkeep_of(store).lock:
             shutil.rmtree(tmp_path / "kv" / removed)
             (tmp_path / "kv").mkdir(exist_ok=True)
         store.refresh()
@@ -620,7 +622,7 @@ class TestRoot:
             subprocess.run(["umount", "-l", small_disk], check=True)
             return is_same
 
-        with store._upkeep.lock:
+        with upkeep_of(store).lock:
             monkeypatch.setattr(os.path, "samestat", unmounted_then)
             assert store._directory.check()
         store.refresh()
@@ -730,7 +732,7 @@ class TestRoot:
             case "pipe":
                 os.mkfifo(lock, 0o600)
             case _:
-                with store._upkeep.lock:
+                with upkeep_of(store).lock:
                     shutil.rmtree(control)
         store.refresh()
         for start in range(100, 3000, 100):
@@ -864,7 +866,7 @@ class TestRoot:
 
         def strict(name: str) -> Callable[..., int]:
             def call(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-                if fd in [slab.file._direct_fd for slab in store._slabs.open.values()]:
+                if fd in [slab.file._direct_fd for slab in slabs_of(store).open.values()]:
                     addresses = [np.frombuffer(one, np.uint8).__array_interface__["data"][0] for one in buffers]
                     if refused == "everything" or any(address % 4096 for address in addresses):
                         refusals.append(fd)
@@ -1000,14 +1002,14 @@ class TestClock:
         clock[0] += 31_000_000
         store = open_store()
         write(store, *KEYS[:8])
-        with store._upkeep.lock:
-            store._upkeep.flush_uses()
+        with upkeep_of(store).lock:
+            upkeep_of(store).flush_uses()
         store.close()
         clock[0] -= 31_000_000
         store = open_store()
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
-        with store._upkeep.lock:
-            store._upkeep.flush_uses()  # which also takes in when neighbours have used our blocks
+        with upkeep_of(store).lock:
+            upkeep_of(store).flush_uses()  # which also takes in when neighbours have used our blocks
         clock[0] += 60
         for number in range(20, 32):
             assert write(store, KEYS[number]) == [True]
@@ -1095,7 +1097,7 @@ class TestThreads:
         writer = threading.Thread(target=fail)
         writer.start()
         assert in_write.wait(120)
-        with store._upkeep.lock:
+        with upkeep_of(store).lock:
             shutil.rmtree(tmp_path / "kv")
         store.refresh()
         other = os.open(tmp_path / "precious", os.O_RDWR | os.O_CREAT)
@@ -1144,19 +1146,19 @@ class TestFullQuota:
         store, keys = open_store(max_bytes=4 << 20), keys_of(*range(3800))
         for start in range(0, 3800, 100):
             write(store, *keys[start : start + 100])
-        assert len(store._slabs.open) == 3
+        assert len(slabs_of(store).open) == 3
         opened, real = list[str](), SlabFile.open
         monkeypatch.setattr(SlabFile, "open", lambda name, *arguments: opened.append(name) or real(name, *arguments))
-        with other._upkeep.lock, store._upkeep.lock:
+        with upkeep_of(other).lock, upkeep_of(store).lock:
             opened.clear()
             for first in (5000, 6000):
                 may_grow(store)
                 assert all(write(store, *keys_of(*range(first, first + 100))))
             assert opened == []
-            assert len(store._slabs.open) == 3
+            assert len(slabs_of(store).open) == 3
         other.close()
         may_grow(store)
-        while len(store._slabs.open) < 4:
+        while len(slabs_of(store).open) < 4:
             may_grow(store)
             write(store, *keys_of(*range(7000, 7100)))
         assert store.stats().evicted_blocks > 0
@@ -1222,10 +1224,10 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
         assert not poll.is_alive()
         return move(file, first, blocks)
 
-    def grown_late(name: str) -> SlabFile | None:
+    def grown_late(name: str, fd: int) -> SlabFile | None:
         poll.start()
         assert is_polling.wait(120)
-        return grow(name)
+        return grow(name, fd)
 
     monkeypatch.setattr(store._quota, "_make_slab", grown_late)
     monkeypatch.setattr(store._directory, "slabs", listed_late)
