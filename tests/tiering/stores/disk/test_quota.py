@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiering.stores.disk import quota
+from kvoffload.testing.keys import keys as keys_of
+from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.disk import DiskStore, quota
+from kvoffload.tiering.stores.disk.admin import DiskRoot
 from kvoffload.tiering.stores.disk.quota import PostedRequest, Request, requests_of_others
 from kvoffload.tiering.stores.root import CONTROL_DIR, PRIVATE, Access, check_root, make_file
 
@@ -95,3 +98,23 @@ def test_it_takes_no_bytes_and_has_the_roots_mode(tmp_path: Path) -> None:
     assert path.stat().st_size == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     mine.withdraw()
+
+
+def test_files_of_others_under_the_root_are_not_slabs(tmp_path: Path) -> None:
+    """Whatever they are called, and wherever they lie: they count for nothing, and nobody removes them."""
+    root, names = tmp_path / "kv", ("prices.table", "holiday.slab", "new-year.slab", "f" * 17 + ".table")
+    theirs = [root / folder / name for folder in ("photos", "=") for name in names]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1 << 20))
+    store = DiskStore(root, 4096, max_bytes=1 << 20)
+    keys = keys_of(*range(600))
+    for key in keys:
+        assert store.write([key], [memoryview(block_of(key, 4096))]) == [True]
+    store.close()
+    found = DiskRoot(root)
+    assert found.directories() == ["="]
+    found.shrink(0)
+    found.sweep()
+    found.clear("=")
+    assert all(path.exists() for path in theirs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 import threading
 import time
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 LOCK_NAME = "slabs"
+_NAME = re.compile(f"(?:{NEW_PREFIX})?[0-9a-f]{{1,16}}")
 _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
 """Times of directories have steps of a few milliseconds, or on some file systems of up to two seconds."""
 _MAX_LISTINGS = 256
@@ -72,8 +74,8 @@ def slabs_in(dir_fd: int) -> list[SlabSeen]:
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             name, dot, suffix = entry.name.rpartition(".")
-            if dot + suffix not in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
-                continue
+            if dot + suffix not in (PAYLOAD_SUFFIX, TABLE_SUFFIX) or not _NAME.fullmatch(name):
+                continue  # not ours, so that nobody counts or removes it
             try:
                 status = entry.stat(follow_symlinks=False)
             except OSError:

@@ -150,16 +150,15 @@ class Quota:
                     return True
                 # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
                 self.making = secrets.token_hex(8)
-                with self._directory.duplicate() as fd, root_lock(self._root, self._access) as is_locked:
-                    if not is_locked:
-                        return False  # another process makes a slab just now: the next write asks again
-                    file = self._make_slab(self.making, fd)
+                file = self._make_slab(self.making)
                 self._error = None
                 if file is not None:
                     self._slabs.register(file, is_own=True)
                     return True
                 self._wants_until_s = time.monotonic() + _WANT_S
                 self._say_who_has_all()
+            except BlockingIOError:
+                return False  # which says nothing of the quota: the next write asks again
             except OSError as exc:
                 self._error = exc
                 if exc.errno in TOO_MANY_FILES:
@@ -183,6 +182,29 @@ class Quota:
             who = ", ".join(lock_holders(self._root, TABLE_SUFFIX)) or "processes that this one cannot see"
             _log.warning("The store at %s stores no block: all its slabs are locked by %s.", self._root, who)
 
+    def _make_slab(self, name: str) -> SlabFile | None:
+        """A new slab, locked; ``None`` if there is no room for it. Raises ``BlockingIOError`` if another process is
+        making one just now, and ``OSError``, also for a disk that is full."""
+        with self._directory.duplicate() as fd, root_lock(self._root, self._access) as is_locked:
+            if not is_locked:
+                raise BlockingIOError(errno.EAGAIN, "another process makes a slab", self._root)
+            wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self._root), most_slabs())
+            wanted_bytes = self._layout.slab_bytes(wanted_slots)
+            room_bytes, free_bytes = self._room_bytes(), _free_bytes(self._root)
+            if (lacking_bytes := wanted_bytes - min(room_bytes, free_bytes)) > 0:
+                room_bytes += self._remove_unused(lacking_bytes)
+                free_bytes = _free_bytes(self._root)
+            if self._is_memory and (available := available_bytes()) is not None:
+                room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
+            least_slots = max(1, wanted_slots // _LEAST_SHARE)
+            if self._layout.slots_in(room_bytes) < least_slots:
+                return None
+            num_slots = min(wanted_slots, self._layout.slots_in(min(room_bytes, free_bytes)))
+            if num_slots < least_slots:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._root)
+            is_durable = self._directory.is_durable
+            return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
+
     def _excess_bytes(self) -> int | None:
         """How far the root is above its quota, after it removed unused slabs and remains of slabs that were being made.
         ``None`` if another process has the root's lock. Raises ``OSError``."""
@@ -195,25 +217,6 @@ class Quota:
             return max(0, excess - self._remove_unused(excess)) if excess > 0 else 0
 
     # With the root's lock.
-
-    def _make_slab(self, name: str, dir_fd: int) -> SlabFile | None:
-        """A new slab, locked; ``None`` if there is no room for it. Raises ``OSError``, also for a disk that is full."""
-        wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self._root), most_slabs())
-        wanted_bytes = self._layout.slab_bytes(wanted_slots)
-        room_bytes, free_bytes = self._room_bytes(), _free_bytes(self._root)
-        if (lacking_bytes := wanted_bytes - min(room_bytes, free_bytes)) > 0:
-            room_bytes += self._remove_unused(lacking_bytes)
-            free_bytes = _free_bytes(self._root)
-        if self._is_memory and (available := available_bytes()) is not None:
-            room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
-        least_slots = max(1, wanted_slots // _LEAST_SHARE)
-        if self._layout.slots_in(room_bytes) < least_slots:
-            return None
-        num_slots = min(wanted_slots, self._layout.slots_in(min(room_bytes, free_bytes)))
-        if num_slots < least_slots:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._root)
-        is_durable = self._directory.is_durable
-        return SlabFile.create(name, self._layout, num_slots, dir_fd, self._access, durable=is_durable)
 
     def _room_bytes(self) -> int:
         used_bytes = 0
