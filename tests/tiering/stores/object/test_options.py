@@ -225,7 +225,13 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         return original(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingExtraError, match="pip install obstore"):
+    with pytest.raises(MissingExtraError, match="pip install 'obstore>="):
+        parse()
+
+
+def test_an_obstore_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("obstore.__version__", "0.10.1")
+    with pytest.raises(MissingExtraError, match=r"pip install .obstore>=0\.11. .obstore 0\.10\.1 is too old"):
         parse()
 
 

@@ -24,6 +24,10 @@ _SERVICE_ACCOUNT_FILES = ("service_account", "service_account_path")
 _SERVICE_ACCOUNT_KEY = "service_account_key"
 
 
+_LEAST_OBSTORE = 0, 11
+"""Older ones have no ``root_certificate``."""
+
+
 class Deadlines(NamedTuple):
     connect_s: float = 1.0
     request_s: float = 5.0
@@ -50,8 +54,13 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
     try:
         import obstore
         from obstore.store import from_url
+
+        if tuple(map(int, obstore.__version__.split(".")[:2])) < _LEAST_OBSTORE:
+            raise ImportError(f"obstore {obstore.__version__} is too old")
     except ImportError as exc:
-        raise MissingExtraError("The 'object' tier needs kvoffload's extra 'object': pip install obstore.") from exc
+        raise MissingExtraError(
+            f"The 'object' tier needs kvoffload's extra 'object': pip install 'obstore>=0.11' ({exc})."
+        ) from exc
     for name, value in config.items():
         if not isinstance(value, str):
             raise ConfigError(f"config of the 'object' tier: {name} must be text, not {type(value).__name__}.")
