@@ -65,6 +65,18 @@ def test_it_fits_what_it_was_made_for_and_nothing_else(secret: bytes | None) -> 
 
 
 @pytest.mark.parametrize("secret", SECRETS)
+def test_it_is_made_where_the_caller_wants_it(secret: bytes | None) -> None:
+    """In the memory from which a library sends it, with no copy in between, and nothing beside it."""
+    sealer, memory = sealer_of("ns", secret), bytearray(len(BLOCK) + 20)
+    into = memoryview(memory)[10:-10]
+    stored, seal = sealer.seal(ONE, BLOCK, into)
+    assert stored is into
+    assert opened(sealer, seal, ONE, bytes(into)) == BLOCK
+    assert (into != BLOCK) == sealer.changes_blocks
+    assert memory[:10] == memory[-10:] == bytes(10)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
 def test_a_key_and_the_blocks_first_bytes_are_not_one_text(secret: bytes | None) -> None:
     sealer = sealer_of("ns", secret)
     stored, seal = sealer.seal(ONE, BLOCK)

@@ -65,9 +65,10 @@ class Sealer(ABC):
         return f"{type(self).__name__}()"
 
     @abstractmethod
-    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
+    def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
         """What to store for ``block`` (contiguous) as ``key``, as long as the block, and the seal to store beside it.
-        The first is ``block`` itself unless ``changes_blocks``."""
+        The first is in ``into`` (as long, contiguous) if that is given; else it is ``block`` itself, or memory of its
+        own if the sealer ``changes_blocks``."""
 
     @abstractmethod
     def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
@@ -82,8 +83,10 @@ class _Digest(Sealer):
     def digest(self, key: bytes, block: memoryview) -> bytes:
         """The only seal that ``block`` has as ``key``."""
 
-    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
-        return block, self.digest(key, block)
+    def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
+        if into is not None:
+            into[:] = block
+        return block if into is None else into, self.digest(key, block)
 
     def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
         # Nobody may write to ``stored`` meanwhile, so it can be judged where it is.
@@ -136,8 +139,8 @@ class Encryption(Sealer):
         self._prefix, self._secret = identity, _derived(secret, b"kvoffload encryption")
         self._lib = _ciphers()
 
-    def seal(self, key: bytes, block: memoryview) -> tuple[memoryview, bytes]:
-        nonce, stored = os.urandom(_NONCE_BYTES), _aligned(block.nbytes)
+    def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
+        nonce, stored = os.urandom(_NONCE_BYTES), _aligned(block.nbytes) if into is None else into
         cipher = self._cipher(key, self._lib.GCM(nonce)).encryptor()
         cipher.authenticate_additional_data(_named(self._prefix, key))
         cipher.update_into(block, stored)

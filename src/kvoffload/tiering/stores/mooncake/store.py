@@ -174,7 +174,7 @@ class MooncakeStore(SharedStore):
         rows = self._staging.take(len(keys))
         try:
             for key, block, row in zip(keys, blocks, rows, strict=True):
-                row.data[: self._block_bytes], row.data[self._block_bytes :] = self._sealer.seal(key, block)
+                _, row.data[self._block_bytes :] = self._sealer.seal(key, block, row.data[: self._block_bytes])
             return [int(code) for code in client.batch_put_from_multi_buffers(*self._arguments(keys, rows))]
         finally:
             self._staging.end(rows, [True] * len(rows))
