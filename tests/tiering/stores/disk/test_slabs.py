@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.disk import allocator as allocator_module
+from kvoffload.tiering.stores.disk import slabs as slabs_module
 from kvoffload.tiering.stores.disk.allocator import BUSY, Run
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import HashedKey, SlabFormat
@@ -63,6 +65,26 @@ def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
     slabs.unpin(second.values())
     with pytest.raises(OSError, match="Bad file"):
         slab.file.read_changes()
+
+
+def test_slots_of_a_slab_that_is_being_taken_in_are_free_when_their_blocks_are_discarded(
+    slabs: Slabs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY)
+    file = SlabFile.create("c", LAYOUT, 8, directory, Access())
+    os.close(directory)
+    file.write_entries(0, b"".join(LAYOUT.entry(key, bytes(16), 1) for key in hashed(0, 1, 2, 3)))
+
+    def discarded_meanwhile(*arguments: Any) -> list[Run]:
+        found = allocator_module.free_runs(*arguments)
+        slabs.release(slabs.discard(hashed(1, 2)))
+        return found
+
+    monkeypatch.setattr(slabs_module, "free_runs", discarded_meanwhile)
+    slabs.register(file, is_own=True)
+    assert slabs.contains(hashed(0, 1, 2, 3)) == [True, False, False, True]
+    assert slabs.num_free == 16 + 8 - 2
+    slabs.check_invariants()
 
 
 def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:

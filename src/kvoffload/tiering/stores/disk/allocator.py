@@ -259,11 +259,13 @@ class Allocator:
             self._set(run, BUSY)
         return runs
 
-    def release(self, run: Run) -> None:
-        """Busy or used slots are free. Ignores slots of a slab that was dropped."""
-        if run.slab in self._used_ns:
-            self._set(run, _FREE)
-            self.free.add(run)
+    def release(self, run: Run) -> bool:
+        """Busy or used slots are free. ``False``, and nothing is done, for a slab that is not here."""
+        if run.slab not in self._used_ns:
+            return False
+        self._set(run, _FREE)
+        self.free.add(run)
+        return True
 
     def use(self, slot: int, stamp_ns: int) -> bool:
         """A slot holds a block, used at this time. ``False`` for another process's slot."""

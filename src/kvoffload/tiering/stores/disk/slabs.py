@@ -75,6 +75,8 @@ class Slab:
     """Of a neighbour's slab: slots that we have used, and when (seconds)."""
     given_until_s: float = 0.0
     """Of a slab that we gave away: until when it is others' to take. Belongs to the upkeep."""
+    early: list[Run] = field(default_factory=list)
+    """Of our slab: slots that became free before the allocator had it."""
     num_bad: int = 0
     """Slots that are out of use because the disk failed to read or write them."""
     users: int = 0
@@ -304,7 +306,8 @@ class Slabs:
         with self._lock:
             for run in runs:
                 if not run.slab.is_dropped:
-                    self._allocator.release(run.slots)
+                    if not self._allocator.release(run.slots):
+                        run.slab.early.append(run.slots)
                     self._change(run.slab, run.slots.first, run.slots.count)
                 self._unpin(run.slab)
         self._close_unused()
@@ -677,6 +680,10 @@ class Slabs:
         for first in range(0, len(free), _KEYS_AT_ONCE):
             with self._lock:
                 self._allocator.add_free(used_ns, free[first : first + _KEYS_AT_ONCE])
+        with self._lock:
+            for run in slab.early:
+                self._allocator.release(run)
+            slab.early.clear()
 
     def _keys_in(self, slab: Slab, first: int) -> list[OffloadKey]:
         keys = list[OffloadKey]()
