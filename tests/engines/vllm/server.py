@@ -123,6 +123,11 @@ class Server:
         """kvoffload's series by name and own labels."""
         return series_in(self.get("/metrics"), ("engine", "model_name"))
 
+    def kill(self) -> None:
+        """As a power cut does: no process of the server does anything more."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=30)
+
     def stop(self) -> None:
         """Asks the server to end; its children end with it, or are ended by their process group."""
         self._process.send_signal(signal.SIGINT)
