@@ -118,7 +118,8 @@ def spread(
 
     Each portion goes to the source that would end it first, the first of equals, unless that source has no time left
     beside the blocks that only it and other busy ones have. The fastest source has the head, so that most of what is
-    there is of use if another one is late; the sources ``last`` have the tail.
+    there is of use if another one is late. The sources ``last`` may not have the blocks, and say so with their first:
+    they have the tail.
     """
     if all(len(run.sources) < 2 for run in runs):
         return [*runs]
@@ -139,6 +140,13 @@ def spread(
             left -= counts[best]
             for load in work.loads_with(names):
                 load.num_blocks -= counts[best]
+        if unsure := [name for name in shares if name in last]:
+            # More than comes until then is left to whoever is known to have it by then.
+            name = min(unsure, key=lambda name: sources[name].first_s)
+            for other in shares.keys() - unsure:
+                most = max(portions[other], int(sources[other].blocks_by(sources[name].first_s)))
+                shares[name] += max(shares[other] - most, 0)
+                shares[other] = min(shares[other], most)
         order = sorted(shares, key=lambda name: (name in last, sources[name].block_s, name))
         found += [Run((name,), shares[name]) for name in order]
     return found
