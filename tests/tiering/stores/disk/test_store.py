@@ -1224,10 +1224,10 @@ def test_a_slab_that_is_being_made_is_not_adopted_as_well(tmp_path: Path, monkey
         assert not poll.is_alive()
         return move(file, first, blocks)
 
-    def grown_late(name: str, fd: int) -> SlabFile | None:
+    def grown_late(name: str) -> SlabFile | None:
         poll.start()
         assert is_polling.wait(120)
-        return grow(name, fd)
+        return grow(name)
 
     monkeypatch.setattr(store._quota, "_make_slab", grown_late)
     monkeypatch.setattr(store._directory, "slabs", listed_late)
