@@ -23,7 +23,7 @@ from kvoffload.base import (
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import ScheduledRequest
 from kvoffload.connector.epochs import Epochs
-from kvoffload.connector.groups import GroupGeometry, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, Keys, Request
@@ -294,6 +294,7 @@ class StoreOffers:
         self._prompt_only = prompt_only
         self._geometry = geometry
         self._unit_tokens = hit_unit_tokens(geometry)
+        self._least_tokens = finest_of(geometry).block_tokens
         self.refused: dict[Request, None] = {}
         """Requests with blocks for which there was no room, in the order of their last refusals. Others only read
         it."""
@@ -366,7 +367,8 @@ class StoreOffers:
             self.refused[request] = None
             # A new block does not wait for its turn among the refused ones.
             assert request.last_scheduled is not None
-            request.wait_for_next_block(request.last_scheduled.done_tokens)
+            least = self._least_tokens
+            request.next_offer_tokens = (request.last_scheduled.done_tokens // least + 1) * least
         elif not request.max_blocks or limit == most:
             request.next_offer_tokens = UNLIMITED
         else:

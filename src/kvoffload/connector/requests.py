@@ -183,15 +183,11 @@ class Request:
         self.max_blocks = self.max_blocks or UNLIMITED
         self.wait_for_next_block()
 
-    def wait_for_next_block(self, done_tokens: int = 0) -> None:
-        """Nothing can be offered before the next block that ends after ``done_tokens`` is full. States come when the
-        engine names them."""
+    def wait_for_next_block(self) -> None:
+        """Nothing can be offered before the next block is full. States come when the engine names them."""
         self.next_offer_tokens = UNLIMITED
         for own in self.groups:
-            size = own.group.block_tokens
-            end = (own.next_block + 1) * size
-            if end <= done_tokens:
-                end = (done_tokens // size + 1) * size
+            end = (own.next_block + 1) * own.group.block_tokens
             if end < self.next_offer_tokens and own.group.kind is not _SINGLE_STATE:
                 self.next_offer_tokens = end
 
