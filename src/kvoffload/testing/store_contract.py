@@ -130,7 +130,7 @@ class BlockStoreContract(ABC):
 
     def test_many_threads_at_once(self) -> None:
         with self._open() as (store, _):
-            keys = keys_of(*range(24))
+            keys = keys_of(*range(12))
             start, wrong = threading.Barrier(4), []
 
             def work(offset: int) -> None:
@@ -144,7 +144,7 @@ class BlockStoreContract(ABC):
                 if store.contains(mine) != [True] * len(mine):
                     wrong.append(mine[0])
 
-            threads = [threading.Thread(target=work, args=(6 * index,)) for index in range(4)]
+            threads = [threading.Thread(target=work, args=(3 * index,)) for index in range(4)]
             for thread in threads:
                 thread.start()
             for thread in threads:
