@@ -53,17 +53,17 @@ def test_imports_work(page: Path) -> None:
         assert hasattr(importlib.import_module(module), name), f"{page.name} imports {name} from {module}"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs" / "design").glob("*.md"))], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere() -> None:
     """To a file, and to a heading in it. Outside of code."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in headings_of(file), f"{page.name} links to {target}"
+    for page in (*PAGES, *sorted((ROOT / "docs" / "design").glob("*.md"))):
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"\w+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in headings_of(file), f"{page.name} links to {target}"
 
 
 def headings_of(page: Path) -> set[str]:
@@ -87,16 +87,16 @@ def test_there_are_imports_to_check() -> None:
     assert sum(len(imports_of(page)) for page in PAGES) > 20
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_dotted_names_exist(page: Path) -> None:
-    for name in set(re.findall(r"`(kvoffload(?:\.\w+)+)`", page.read_text())) - ENTRY_POINT_GROUPS:
-        pkgutil.resolve_name(name)
+def test_dotted_names_exist() -> None:
+    for page in PAGES:
+        for name in set(re.findall(r"`(kvoffload(?:\.\w+)+)`", page.read_text())) - ENTRY_POINT_GROUPS:
+            pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_contracts_and_fakes_come_from_kvoffload_testing(page: Path) -> None:
-    for name in re.findall(r"\b(?:\w+Contract|Fake\w+|Manual\w+)\b", page.read_text()):
-        assert name in testing.__all__, f"{page.name} names {name}"
+def test_contracts_and_fakes_come_from_kvoffload_testing() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\b(?:\w+Contract|Fake\w+|Manual\w+)\b", page.read_text()):
+            assert name in testing.__all__, f"{page.name} names {name}"
 
 
 # -------------------------------------------------------------------------------------------------- command lines
@@ -143,14 +143,14 @@ def test_a_wrong_command_line_is_not_accepted(bad: str) -> None:
         doc_commands.check(tuple(bad.split()))
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
-def test_command_lines_are_in_fences_that_say_so(page: Path) -> None:
+def test_command_lines_are_in_fences_that_say_so() -> None:
     starts = tuple(f"{program} " for program in doc_commands.PROGRAMS)
-    for fence in fences(page):
-        if fence.language not in ("sh", "console"):
-            assert not [line for line in fence.text.splitlines() if line.startswith(starts)], str(fence)
-    indented = re.findall(r"(?<=\n\n)    (.*)", without_fences(page))
-    assert not [line for line in indented if line.startswith(starts)]
+    for page in ALL_PAGES:
+        for fence in fences(page):
+            if fence.language not in ("sh", "console"):
+                assert not [line for line in fence.text.splitlines() if line.startswith(starts)], str(fence)
+        indented = re.findall(r"(?<=\n\n)    (.*)", without_fences(page))
+        assert not [line for line in indented if line.startswith(starts)], page
 
 
 @pytest.fixture(scope="module")
@@ -287,20 +287,20 @@ def test_there_are_configurations_to_check() -> None:
     assert len(configurations()) > 12
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
-def test_python_compiles_and_a_test_of_its_own_runs_it(page: Path) -> None:
+def test_python_compiles_and_a_test_of_its_own_runs_it() -> None:
     """The test that runs it names the page."""
-    blocks = [fence.text for fence in fences(page) if fence.language == "python"]
-    for block in blocks:
-        compile(block, page.name, "exec")
-    if blocks:
-        own = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-        assert [path for path in own if page.name in (text := path.read_text()) and "exec(" in text], page
+    for page in ALL_PAGES:
+        blocks = [fence.text for fence in fences(page) if fence.language == "python"]
+        for block in blocks:
+            compile(block, page.name, "exec")
+        if blocks:
+            own = [path for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+            assert [path for path in own if page.name in (text := path.read_text()) and "exec(" in text], page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_series_it_names_exist(page: Path) -> None:
+def test_the_series_it_names_exist() -> None:
     series = {f"kvoffload_{name}" for name in METRICS}
-    for name in re.findall(r"\bkvoffload_\w+", page.read_text()):
-        base = re.sub(r"_(?:total|bucket|count|sum)$", "", name)
-        assert base in series or any(each.startswith(base) for each in series), f"{page.name} names {name}"
+    for page in PAGES:
+        for name in re.findall(r"\bkvoffload_\w+", page.read_text()):
+            base = re.sub(r"_(?:total|bucket|count|sum)$", "", name)
+            assert base in series or any(each.startswith(base) for each in series), f"{page.name} names {name}"
