@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another process on the root of a store. It does what it is asked on its standard input, a line each.
+"""Another process on the root of a store, ``fs`` or ``disk``. It does what it is asked through its pipe.
 
-``neighbour.py KIND ROOT BLOCK_BYTES MAX_BYTES``, and KIND is ``fs`` or ``disk``. ``write NUMBERS``, ``read NUMBERS``,
-``discard NUMBERS`` and ``scan`` answer ``done``, if no byte that was read is wrong. ``begin`` begins what a dead writer
-would leave half done. ``hold`` holds the root's lock until the next line. ``hammer SEED COUNT`` does COUNT random
-things as fast as it can.
+``write NUMBERS``, ``read NUMBERS``, ``discard NUMBERS`` and ``scan`` answer ``done``, if no byte that was read is
+wrong. ``begin`` begins what a dead writer would leave half done. ``hold`` holds the root's lock until it hears again.
+``hammer SEED COUNT`` does COUNT random things as fast as it can.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import sys
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
@@ -119,25 +118,25 @@ class SlabNeighbour(Neighbour):
         return root_lock(self.root, Access())
 
 
-def main(kind: str, root: str, block_bytes: int, max_bytes: int) -> None:
+def serve(pipe: Connection, kind: str, root: str, block_bytes: int, max_bytes: int) -> None:
     neighbour = (SlabNeighbour if kind == "disk" else FileNeighbour)(root, block_bytes, max_bytes)
-    while line := sys.stdin.readline().split():
-        match line[0]:
+    while True:
+        try:
+            what, *numbers = pipe.recv()
+        except EOFError:
+            return
+        match what:
             case "write" | "read":
-                getattr(neighbour, line[0])(keys_of(*map(int, line[1:])))
+                getattr(neighbour, what)(keys_of(*numbers))
             case "discard":
-                neighbour.store.discard(keys_of(*map(int, line[1:])))
+                neighbour.store.discard(keys_of(*numbers))
             case "scan" | "begin":
-                getattr(neighbour, line[0])()
+                getattr(neighbour, what)()
             case "hammer":
-                neighbour.hammer(int(line[1]), int(line[2]))
+                neighbour.hammer(*numbers)
             case "hold":
                 with neighbour.hold():
-                    print("done", flush=True)
-                    sys.stdin.readline()
+                    pipe.send("done")
+                    pipe.recv()
                 continue
-        print("done", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        pipe.send("done")

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,8 +20,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.files import disk_bytes
+from tests.forks import Fork
 from tests.sizes import by_size
-from tests.stateful.neighbour import SLAB_SLOTS
+from tests.stateful.neighbour import SLAB_SLOTS, serve
 from tests.tiering.stores.rig import files, room_for
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -43,7 +41,6 @@ NUM_KEYS = 12
 KEYS = keys_of(*range(NUM_KEYS))
 QUOTA_BLOCKS = 7
 MAX_WAIT_S = 5.0
-NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 numbers = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=4, unique=True)
 
 WEIGHTS = {"store": 5, "ask": 8, "steps": 3, "tick": 2, "reset": 3, "vandal": 1, "corrupt": 2}
@@ -62,11 +59,7 @@ class Neighbour:
     """The other process. A stopped one goes on before it is asked again."""
 
     def __init__(self, kind: str, root: Path, max_bytes: int, size: int = SIZE) -> None:
-        command = [sys.executable, str(NEIGHBOUR), kind, str(root), str(size), str(max_bytes)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._fork = Fork(serve, kind, str(root), size, max_bytes)
         self.is_stopped = self.holds = False
 
     def ask(self, *words: object) -> None:
@@ -76,29 +69,27 @@ class Neighbour:
         self.holds = words[0] == "hold"
 
     def begin(self, *words: object) -> None:
-        assert self._process.stdin is not None
-        print(*words, file=self._process.stdin, flush=True)
+        self._fork.pipe.send(words)
 
     def wait(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "done\n", "the other process failed"
+        try:
+            assert self._fork.pipe.recv() == "done"
+        except EOFError:
+            raise AssertionError("the other process failed") from None
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        self._fork.stop()
         self.is_stopped = True
 
     def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self._fork.go_on()
         self.is_stopped = False
         if self.holds:
-            assert self._process.stdin is not None
-            print(file=self._process.stdin, flush=True)
+            self._fork.pipe.send("go on")
             self.holds = False
 
     def die(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        self._fork.kill()
 
 
 class DiskMachine(RuleBasedStateMachine):
@@ -306,14 +297,14 @@ class SlabMachine(DiskMachine):
 TestFileMachine = FileMachine.TestCase
 TestSlabMachine = SlabMachine.TestCase
 TestFileMachine.settings = TestSlabMachine.settings = settings(
-    max_examples=by_size(quick=5, thorough=30), stateful_step_count=40, deadline=None
+    max_examples=by_size(quick=8, thorough=30), stateful_step_count=40, deadline=None
 )
 
 
 @pytest.mark.parametrize("size", [SIZE, 8192], ids=["small", "paged"])
 def test_processes_that_evict_each_others_blocks_read_no_wrong_byte(tmp_path: Path, size: int) -> None:
     """Three processes on four slabs, one of which is killed and started anew in the middle."""
-    count, max_bytes = by_size(quick=200, thorough=2000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
+    count, max_bytes = by_size(quick=400, thorough=2000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
     neighbours = [Neighbour("disk", tmp_path / "kv", max_bytes, size) for _ in range(3)]
     try:
         for turn in range(3):

@@ -9,9 +9,7 @@ and to open a file or a directory asks the server.
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
-import signal
 import stat
 import threading
 import time
@@ -20,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.redis_server import wait_until
+from tests.forks import Fork
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -28,10 +26,6 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.fs import FileSystemStore
 
 __all__ = ["Host"]
-
-_FORKS = multiprocessing.get_context("forkserver")
-"""A process that has imported what a host needs becomes each of them: dozens are started."""
-_FORKS.set_forkserver_preload([__name__])
 
 
 class Host(BlockStore):
@@ -49,20 +43,16 @@ class Host(BlockStore):
         cache_s: float = 0,
         **options: Any,
     ) -> None:
-        self._pipe, theirs = _FORKS.Pipe()
-        arguments = (theirs, str(root), block_bytes, skew_s, stamps_files, cache_s, options)
-        self._process = _FORKS.Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
+        self._fork = Fork(serve, str(root), block_bytes, skew_s, stamps_files, cache_s, options)
         self._lock = threading.Lock()
         self.answer()
 
     def begin(self, call: str, *arguments: object) -> None:
         """Starts a call. ``answer`` waits for its end."""
-        self._pipe.send((call, arguments))
+        self._fork.pipe.send((call, arguments))
 
     def answer(self) -> Any:
-        outcome = self._pipe.recv()
+        outcome = self._fork.pipe.recv()
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
@@ -73,24 +63,13 @@ class Host(BlockStore):
             return self.answer()
 
     def stop(self) -> None:
-        self._signal(signal.SIGSTOP)
-        state = Path(f"/proc/{self._process.pid}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "the host stands still")
+        self._fork.stop()
 
     def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        self._fork.go_on()
 
     def kill(self) -> None:
-        self._process.kill()
-        self._end()
-
-    def _end(self) -> None:
-        self._process.join()
-        self._pipe.close()
+        self._fork.kill()
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         return self.ask("contains", list(keys))
@@ -121,9 +100,9 @@ class Host(BlockStore):
         return self.ask("stats")
 
     def close(self) -> None:
-        if self._process.is_alive():
+        if self._fork.is_alive:
             self.ask("close")
-            self._end()
+            self._fork.end()
 
 
 # --------------------------------------------------------------------------------------------------- the other process
