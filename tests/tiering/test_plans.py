@@ -69,6 +69,14 @@ def test_a_tier_that_nobody_measured_costs_little(num_blocks: int, pace: float, 
     assert served.first_token_s <= 1.2 * num_blocks * COMPUTE_S
 
 
+def test_tiers_that_have_the_same_blocks_are_all_measured() -> None:
+    """All blocks are written to both, so no block of the second one was ever declined, and it was never read."""
+    rig = PlanRig([(COMPUTE_S / 2, None), (COMPUTE_S / 2, None)], are_measured=False)
+    served = [rig.serve(World(200, [frozenset(range(200))] * 2)) for _ in range(4)]
+    assert served[-1].first_token_s <= 0.6
+    assert all(each.first_token_s <= 1.2 * 200 * COMPUTE_S for each in served)
+
+
 def test_an_answer_that_takes_longer_than_computing_is_not_waited_for() -> None:
     rig = PlanRig([(COMPUTE_S / 50, 0.2)])
     assert rig.serve(World(8, [frozenset(range(8))])).waited_s == 0.0

@@ -125,7 +125,9 @@ class LinkState:
     queue_s: float = 0.0
     """Until all that is outstanding has arrived."""
     room_blocks: int = 0
-    """Blocks that may be read from it while it was never measured."""
+    """Blocks that may be read from it while it was never measured, ..."""
+    is_idle: bool = False
+    """... and none of them is being read."""
     reason: Declined = "unmeasured"
     """Why blocks of it are declined now, if they are."""
     portion_s: float = PORTION_S
@@ -231,6 +233,11 @@ def plan(
             if due_s > deadline_s and best.saved_s < due_s:
                 stop, segments = here, tuple(survey[:1]) if here else ()
             deadline_s = max(deadline_s, due_s)
+    declined: list[tuple[int, Declined, range, tuple[int, ...]]] = []
+    if stop - here > 1 and ends is None and deadline_s > 0 and (probed := options.unmeasured(stop - 1)) is not None:
+        stop -= 1
+        declined = [(probed, "unmeasured", range(stop, stop + 1), (probed,))]
+        segments = options.sources(waited, stop, best.wait_s, portion_s)
     is_late = stop > here and deadline_s <= 0
     if is_late:
         stop, segments = here, tuple(survey[:1]) if here else ()
@@ -242,7 +249,7 @@ def plan(
         stop,
         best.wait_s if stop > here else 0.0,
         deadline_s,
-        tuple(_declined(survey, stop, speeds, is_lost=is_lost, is_late=is_late)),
+        (*declined, *_declined(survey, stop + len(declined), speeds, is_lost=is_lost, is_late=is_late)),
         segments,
         here,
         is_lost,
@@ -313,6 +320,18 @@ class _Options:
                 rooms[names[0]] -= free
                 runs += [Run(names[:1], free)] * bool(free) + [Run((), num_blocks - free)] * (free < num_blocks)
         return runs
+
+    def unmeasured(self, block: int) -> int | None:
+        """A tier that was never measured and has this block, as another one has: it is measured with it in the
+        background, which costs computing one block. Otherwise nobody would ever know which of them is faster."""
+        links, at = self._speeds.links, 0
+        for place, num_blocks in self._survey:
+            at += num_blocks
+            if block < at:
+                if len(place.tiers) < 2 or self._speeds.block_compute_s >= _FOREVER:
+                    return None
+                return next((tier for tier in place.tiers[::-1] if links[tier].is_idle), None)
+        return None
 
     def choose(self, waited: Sequence[int]) -> Choice:
         """The best choice, or what is here or arrives already if waiting for more gains too little."""
@@ -467,7 +486,13 @@ class LoadPlanner:
         speed, answers = link.speed, link.answers
         if speed is None:
             room_blocks = max(0, self._num_blocks(PROBE_BYTES) - link.num_due)
-            return LinkState(None, room_blocks=room_blocks, answer_s=answers.seconds, found_share=answers.found_share)
+            return LinkState(
+                None,
+                room_blocks=room_blocks,
+                is_idle=not link.num_outstanding,
+                answer_s=answers.seconds,
+                found_share=answers.found_share,
+            )
         queue_s = link.queue_s()
         reason: Declined = "slow" if self._slowness(link) > 1 - LEAST_GAIN else "busy"
         return LinkState(
