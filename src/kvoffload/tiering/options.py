@@ -364,8 +364,8 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
         elif len(paths) == 1 or self.bound_bytes is None:
             quotas += [self.max_bytes] * len(paths)
         else:
-            sizes = [shutil.disk_usage(_existing(path)).total for path in paths]
-            quotas += [self.bound_bytes * size // max(sum(sizes), 1) for size in sizes]
+            sizes = _sizes(paths)
+            quotas += [self.bound_bytes * size // sum(sizes) for size in sizes]
         return [
             msgspec.structs.replace(self, path=path, max_bytes=quota) for path, quota in zip(paths, quotas, strict=True)
         ]
@@ -584,6 +584,18 @@ def _check_directories(one: str, other: str, what: str) -> None:
 def _existing(path: str) -> str:
     """``path``, or the next directory above it that is there."""
     return str(next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists()))
+
+
+def _sizes(paths: Iterable[str]) -> list[int]:
+    """Bytes of their file systems. One that cannot tell counts as the others do on average."""
+    sizes = list[int]()
+    for path in paths:
+        try:
+            sizes.append(shutil.disk_usage(_existing(path)).total)
+        except OSError:  # what it is, opening it will tell
+            sizes.append(0)
+    average = sum(sizes) // max(sum(size > 0 for size in sizes), 1)
+    return [size or average or 1 for size in sizes]
 
 
 def _is_broken(error: BaseException | None) -> bool:

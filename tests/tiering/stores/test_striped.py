@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,6 +150,26 @@ def test_if_all_disks_are_out_the_store_fails(rig: Rig) -> None:
     with pytest.raises(StoreError, match=r"All 2 disks are out.*the disk is gone"):
         write(rig.store, *keys_of(100))
     assert read(rig.store) == []
+
+
+def test_a_disk_that_was_busy_for_long_does_not_get_all_that_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped_module, "_MOST_CREDIT", 4)
+    rig = Rig(tmp_path, threads=3)
+    rig.gates[0].close_gate("write")
+    busy = threading.Thread(target=write, args=(rig.store, *keys_of(1000)), daemon=True)
+    busy.start()
+    rig.gates[0].wait_for_arrivals(1)
+    first, second = rig.fill(60)
+    assert (len(first), len(second)) == (0, 60)
+    rig.gates[0].open_gate()
+    busy.join(60)
+    later = keys_of(*range(100, 120))
+    for key in later:
+        assert write(rig.store, key) == [True]
+    assert 10 < sum(rig.on(0, *later)) < 18
+    rig.store.close()
 
 
 @pytest.mark.parametrize("call", ["read_into", "write"])
@@ -296,6 +318,29 @@ def test_a_disk_that_is_broken_at_the_start_is_left_out_and_a_mistake_is_refused
     assert write(store, *keys_of(1, 2)) == [True, True]
     assert read(store, *keys_of(1, 2)) == [True, True]
     assert ("goes on without" in caplog.text) == (error is not None)
+    store.close()
+
+
+@pytest.mark.parametrize("max_bytes", ["8MiB", ["4MiB", "4MiB"], None])
+def test_a_mount_that_tells_nothing_at_the_start_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: object
+) -> None:
+    """As one does whose file system was shut down, or whose server has ended."""
+    options, stat = tier([tmp_path / "a" / "kv", tmp_path / "b" / "kv"], max_bytes=max_bytes), os.stat
+    (tmp_path / "a").mkdir()
+
+    def fail(path: Any, *args: Any, **rest: Any) -> os.stat_result:
+        if not isinstance(path, int) and os.fspath(path).startswith(f"{tmp_path}/a"):
+            raise OSError(errno.EIO, "broken", path)
+        return stat(path, *args, **rest)
+
+    monkeypatch.setattr(os, "stat", fail)
+    assert [disk.max_bytes for disk in options.each_disk()] == [
+        *(max_bytes if isinstance(max_bytes, list) else [max_bytes and 4 << 20] * 2)
+    ]
+    store = options.open_store(SIZE, "ns")
+    assert write(store, *keys_of(1, 2)) == [True, True]
+    assert os.listdir(tmp_path / "a") == []
     store.close()
 
 

@@ -201,7 +201,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     if the store ``needs_locks`` and the file system has none."""
     access = Access(mode)
     try:
-        if not os.path.isdir(root):
+        if not _is_directory(root):
             os.makedirs(os.path.dirname(root), exist_ok=True)
             make_directory(root, access)
     except OSError as exc:
@@ -221,6 +221,15 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
                 return access
             raise ConfigError(f"{control} cannot be made: {exc.strerror}.") from exc
     return check_control(root, mode)
+
+
+def _is_directory(path: str) -> bool:
+    """Raises ``OSError`` if a broken disk does not tell. ``os.path.isdir`` would deny it, and a mount point cannot be
+    made then because it exists."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def network_type(root: str) -> str | None:
