@@ -24,7 +24,7 @@ _STALL_S = 2.0
 _FULL_SHARE = 16
 """A disk that is full gets new blocks as if one in this many of its bytes were free: it writes over its oldest ones."""
 _MOST_CREDIT = 1024
-"""Blocks that a disk may have missed, for instance as it was busy, and gets before the others."""
+"""Blocks that a disk may have missed, for instance as it was busy, and gets before the others; or has had too many."""
 
 
 class Striped(BlockStore):
@@ -162,7 +162,7 @@ class Striped(BlockStore):
             for disk, num_bytes in zip(fit, wanted, strict=True):
                 disk.credit = min(disk.credit + count * num_bytes / sum(wanted), _MOST_CREDIT)
             chosen = max(fit, key=lambda disk: (disk.writes.is_free, disk.credit))
-            chosen.credit -= count
+            chosen.credit = max(chosen.credit - count, -_MOST_CREDIT)
         return chosen
 
     @staticmethod
