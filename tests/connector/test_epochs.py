@@ -149,10 +149,12 @@ def test_a_name_may_come_before_the_weights_but_counts_once_it_is_said_again(tmp
 
 def test_the_steps_of_one_update_are_one_epoch() -> None:
     epochs = Epochs(config())
-    epochs.use()
+    seeds = {epochs.use().seed}
     for device_is_empty in (False, False, True):
         epochs.change((), device_is_empty)
         assert epochs.current.is_closed is not device_is_empty
+        assert epochs.current.seed not in seeds, "a copy of the engine, made in between, may get other weights"
+        seeds.add(epochs.current.seed)
     assert epochs.get_stats() == {("cache_resets", "own"): 1}
     epochs.use()
     epochs.change()

@@ -134,7 +134,8 @@ class Epochs:
         self._untaken = self.take_events(events)
         self._has_changed = True
         if self.current.seed.startswith(_OWN) and self.current is not self._used:
-            self.current = replace(self.current, is_closed=not device_is_empty)  # one more step of the same update
+            # One more step of the same update. With a seed of its own: the engine may have been copied in between.
+            self.current = Epoch(_own_seed(), is_closed=not device_is_empty)
         else:
             self._begin("own", _own_seed(), device_is_empty)
 
