@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,14 @@ def test_what_is_no_result_ends_no_job_and_hides_no_other(tier: FakeTier) -> Non
     submit(jobs, guarded, 1)
     submit(jobs, guarded, 2)
     first, second = tier.jobs
-    odd: list[Any] = [None, (first, True), JobResult(first, True, successful_keys=5)]  # type: ignore[arg-type]
-    tier._results += [*odd, JobResult(second, success=True)]
-    assert [job.metadata.job_id for job in jobs.take_finished()] == [second]
+    odd: list[Any] = [
+        None,
+        (first, True),
+        JobResult(first, True, successful_keys=5),  # type: ignore[arg-type]
+        JobResult([first], True),  # type: ignore[arg-type]
+    ]
+    tier._results += [*odd, JobResult(second, success=True, ended_s=math.nan)]
+    assert [(job.metadata.job_id, job.ended_s) for job in jobs.take_finished()] == [(second, None)]
     assert list(jobs.in_flight) == [first], "its slots may still be written"
 
 
@@ -135,5 +141,9 @@ def test_a_lookup_is_answered_by_true_or_false_whatever_a_tier_returns(tier: Fak
     found = guarded.lookup(keys(1)[0], REQUEST)
     assert type(found) is bool
     assert guarded.faults == isinstance(answer, np.ndarray)
+    tier.on_new_request = lambda context: None  # type: ignore[method-assign, assignment, return-value]
+    assert guarded.wants_whole_request(REQUEST) is False
+    tier.progress = lambda: answer  # type: ignore[method-assign]
+    assert type(guarded.progress()) in (int, type(None))
     tier.holds = lambda asked: [True]  # type: ignore[method-assign]
     assert guarded.holds(keys(1, 2)) == [True, False], "what is not answered is not held"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,9 +90,15 @@ class GuardedTier(Boundary):
 
     _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
     _submit_store = guarded(SecondaryTierManager.submit_store, lambda *_: False, lambda *_: True)
-    _on_new_request = guarded(SecondaryTierManager.on_new_request, lambda *_: RequestOffloadingContext())
+    _on_new_request = guarded(
+        SecondaryTierManager.on_new_request,
+        lambda *_: RequestOffloadingContext(),
+        lambda answer, *_: RequestOffloadingContext(answer.policy),
+    )
     _get_finished_jobs = guarded(SecondaryTierManager.get_finished_jobs, list, list)
-    progress = guarded(SecondaryTierManager.progress, lambda: None)
+    progress = guarded(
+        SecondaryTierManager.progress, lambda: None, lambda number: None if number is None else int(number)
+    )
     on_request_finished = guarded(SecondaryTierManager.on_request_finished, lambda *_: None)
     touch = guarded(SecondaryTierManager.touch, lambda *_: None)
     on_schedule_end = guarded(SecondaryTierManager.on_schedule_end, lambda: None)
@@ -109,8 +117,8 @@ def _check_result(result: object) -> Literal[True]:
         raise TypeError(f"this is not the end of a job: {result!r:.100}")
     if result.successful_keys is not None:
         result.successful_keys = frozenset(result.successful_keys)
-    result.success = bool(result.success)
-    result.ended_s = None if result.ended_s is None else float(result.ended_s)
+    result.job_id, result.success = operator.index(result.job_id), bool(result.success)
+    result.ended_s = None if result.ended_s is None or math.isnan(result.ended_s) else float(result.ended_s)
     return True
 
 
