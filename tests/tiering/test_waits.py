@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.tiering.plan_rig import PlanRig
 from tests.tiering.rig import Rig, keys, prefix
 from tests.tiering.store_rig import Region
 from tests.tiering.store_rig import Rig as StoreRig
@@ -18,6 +19,7 @@ from tests.tiering.test_promotions import Parts
 import kvoffload.tiering
 from kvoffload.base import ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.load_tiers import LoadTiers, TierMatcher
 from kvoffload.tiering.manager import TieringOffloadingManager
 
 ROOM = str(Path(kvoffload.tiering.__file__).parent)
@@ -166,3 +168,24 @@ def test_a_block_that_another_request_stores_is_found_though_the_tier_has_not_an
     assert manager.lookup_prefix(blocks, waiting_request) == [True, True, True]
     manager.check_invariants()
     rig.gate.open_gate("contains")
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_answered(peeks: bool) -> None:
+    """Its read was seen to end while the waiting request asked. That request was then told ``None`` for ever."""
+    rig = PlanRig([(1.0, None), (0.01, None)], step_s=20.0, policy="always")
+    manager, (slow, mute) = rig.manager, rig.tiers
+    slow.medium, mute.medium, mute.answer_s = "STORAGE", "CPU", 1e9
+    blocks = prefix(3)
+    slow.keys = {*blocks}
+    waiting_request = ReqContext("waiting")
+    other = ReqContext("other", load_tiers=LoadTiers((TierMatcher("STORAGE"),)))
+    for request in (waiting_request, other):
+        manager.on_new_request(request)
+        assert manager.lookup_prefix(blocks, request) == [None, None, None]
+    manager.on_schedule_end()
+    rig.clock.advance(3.1)
+    if peeks:
+        manager.peek(blocks, waiting_request)
+    assert manager.lookup_prefix(blocks, waiting_request) == [True, True, True]
+    manager.check_invariants()

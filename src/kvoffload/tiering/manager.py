@@ -298,13 +298,16 @@ class TieringOffloadingManager(OffloadingManager):
         finished = self._jobs.take_finished()
         if not finished:
             return False
-        cascades = []
+        cascades, here = [], list[OffloadKey]()
         for job in finished:
             if not job.metadata.is_promotion:
                 cascades.append(job)
                 continue
             self._promotions.end(job)
-            self._end_writes(job.metadata.keys)  # they may be parked
+            here += job.succeeded
+            self._end_stores(job.metadata.keys)  # they may be parked
+        if here:
+            self._waits.ask_anew(here)
         self._cascades.end(cascades)
         self._write_back.end(finished)
         self._planner.end_poll()
@@ -320,8 +323,13 @@ class TieringOffloadingManager(OffloadingManager):
         stored is cascaded."""
         if self._waits.are_any:
             blocks = self.primary_tier.slots.get_all(keys)
-            self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
+            here = [key for key, block in zip(keys, blocks) if block is not None and block.is_ready]
+            self._waits.arrived(here)
+            self._waits.ask_anew(here)
             self._waits.left([key for key, block in zip(keys, blocks) if block is None])
+        self._end_stores(keys)
+
+    def _end_stores(self, keys: Sequence[OffloadKey]) -> None:
         for request in self._cascades.end_stores(keys):
             self._close_if_done(request)
 

@@ -62,7 +62,7 @@ class Waits:
         self._asking: dict[Request, Wait] = {}
         """Of requests that asked in this step and do not wait."""
         self._untracked: dict[Question, Wait] = {}
-        """The questions that wait for answers which no claim keeps up to date."""
+        """The questions with answers that no claim keeps up to date, whether or not they are awaited now."""
         self._looked_s = 0.0
         """When the last step ended."""
         self._due_s = inf
@@ -207,7 +207,10 @@ class Waits:
         question.version, question.num_arrived = wait.version, wait.num_arrived
         if (before := wait.questions.get(question.keys[0])) is not None:
             self._await(wait, before, False)
+            self._untracked.pop(before, None)
         wait.questions[question.keys[0]] = question
+        if question.untracked:
+            self._untracked[question] = wait
         self._await(wait, question, True)
 
     def ask_again(self, wait: Wait, question: Question) -> None:
@@ -271,10 +274,6 @@ class Waits:
             return
         question.is_awaited = is_awaited
         self._add_open(wait, len(question.untracked) * (1 if is_awaited else -1), self._clock())
-        if is_awaited:
-            self._untracked[question] = wait
-        else:
-            del self._untracked[question]
 
     def _add_open(self, wait: Wait, count: int, now_s: float) -> None:
         """More answers are ``None`` than before, or with a negative ``count`` fewer."""
@@ -295,9 +294,6 @@ class Waits:
 
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
-        for question in self._untracked:
-            if not question.untracked.keys().isdisjoint(keys):
-                question.progress = None  # the request asks anew, and finds them
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         for key in keys:
             claim = self._claims.get(key)
@@ -310,6 +306,14 @@ class Waits:
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
+
+    def ask_anew(self, keys: Collection[OffloadKey]) -> None:
+        """These blocks are here: whoever waits for an answer of a tier to one of them asks anew, and finds it. In a
+        step once for all of them, since it looks at each such request."""
+        found = {*keys}
+        for question in self._untracked:
+            if question.progress is not None and not question.untracked.keys().isdisjoint(found):
+                question.progress = None
 
     def end_promotions(self, keys: Iterable[OffloadKey]) -> None:
         """The promotions of ``keys`` are no longer in flight."""
@@ -355,6 +359,8 @@ class Waits:
         self.lengths.observe(waited_s)
         request.patience_s -= waited_s
         self.forget_untracked(request)
+        for question in wait.questions.values():
+            self._untracked.pop(question, None)
         self._release(wait, [*wait.answers])
         request.wait = None
         del self._waiting[request]
@@ -381,8 +387,10 @@ class Waits:
         if not self._waiting:
             return
         for question, wait in [*self._untracked.items()]:
-            if is_answered(wait.request, question):
+            if question.is_awaited and is_answered(wait.request, question):
                 self._await(wait, question, False)
+                question.progress = None
+                del self._untracked[question]
         if now_s < self._due_s:
             return
         self._due_s = inf
@@ -430,4 +438,9 @@ class Waits:
             assert request.wait is None
             assert not wait.has_begun
         waiting = [question for wait in self._waiting.values() for question in wait.questions.values()]
-        assert self._untracked.keys() == {question for question in waiting if question.is_awaited}
+        assert self._untracked.keys() <= {question for question in waiting if question.untracked}
+        held = {question for question in waiting if question.untracked and question.progress is not None}
+        assert held <= self._untracked.keys()
+        for question in held:
+            blocks = self._slots.get_all(question.untracked)
+            assert not any(block is not None and block.is_ready for block in blocks), "a block that is here is awaited"
