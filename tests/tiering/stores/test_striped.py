@@ -149,6 +149,8 @@ def test_if_all_disks_are_out_the_store_fails(rig: Rig) -> None:
         read(rig.store, first[0], second[0])
     with pytest.raises(StoreError, match=r"All 2 disks are out.*the disk is gone"):
         write(rig.store, *keys_of(100))
+    with pytest.raises(StoreError, match="All 2 disks are out"):  # or a tier's probe would find it healthy
+        rig.store.contains(keys_of(100))
     assert read(rig.store) == []
 
 

@@ -66,6 +66,7 @@ class Striped(BlockStore):
             if disk.reads.is_fit:
                 for at in disk.find(keys, [at for at, found in enumerate(answers) if not found]):
                     answers[at] = True
+        self._raise_if_all_out(answers, [disk.reads for disk in self._disks])
         return answers
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
