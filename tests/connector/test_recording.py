@@ -87,6 +87,8 @@ def test_an_exception_ends_the_recording_and_nothing_else(
 
     monkeypatch.setattr(TraceRecorder, method, fails)
     scheduler = scheduler_that_records(tmp_path / "t.jsonl")
+    earlier = Request("earlier", 3 * BT)
+    scheduler.on_new_request(earlier)
     with caplog.at_level(logging.ERROR):
         for number in range(3):
             request = Request(str(number), 3 * BT)
@@ -94,7 +96,9 @@ def test_an_exception_ends_the_recording_and_nothing_else(
             assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
             scheduler.request_finished(request)
     assert ["serving goes on" in record.getMessage() for record in caplog.records] == [True]
+    scheduler.request_finished(earlier)
     assert scheduler.get_stats()["requests_tracked",] == 0
+    assert "0 requests" in repr(scheduler._observer), "those that it does not hear of any more are kept by nobody"
     scheduler.shutdown()
 
 

@@ -164,6 +164,7 @@ class Observer:
         if not self.is_closed:
             self.is_closed = True
             self._watched.clear()
+            self._open.clear()
             try:
                 if self._recorder is not None:
                     self._recorder.close()
