@@ -17,7 +17,7 @@ from tests.tiering.store_rig import Rig as StoreRig
 from tests.tiering.test_promotions import Parts
 
 import kvoffload.tiering
-from kvoffload.base import ReqContext
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.load_tiers import LoadTiers, TierMatcher
 from kvoffload.tiering.manager import TieringOffloadingManager
@@ -81,6 +81,23 @@ def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
     rig.tier.answers |= dict.fromkeys(prefix(2, of="0-0-") + prefix(2, of="0-1-"), False)
     rig.step()
     assert lines_run(rig.manager.on_schedule_end) == base - one_more
+
+
+def test_a_tier_that_knows_no_more_is_asked_for_no_waiting_request() -> None:
+    rig = Rig()
+    known = [0]
+    rig.tier.progress = lambda: known[0]  # type: ignore[method-assign]
+    blocks = prefix(3)
+    rig.tier.answers |= dict.fromkeys(blocks)
+    assert rig.ask(blocks, rig.start("r")) == [None, None, None]
+    asked: list[OffloadKey] = []
+    rig.tier.lookup = lambda key, _: asked.append(key)  # type: ignore[method-assign, misc]
+    rig.clock.advance(1.0)
+    rig.step()
+    assert asked == []
+    known[0] = 1
+    rig.step()
+    assert asked[:1] == blocks[:1]
 
 
 def test_answers_are_found_by_key_wherever_a_question_begins() -> None:

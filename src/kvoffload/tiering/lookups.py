@@ -90,7 +90,13 @@ class Lookups:
         self._places.end(request)
 
     def end_step(self) -> None:
-        self._waits.end_step(self._places.is_answered)
+        progress = self._places.progress()
+
+        def is_answered(request: Request, question: Question) -> bool:
+            knows_no_more = progress is not None and question.progress == progress
+            return not knows_no_more and self._places.is_answered(request, question)
+
+        self._waits.end_step(is_answered)
         self._places.measure()
         self.forget()
 
