@@ -64,6 +64,8 @@ def test_the_machine_says_when_its_tiers_are_written(tmp_path: Path) -> None:
         {"type": "disk", "path": "/secret", "max_bytes": "1MiB", "cascade": "on_evict"},
         {"type": "memory", "offload_policy": "request_level"},
         {"type": "memory"},
+        {"type": "disk", "path": ["/secret/a", "/secret/b"], "max_bytes": ["1MiB", "2MiB"]},
+        {"type": "fs", "path": "/secret/fs", "max_bytes": "unlimited"},
     ]
     scheduler = scheduler_that_records(tmp_path / "t.jsonl", secondary_tiers=tiers)
     scheduler.on_new_request(Request("r", 3 * BT))
@@ -73,6 +75,8 @@ def test_the_machine_says_when_its_tiers_are_written(tmp_path: Path) -> None:
         MachineTier("disk", 1 << 20, "on_evict"),
         MachineTier("memory", None, "on_store"),
         MachineTier("memory"),
+        MachineTier("disk", 3 << 20),
+        MachineTier("fs"),
     )
     assert msgspec.convert(json.loads(text)["machine"], Machine).tiers == expected
     assert "/secret" not in text

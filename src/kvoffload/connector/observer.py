@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from kvoffload.base import OffloadingManager, OffloadKey
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
@@ -23,6 +23,7 @@ from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.connector.requests import UNLIMITED, Request
+from kvoffload.errors import ConfigError
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 from kvoffload.units import parse_bytes
@@ -365,9 +366,17 @@ def _machine(
         "tiers": [
             {
                 "type": tier.get("type"),
-                "max_bytes": parse_bytes(tier["max_bytes"]) if tier.get("max_bytes") is not None else None,
+                "max_bytes": _quota_of(tier.get("max_bytes")),
                 "cascade": tier.get("cascade", "on_store" if tier.get("offload_policy") == "request_level" else None),
             }
             for tier in config.secondary_tiers
         ],
     }
+
+
+def _quota_of(max_bytes: Any) -> int | None:
+    """Bytes that a tier may take, of several disks together. ``None``: it has no number for them."""
+    try:
+        return sum(map(parse_bytes, max_bytes if isinstance(max_bytes, list) else [max_bytes]))
+    except ConfigError:
+        return None
