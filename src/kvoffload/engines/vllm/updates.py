@@ -69,14 +69,14 @@ def unwatch(listener: Listener) -> None:
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def collective_rpc(
-        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, **more: Any
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, *more: Any, **named: Any
     ) -> Any:
         for listener in list(_listeners):
             try:
                 _tell(listener, method, (*args, *(kwargs or {}).values()))
             except Exception:
                 logger.exception("kvoffload cannot follow a call of vLLM's workers")
-        return call(self, method, timeout, args, kwargs, **more)
+        return call(self, method, timeout, args, kwargs, *more, **named)
 
     collective_rpc.tells_kvoffload = True  # type: ignore[attr-defined]
     return collective_rpc
