@@ -69,6 +69,14 @@ def test_a_tier_that_nobody_measured_costs_little(num_blocks: int, pace: float, 
     assert served.first_token_s <= 1.2 * num_blocks * COMPUTE_S
 
 
+def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
+    """Each looks at every block, and each request that waits made one in every step."""
+    rig = PlanRig([(COMPUTE_S / 10, None)], step_s=0.001)
+    before = rig.manager.get_stats()["plans_made_again",]
+    assert rig.serve(World(400, [ALL], changes=[(0.02, 4.0)])).num_hit == 400
+    assert rig.manager.get_stats()["plans_made_again",] - before < 100
+
+
 def test_tiers_that_have_the_same_blocks_are_all_measured() -> None:
     """All blocks are written to both, so no block of the second one was ever declined, and it was never read."""
     rig = PlanRig([(COMPUTE_S / 2, None), (COMPUTE_S / 2, None)], are_measured=False)

@@ -542,10 +542,11 @@ class LoadPlanner:
         return most if link.speed is None else min(most, max(1, int(PROBE_S / link.speed.block_s)))
 
     def due_s(self, plan: Plan) -> float:
-        """From now: when ``plan`` is to be looked at again at the latest, since a read will be late."""
+        """From now: when ``plan`` is to be looked at again at the latest, since a read will be late. If it is late by
+        then, when it is later by a quarter, so that a long stall costs few plans."""
         tiers = {tier for place, _ in plan.segments for tier in place.tiers}
         late_s = [self._links[tier].late_s() for tier in tiers]
-        return min([plan.deadline_s, *(max(each_s, _LEAST_PAUSE_S) for each_s in late_s)])
+        return min([plan.deadline_s, *(max(each_s, -each_s / 4, _LEAST_PAUSE_S) for each_s in late_s)])
 
     def is_late(self, plan: Plan) -> bool:
         """Whether a tier that ``plan`` reads from is late."""

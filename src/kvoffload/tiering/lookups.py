@@ -142,8 +142,14 @@ class Lookups:
         assert wait.deadline_s is not None
         if self._clock() >= wait.deadline_s or self._planner.is_late(wait.plan):
             return True
-        self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
+        self._look_again(wait)
         return False
+
+    def _look_again(self, wait: Wait) -> None:
+        """Later: its plan holds for now."""
+        assert wait.plan is not None
+        assert wait.deadline_s is not None
+        self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
 
     def _holds(self, wait: Wait, question: Question, keys: Sequence[OffloadKey]) -> bool:
         """Whether the answers of ``question`` still hold: the wait keeps them up to date, and no tier knows more."""
@@ -182,6 +188,8 @@ class Lookups:
             question.progress = progress
             if plan is not None:
                 self._probe(request, keys, plan)
+                if is_due:
+                    self._look_again(wait)
         answers = question.answers
         self._waits.note(wait, question, is_complete=len(answers) == stop)
         if len(answers) < len(keys):

@@ -63,6 +63,8 @@ class Promotions:
         """Loads to submit, by tier and request. Others only read it."""
         self._batches: dict[OffloadKey, _Batch] = {}
         """Of every block that is being promoted, the batch that it was queued in."""
+        self._places: dict[tuple[int, bool], Place] = {}
+        """Of blocks that are being promoted, by tier and by whether their reads are overdue."""
         self._reserved_since_refresh = 0
         self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
@@ -85,7 +87,11 @@ class Promotions:
         if batch is None:
             return HERE
         tier = batch.tier.index
-        return Place((tier,), is_arriving=True, is_overdue=self._planner.link(tier).is_overdue(batch.slots[key]))
+        name = tier, self._planner.link(tier).is_overdue(batch.slots[key])
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = Place((tier,), is_arriving=True, is_overdue=name[1])
+        return place
 
     def arrival_s(self, key: OffloadKey) -> float | None:
         """Until a block that is being promoted is expected; ``None``: its tier is late, or does not read it."""
