@@ -56,6 +56,24 @@ def test_tokens_at_which_no_hit_can_end_are_a_failed_load() -> None:
     rig.assert_drained()
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (STATE,), (FULL, STATE)])
+@pytest.mark.parametrize("are_on_disk", [False, True])
+def test_more_tokens_than_the_request_has_blocks_for_are_a_failed_load(
+    groups: tuple[KVGroupLayout, ...], are_on_disk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(groups=groups)
+    rig.store_prefix(12)
+    request = rig.arrive(Request("r", 14))
+    assert rig.ask(request) == (12, True)
+    monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(0): "disk"} if are_on_disk else {})
+    rig.alloc(request, *[range(10, 14)] * len(groups), external=16)
+    meta = rig.step()
+    assert meta.loads == ()
+    assert "r" in rig.end(*meta.lost_loads, success=False).failed_loads
+    rig.finish(request)
+    rig.assert_drained()
+
+
 def test_the_last_token_is_never_part_of_a_hit() -> None:
     rig = Rig()
     rig.store_prefix(12)

@@ -172,8 +172,8 @@ class Hits:
         of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing else.
         """
         first, stop, sources = request.hit.computed_tokens, request.hit.tokens, self._manager.sources(request.context)
-        if not sources:
-            return {HOST: stop - first}
+        if not sources or any(stop > len(own.keys) * own.group.block_tokens for own in request.groups):
+            return {HOST: stop - first}  # or no hit can be so long
         if self._counted is None:
             (last,) = self._geometry[0].blocks_for_hit(first, stop)
             return {sources.get(request.groups[0].keys[last], HOST): stop - first}
@@ -197,7 +197,7 @@ class Hits:
             positions = own.group.gpu_blocks_for_hit(hit.computed_tokens, hit.tokens)
             blocks = own.group.blocks_for_hit(hit.computed_tokens, hit.tokens)
             ids = own.gpu_block_ids[positions.start : positions.stop]
-            complete &= len(ids) == len(positions) and NO_BLOCK not in ids
+            complete &= len(ids) == len(positions) and NO_BLOCK not in ids and blocks.stop <= len(own.keys)
             keys += own.keys[blocks.start : blocks.stop]
             gpu_ids += ids
             sizes.append(len(ids))
