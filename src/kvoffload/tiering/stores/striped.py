@@ -35,7 +35,8 @@ class Striped(BlockStore):
 
     A disk whose calls keep failing, or of which one hangs, is *out*: its blocks are absent and it gets no new ones,
     until a call succeeds that is tried now and then. Calls raise ``StoreError`` only if all disks are out. No disk has
-    half of the ``threads`` for reads, or of those for writes, at once, so that one that hangs does not stop the tier.
+    half of the ``threads`` (three or more) for reads, or of those for writes, at once, so that one that hangs does not
+    stop the tier.
     """
 
     def __init__(
