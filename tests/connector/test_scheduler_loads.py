@@ -370,6 +370,35 @@ def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
     assert stats.get(("load_blocks", "full_attention"), 0) == 2 * last_group
 
 
+@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, SLIDING)])
+def test_of_blocks_that_no_tier_knows_of_yet_one_is_peeked_at_in_each_step(
+    groups: tuple[KVGroupLayout, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(groups=groups)
+    rig.store_prefix(12)
+    request = rig.arrive(Request("r", 15))
+    peeked: list[int] = []
+    is_known = [False]
+    find, look = rig.manager.lookup_prefix, rig.manager.peek
+
+    def peek(keys: Any, context: ReqContext) -> Any:
+        peeked.append(len(keys))
+        return look(keys, context) if is_known[0] else [None] * len(keys)
+
+    def lookup_prefix(keys: Any, req_context: ReqContext, ends: Any = None) -> Any:
+        return find(keys, req_context) if is_known[0] else [None] * len(keys)
+
+    monkeypatch.setattr(rig.manager, "peek", peek)
+    monkeypatch.setattr(rig.manager, "lookup_prefix", lookup_prefix)
+    assert rig.ask(request) == (None, False)
+    assert sum(peeked) > 1
+    peeked.clear()
+    assert rig.ask(request) == (None, False)
+    assert peeked == [1]
+    is_known[0] = True
+    assert rig.ask(request) == (12, True)
+
+
 def test_hit_tokens_are_counted_once_an_admission() -> None:
     rig = Rig()
     rig.store_prefix(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.base import Direction, GPULoadStoreSpec, LoadStoreSpec, NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
@@ -82,7 +82,7 @@ class Hits:
                 hit.wait_s += self._clock() - since_s
             if self._observer is not None:
                 self._observer.answered(request)
-        hit.computed_tokens, hit.is_answered, hit.possible = computed_tokens, True, UNKNOWN
+        hit.computed_tokens, hit.is_answered, hit.possible, hit.unknown = computed_tokens, True, UNKNOWN, None
         return tokens
 
     def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
@@ -101,8 +101,8 @@ class Hits:
         keys = [own.keys for own in request.groups]
         ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=request.context)
         if self._is_hybrid:
-            if hit.possible == UNKNOWN:
-                peek: AskBlocks = functools.partial(self._manager.peek, req_context=request.context)
+            if hit.possible == UNKNOWN and not self._is_unknown(request):
+                peek: AskBlocks = functools.partial(self._peek, request)
                 hit.possible = possible_hit(self._geometry, keys, peek, self._manager.holds, computed_tokens, most)
             tokens, ends = hit.possible
             most = most if tokens is None else min(most, tokens)
@@ -112,6 +112,21 @@ class Hits:
         if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
             return None
         return found
+
+    def _is_unknown(self, request: Request) -> bool:
+        """Whether nothing is known of a block of which nothing was known. It is the only one that is looked at then:
+        peeking at all blocks of a long prompt takes milliseconds."""
+        hit = request.hit
+        if hit.unknown is not None and self._manager.peek([hit.unknown], request.context) == [None]:
+            return True
+        hit.unknown = None
+        return False
+
+    def _peek(self, request: Request, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
+        answers = self._manager.peek(keys, request.context)
+        if request.hit.unknown is None and None in answers:
+            request.hit.unknown = keys[answers.index(None)]
+        return answers
 
     def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
         """Whether another request is loading at least half of these blocks already.

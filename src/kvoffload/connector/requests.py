@@ -67,6 +67,8 @@ class Hit:
     """How long questions had no answer since the last admission."""
     possible: tuple[int | None, set[OffloadKey] | None] = UNKNOWN
     """While a lookup has no answer: the most tokens that the hit can have, and where it may end (``possible_hit``)."""
+    unknown: OffloadKey | None = None
+    """While that is not known: a block of which it is not known whether it is anywhere."""
     awaited_job_id: int | None = None
     """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
     load_job_id: int | None = None
@@ -150,7 +152,7 @@ class Request:
             self.groups = tuple(Keys(own.group, gpu_block_ids=own.gpu_block_ids) for own in self.groups)
             self.stored = set()
         self.epoch = epoch
-        self.hit.possible = UNKNOWN
+        self.hit.possible, self.hit.unknown = UNKNOWN, None
 
     def forget_computed(self) -> None:
         """Nothing that was computed so far may be offered until a step has computed more."""
