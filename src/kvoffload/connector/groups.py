@@ -219,16 +219,21 @@ AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
 """Lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
 
 
+_NOT_ASKED = object()
+
+
 class _GroupAnswers:
     """The lookup answers of one group's blocks in this search. No block is asked for twice."""
 
-    __slots__ = ("_ask", "_keys", "_known", "group")
+    __slots__ = ("_are_any", "_ask", "_keys", "_known", "group")
 
     def __init__(self, group: GroupGeometry, keys: Sequence[OffloadKey], ask: AskBlocks) -> None:
         self.group = group
         self._keys = keys
         self._ask = ask
-        self._known: dict[int, bool | None] = {}
+        self._known: list[object] = [_NOT_ASKED] * len(keys)
+        """By block: ``True``, ``False`` or ``None``."""
+        self._are_any = False
 
     def first_missing(self, blocks: range) -> int | None:
         """The first block of ``blocks`` that is a miss. "Not yet" is not a miss, and lookups go on past it: so all
@@ -236,27 +241,31 @@ class _GroupAnswers:
         known = self._known
         block = blocks.start
         while block < blocks.stop:
-            if block in known:
-                if known[block] is False:
+            if (answer := known[block]) is not _NOT_ASKED:
+                if answer is False:
                     return block
                 block += 1
                 continue
-            stop = next((b for b in range(block, blocks.stop) if b in known), blocks.stop) if known else blocks.stop
-            answers = self._ask(self._keys[block:stop])
-            known.update(zip(range(block, stop), answers, strict=False))
+            stop = blocks.stop
+            if self._are_any:
+                stop = next((b for b in range(block, stop) if known[b] is not _NOT_ASKED), stop)
+            self._are_any = True
+            answers = self._ask(self._keys[block:stop])[: stop - block]
+            known[block : block + len(answers)] = answers
             if answers and answers[-1] is False:  # only the last one can be
                 return block + len(answers) - 1
             block = stop
         return None
 
     def any_deferred(self, blocks: range) -> bool:
-        return None in map(self._known.__getitem__, blocks)
+        return None in self._known[blocks.start : blocks.stop]
 
     def ask_below(self, hit_tokens: int, computed_tokens: int, unit_tokens: int) -> None:
         """Asks for the states of all hits shorter than ``hit_tokens``, the longest first, up to one that is there."""
         for tokens in range(hit_tokens - unit_tokens, computed_tokens, -unit_tokens):
             block = self.group.blocks_to_find(computed_tokens, tokens)[0]
-            if block not in self._known:
+            if self._known[block] is _NOT_ASKED:
+                self._are_any = True
                 (self._known[block],) = self._ask(self._keys[block : block + 1])
             if self._known[block]:
                 return
