@@ -7,6 +7,7 @@ import pytest
 from tests.tiering.rig import BLOCK_BYTES, Rig, keys, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
+from kvoffload.load_tiers import LoadTiers, TierMatcher
 from kvoffload.tiering.load_policy import BlockWorth
 
 
@@ -100,3 +101,18 @@ def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monk
     asked.clear()
     assert rig.manager.holds(prefix(3)) == [True] * 3
     assert asked == [keys(2)], "no tier is asked for nothing"
+
+
+def test_what_another_request_peeked_at_gives_no_patience_back() -> None:
+    """A request that may not load from the tier peeked last in each step. The other one waited for ever."""
+    rig = Rig(max_wait_s=10.0)
+    rig.tier.medium = "STORAGE"
+    rig.tier.answers |= dict.fromkeys(prefix(2))
+    waiting, other = rig.start("waiting"), ReqContext("other", load_tiers=LoadTiers((TierMatcher("CPU"),)))
+    rig.manager.on_new_request(other)
+    for _ in range(10):
+        assert rig.ask(prefix(2), waiting) == [None, None]
+        assert rig.manager.peek(prefix(2), other) == [False]
+        rig.step()
+        rig.clock.advance(1.0)
+    assert rig.ask(prefix(2), waiting) == [False]

@@ -90,6 +90,7 @@ class Lookups:
         self._places.end(request)
 
     def end_step(self) -> None:
+        self.forget()  # what one request peeked at says nothing of what others wait for
         progress = self._places.progress()
 
         def is_answered(request: Request, question: Question) -> bool:
@@ -98,7 +99,6 @@ class Lookups:
 
         self._waits.end_step(is_answered)
         self._places.measure()
-        self.forget()
 
     def forget(self) -> None:
         """What was found holds no longer: the step has ended, or the cache was reset."""
