@@ -206,3 +206,18 @@ def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_an
         manager.peek(blocks, waiting_request)
     assert manager.lookup_prefix(blocks, waiting_request) == [True, True, True]
     manager.check_invariants()
+
+
+def test_a_tier_that_knows_a_block_only_while_nobody_asks_costs_no_more_than_the_patience() -> None:
+    rig = Rig(max_wait_s=10.0)
+    (block,) = prefix(1)
+    request = rig.start("r")
+    for _ in range(12):
+        rig.tier.answers[block] = None
+        if rig.ask([block], request) == [False]:
+            break
+        rig.tier.answers[block] = True
+        rig.step()
+        rig.clock.advance(1.0)
+    else:
+        pytest.fail("it waits for ever")

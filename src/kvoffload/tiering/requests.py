@@ -64,6 +64,9 @@ class Question:
     gives way."""
     is_awaited: bool = False
     """The request waits for the untracked ones, too."""
+    was_answered: bool = False
+    """Their answers were there once, before the request asked for them. If they are not when it asks, that costs
+    patience: a tier may go on like this for ever."""
     version: int = 0
     num_arrived: int = 0
     """Of the wait, when it asked."""

@@ -208,6 +208,7 @@ class Waits:
         if (before := wait.questions.get(question.keys[0])) is not None:
             self._await(wait, before, False)
             self._untracked.pop(before, None)
+            question.was_answered = before.was_answered and not before.untracked.keys().isdisjoint(question.untracked)
         wait.questions[question.keys[0]] = question
         if question.untracked:
             self._untracked[question] = wait
@@ -387,9 +388,9 @@ class Waits:
         if not self._waiting:
             return
         for question, wait in [*self._untracked.items()]:
-            if question.is_awaited and is_answered(wait.request, question):
+            if question.is_awaited and not question.was_answered and is_answered(wait.request, question):
                 self._await(wait, question, False)
-                question.progress = None
+                question.progress, question.was_answered = None, True
                 del self._untracked[question]
         if now_s < self._due_s:
             return
