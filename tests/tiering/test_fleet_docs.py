@@ -26,9 +26,10 @@ FLEET, SECURITY = (DOCS / "fleet.md").read_text(), (DOCS / "security.md").read_t
 
 def test_the_recipes_are_valid() -> None:
     recipes = re.findall(r"^```json\n(.*?)^```", FLEET, re.MULTILINE | re.DOTALL)
-    assert len(recipes) == 4
-    for recipe in recipes:
-        assert parse_tiers(parse_config(json.loads(recipe)).secondary_tiers, 1 << 20)
+    configs = [config for recipe in recipes if "kv_connector" not in (config := json.loads(recipe))]  # that is vLLM's
+    assert configs
+    for config in configs:
+        assert parse_tiers(parse_config(config).secondary_tiers, 1 << 20)
 
 
 @pytest.fixture
