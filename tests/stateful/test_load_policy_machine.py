@@ -234,3 +234,14 @@ TestLoadPolicyMachine = LoadPolicyMachine.TestCase
 TestLoadPolicyMachine.settings = settings(
     max_examples=by_size(quick=25, thorough=300), stateful_step_count=30, deadline=None
 )
+
+
+def test_an_engine_that_asks_rarely_waits_no_longer_than_patience() -> None:
+    """A tier becomes slow amid a wait, and each time the engine asks another block has just come."""
+    state = LoadPolicyMachine()
+    state.begin(num_tiers=1, read_at=1024)
+    state.settle(tier=0)
+    state.arrive(ends=set(), in_host=0, length=4, tier=0)
+    state.jump(read_s=4.0, tier=0)
+    state.settle(tier=0)
+    state.teardown()
