@@ -51,8 +51,8 @@ RISK_S = 0.04
 """Until a wait has brought something, it may take this share of computing the prompt, and so many seconds: no first
 token comes later by more than that, whatever a tier does."""
 PATIENCE = 1.25
-"""A tier that is known to have the first block may take this many times as long for it as expected, and a wait this many
-times as long as computing the prompt, however rarely the engine asks."""
+"""A tier that is known to have the first block may take this many times as long for it as expected, and a wait this
+many times as long as computing the prompt, however rarely the engine asks."""
 PROBE_INTERVAL_S = 5.0
 """Time without a read after which a tier whose blocks are declined is measured again."""
 PROBE_BYTES = 64 << 20
