@@ -43,7 +43,8 @@ def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> Non
         ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold"),
         ({"cpu_bytes_to_use": 1, "max_tracker_size": 0}, "max_tracker_size"),
         ({"cpu_bytes_to_use": 1, "block_size": 0}, "block_size"),
-        ({"cpu_bytes_to_use": 1, "claim_share": 1.5}, "claim_share"),
+        ({"cpu_bytes_to_use": 1, "promotion_share": 1.5}, "promotion_share"),
+        ({"cpu_bytes_to_use": 1, "claim_share": 0.5}, "promotion_share"),
         (
             {"cpu_bytes_to_use": 1, "prefill_tokens_per_s": 0},
             "prefill_tokens_per_s must be a number from 0.001 to 1e12",

@@ -92,10 +92,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     Default: measured."""
     max_wait_s: float = 10.0
     """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
-    claim_share: float = 0.75
-    """Share of host memory that one waiting request may claim, above 0 and at most 1."""
     promotion_share: float = 0.75
-    """Share of host memory that all waiting requests and promotions together may take, above 0 and at most 1."""
+    """Share of host memory that waiting requests and promotions may take, one or all of them, above 0 and at most 1."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -265,13 +263,14 @@ def _show(value: Any, kind: Any) -> str:
     return f"{word} with other things" if has_other_things else word
 
 
-_FROM_VLLM = {
+_ELSEWHERE = {
     "blocks_per_chunk": "Here it is block_size, in tokens: that many times the engine's block size.",
     "canonical_layout": "Leave it out.",
     "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
     "lmcache_config_file": "docs/upgrading.md has kvoffload's key for each of LMCache's.",
+    "claim_share": "promotion_share bounds one request as it bounds all of them.",
 }
-"""Keys of vLLM's own connectors and of LMCache, and what to do instead."""
+"""Keys of vLLM's own connectors, of LMCache and of older versions, and what to do instead."""
 
 
 def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
@@ -287,7 +286,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
 
 def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Problems]:
     """The problems with ``values``, and a configuration of what is good in them, with defaults for the rest."""
-    good, bad, problems = read_struct(OffloadingConfig, values, "the kvoffload configuration", _FROM_VLLM)
+    good, bad, problems = read_struct(OffloadingConfig, values, "the kvoffload configuration", _ELSEWHERE)
     config = OffloadingConfig(**{"cpu_bytes_to_use": 1, **good})
     if "cpu_bytes_to_use" not in bad:
         with problems:
@@ -305,9 +304,8 @@ def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Pro
         problems.add(f"prefill_tokens_per_s must be a number from 0.001 to 1e12, not {config.prefill_tokens_per_s}.")
     if not config.max_wait_s >= 0:
         problems.add(f"max_wait_s must be 0 or more seconds, not {config.max_wait_s}.")
-    for name in ("claim_share", "promotion_share"):
-        if not 0 < getattr(config, name) <= 1:
-            problems.add(f"{name} must be above 0 and at most 1, not {getattr(config, name)}.")
+    if not 0 < config.promotion_share <= 1:
+        problems.add(f"promotion_share must be above 0 and at most 1, not {config.promotion_share}.")
     if config.record_trace is not None:
         trace = Path(config.record_trace)
         if not trace.parent.is_dir():

@@ -50,7 +50,6 @@ class Miss(StrEnum):
     TIER_LEFT_OUT = "tier left out", "kv_load_tiers of the request leaves out the tier that has them.", False
     TIER_OFF = "tier off", "The tier's circuit breaker was open."
     NO_ROOM = "no room", "All slots were in use when they were to be promoted."
-    CLAIM_SHARE = "claim_share", "The request may claim no more of host memory."
     PROMOTION_SHARE = "promotion_share", "Waiting requests may claim no more of host memory."
     DECLINED = "declined by cost", "Loading them would have taken longer than computing."
     UNKNOWN = "unknown", "No loss was recorded."
@@ -69,5 +68,5 @@ class Miss(StrEnum):
         return None
 
 
-REFUSALS = (Miss.CLAIM_SHARE, Miss.PROMOTION_SHARE, Miss.NO_ROOM)
+REFUSALS = (Miss.PROMOTION_SHARE, Miss.NO_ROOM)
 """Why a promotion was not begun."""

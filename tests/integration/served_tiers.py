@@ -77,7 +77,7 @@ class ServedTiers:
             primary,
             self.tiers,
             max_wait_s=parsed.max_wait_s,
-            claim_share=parsed.claim_share,
+            promotion_share=parsed.promotion_share,
             block_worth=block_worth,
             clock=clock,
         )

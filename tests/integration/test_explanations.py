@@ -373,10 +373,10 @@ def test_out_of_patience(make: MakeRecorded) -> None:
 
 
 def test_prompts_that_claim_too_much_of_host_memory(make: MakeRecorded, tmp_path: Path) -> None:
-    recorded = make(make_tier=files_tier(tmp_path), claim_share=0.25)
+    recorded = make(make_tier=files_tier(tmp_path), promotion_share=0.25)
     recorded.ask(1)
     recorded.fill()
     recorded.ask(1)
     explanation = recorded.last()
     assert explanation["found"] == {"device": 0, "fs": 4 * BLOCK_TOKENS}
-    assert explanation["missed"] == {"claim_share": WHOLE - 4 * BLOCK_TOKENS, "tail": 1}
+    assert explanation["missed"] == {"promotion_share": WHOLE - 4 * BLOCK_TOKENS, "tail": 1}

@@ -64,7 +64,7 @@ class TieringMachine(RuleBasedStateMachine):
         cascade=st.tuples(*[st.sampled_from(["on_store", "on_evict"])] * 2),
         policies=st.tuples(*[st.sampled_from(OffloadPolicy)] * 2),
         threshold=st.sampled_from([1, 1, 2]),
-        shares=st.sampled_from([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.2, 0.4)]),
+        share=st.sampled_from([0.75, 0.5, 1.0, 0.2]),
         below=st.tuples(*[st.tuples(chains, lengths)] * 2),
         read_at=st.sampled_from([1024, 3, 1]),
     )
@@ -75,7 +75,7 @@ class TieringMachine(RuleBasedStateMachine):
         cascade: tuple[CascadeMode, CascadeMode],
         policies: tuple[OffloadPolicy, OffloadPolicy],
         threshold: int,
-        shares: tuple[float, float],
+        share: float,
         below: tuple[tuple[str, int], tuple[str, int]],
         read_at: int,
     ) -> None:
@@ -87,8 +87,7 @@ class TieringMachine(RuleBasedStateMachine):
             cache_policy=cache_policy,
             primary_options={"store_threshold": threshold},
             max_wait_s=MAX_WAIT_S,
-            claim_share=shares[0],
-            promotion_share=shares[1],
+            promotion_share=share,
             cascade=cascade,
         )
         self.cascade = cascade

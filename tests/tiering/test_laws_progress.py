@@ -130,7 +130,7 @@ def test_running_stores_take_unclaimed_blocks_first(cache_policy: str) -> None:
 
 
 def test_a_running_store_takes_no_more_claimed_blocks_than_it_must(cache_policy: str) -> None:
-    rig = Rig(num_blocks=8, cache_policy=cache_policy, claim_share=0.9, promotion_share=0.9)
+    rig = Rig(num_blocks=8, cache_policy=cache_policy, promotion_share=0.9)
     rig.below(prefix(4))
     rig.store(prefix(4, of="old"), rig.start("w"))
     waiting, running = rig.start("waiting"), rig.start("running")
@@ -203,20 +203,21 @@ def test_claims_end(how: str) -> None:
     assert rig.ask(prefix(3, of="q"), second) == [None] * 3
 
 
-def test_shares_bound_one_request_and_all_of_them() -> None:
-    rig = Rig(num_blocks=20, claim_share=0.25, promotion_share=0.5)
+def test_the_share_bounds_one_request_and_all_of_them() -> None:
+    rig = Rig(num_blocks=20, promotion_share=0.5)
     found = []
-    for name in "abc":
-        rig.below(prefix(20, of=name))
-        found.append(rig.ask(prefix(20, of=name), rig.start(name)))
-    assert found == [[None] * 5 + [False], [None] * 5 + [False], [False]]
-    stats = rig.manager.get_stats()
-    assert stats["promotions_refused", "claim_share"] == 2
-    assert stats["promotions_refused", "promotion_share"] == 1
+    for name, num_blocks in (("a", 7), ("b", 20), ("c", 20)):
+        rig.below(prefix(num_blocks, of=name))
+        found.append(rig.ask(prefix(num_blocks, of=name), rig.start(name)))
+    assert found == [[None] * 7, [None] * 3 + [False], [False]]
+    assert rig.manager.get_stats()["promotions_refused", "promotion_share"] == 2
+    alone = Rig(num_blocks=20, promotion_share=0.5)
+    alone.below(prefix(20))
+    assert alone.ask(prefix(20), alone.start("r")) == [None] * 10 + [False]
 
 
 def test_a_block_that_a_waiting_request_is_refused_in_each_step_counts_once() -> None:
-    rig = Rig(num_blocks=20, claim_share=0.25)
+    rig = Rig(num_blocks=20, promotion_share=0.25)
     rig.below(prefix(20))
     request = rig.start("r")
     for _ in range(10):
@@ -224,7 +225,7 @@ def test_a_block_that_a_waiting_request_is_refused_in_each_step_counts_once() ->
         rig.step()
     rig.ask(prefix(20), rig.start("another"))
     stats = rig.manager.get_stats()
-    assert stats["promotions_refused", "claim_share"] == 2
+    assert stats["promotions_refused", "promotion_share"] == 2
 
 
 def test_a_promotion_that_nobody_waits_for_any_more_still_counts() -> None:
@@ -273,7 +274,7 @@ def test_promoting_a_long_prefix_does_not_step_over_its_head_again_and_again(mon
 
 
 def test_what_was_answered_in_a_step_outlives_a_promotion_that_found_no_room() -> None:
-    rig = Rig(num_blocks=4, claim_share=1.0, promotion_share=1.0)
+    rig = Rig(num_blocks=4, promotion_share=1.0)
     writer, request = rig.start("w"), rig.start("r")
     rig.store(prefix(1), writer)
     rig.below(prefix(2))
@@ -288,7 +289,7 @@ def test_what_was_answered_in_a_step_outlives_a_promotion_that_found_no_room() -
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_hit_that_another_request_evicted_in_the_same_step_is_not_claimed(comes_back: bool) -> None:
     """It was, and answered True ever after."""
-    rig = Rig(num_blocks=4, max_wait_s=20.0, claim_share=1.0, promotion_share=1.0)
+    rig = Rig(num_blocks=4, max_wait_s=20.0, promotion_share=1.0)
     rig.store(keys(0), rig.start("w"))
     rig.store(prefix(3, of="old"), rig.start("w2"))
     rig.below(prefix(2))

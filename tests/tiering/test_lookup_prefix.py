@@ -22,14 +22,13 @@ BLOCK = OffloadPolicy.BLOCK_LEVEL
 
 def rigs(rng: random.Random) -> list[Rig]:
     num_blocks, threshold = rng.randint(2, 16), rng.choice([1, 1, 2])
-    shares = rng.choice([(0.75, 0.75), (0.5, 0.75), (1.0, 1.0), (0.3, 0.6)])
+    share = rng.choice([0.75, 0.5, 1.0, 0.3])
     made = [
         Rig(
             num_blocks,
             (BLOCK, BLOCK),
             primary_options={"store_threshold": threshold},
-            claim_share=shares[0],
-            promotion_share=shares[1],
+            promotion_share=share,
             max_wait_s=5.0,
         )
         for _ in range(2)

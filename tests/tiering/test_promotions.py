@@ -20,7 +20,7 @@ from kvoffload.tiering.waits import Waits
 
 
 class Parts:
-    """Promotions from one fake tier into eight slots, of which one request may claim three and all together four."""
+    """Promotions from one fake tier into eight slots, of which waiting requests may claim four."""
 
     def __init__(self) -> None:
         self.memory = Memory(8)
@@ -29,7 +29,7 @@ class Parts:
         self.tier = GuardedTier(0, self.fake)
         self.jobs = TierJobs()
         self.clock = ManualClock()
-        self.waits = Waits(self.primary.slots, claim_share=3 / 8, promotion_share=4 / 8, clock=self.clock)
+        self.waits = Waits(self.primary.slots, 4 / 8, self.clock)
         self.requests: list[Request] = []
         self.promotions = Promotions(self.primary, self.waits, self.jobs, self.planner(), self.note_reservation)
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
@@ -81,13 +81,13 @@ def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> 
     assert first.wait.waited_s(parts.clock()) == 0.5, "it was answered when its blocks arrived"
 
 
-def test_limits_refuse_by_reason_and_as_much_of_the_head_as_fits_is_begun() -> None:
+def test_the_share_refuses_and_as_much_of_the_head_as_fits_is_begun() -> None:
     parts = Parts()
     first, second = parts.request("a"), parts.request("b")
-    assert parts.begin(first, 1, 2, 3, 4) == 3
+    assert parts.begin(first, 1, 2, 3) == 3
     assert parts.begin(second, 5, 6) == 1
-    assert parts.promotions.refused == {"claim_share": 1, "promotion_share": 1, "no_room": 0}
-    assert first.verdicts == {keys(4)[0]: Miss.CLAIM_SHARE}
+    assert parts.promotions.refused == {"promotion_share": 1, "no_room": 0}
+    assert first.verdicts == {}
     assert second.verdicts == {keys(6)[0]: Miss.PROMOTION_SHARE}
 
 

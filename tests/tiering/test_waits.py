@@ -48,7 +48,7 @@ def lines_run(call: Callable[[], object]) -> int:
 def waiting(num_requests: int, *, groups: int = 2, unknown: bool = False) -> Rig:
     """Requests that wait, each for two blocks of every group; with ``unknown``, no tier has found out whether it has
     them."""
-    rig = Rig(2 * groups * num_requests + 8, promotion_share=1.0, claim_share=1.0)
+    rig = Rig(2 * groups * num_requests + 8, promotion_share=1.0)
     for number in range(num_requests):
         request = rig.start(f"r{number}")
         for group in range(groups):

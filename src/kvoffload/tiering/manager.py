@@ -52,8 +52,8 @@ class TieringOffloadingManager(OffloadingManager):
     end after its last job. A failed promotion is a miss. No request waits longer than ``max_wait_s``. What a waiting
     request hit stays until it loads. A slot under I/O is not used for another block.
 
-    ``claim_share`` and ``promotion_share`` (of the primary tier's blocks) bound what one waiting request, and all of
-    them together, may claim. ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
+    ``promotion_share`` (of the primary tier's blocks) bounds what waiting requests may claim, one or all of them.
+    ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
     write-through). ``"on_evict"``, write-back, needs a cache policy that can name its next victims
     (``CachePolicy.next_victims``), and is ``"on_store"`` without one. With ``block_worth``, blocks of lower tiers are
     promoted only where that is expected to be faster than computing them (``load_policy="cost"``); without it all are
@@ -70,7 +70,6 @@ class TieringOffloadingManager(OffloadingManager):
         secondary_tiers: Sequence[SecondaryTierManager] | None = None,
         *,
         max_wait_s: float = DEFAULTS.max_wait_s,
-        claim_share: float = DEFAULTS.claim_share,
         promotion_share: float = DEFAULTS.promotion_share,
         cascade: Sequence[CascadeMode] | None = None,
         block_worth: BlockWorth | None = None,
@@ -86,7 +85,7 @@ class TieringOffloadingManager(OffloadingManager):
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
-        self._waits = Waits(primary_tier.slots, claim_share, promotion_share, clock)
+        self._waits = Waits(primary_tier.slots, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
             # Nothing is weighed. Memory of a simulation has no bytes.

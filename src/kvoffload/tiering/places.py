@@ -84,7 +84,7 @@ class Places:
         first that must be waited for need no claims.
         """
         own = len(request.wait.answers) if request.wait is not None else 0
-        most = own + min(self._waits.room_of(request)) - first
+        most = own + self._waits.room_beside(()) - first
         segments: list[Segment] = []
         last, count = HERE, 0
         is_end = False

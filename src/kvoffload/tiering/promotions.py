@@ -112,10 +112,9 @@ class Promotions:
         hits = self._waits.hits_of(request)
         at, most = start, _READ_AT
         while at < stop:
-            own_room, total_room = self._waits.room_of(request, hits)
-            room = min(own_room, total_room)
+            room = self._waits.room_beside(hits)
             if room <= 0:
-                self._refuse(request, keys[at], Miss.CLAIM_SHARE if own_room <= 0 else Miss.PROMOTION_SHARE)
+                self._refuse(request, keys[at], Miss.PROMOTION_SHARE)
                 break
             # What is certain to find a slot is reserved in one go, and what may find one, block by block.
             count = max(1, min(self._certain_room(request, hits), room, stop - at, most))
@@ -140,8 +139,7 @@ class Promotions:
 
     def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Request) -> None:
         """Promotes ``keys``, for which no request waits, if there is room beside what ``asking`` was answered."""
-        _, room = self._waits.room_of(None)
-        keys = keys[: max(room, 0)]
+        keys = keys[: self._waits.room_beside(())]
         slots = self._reserve(keys, self.probe_context, self._waits.hits_of(asking)) if keys else None
         if slots is not None:
             if tier not in self._probed:

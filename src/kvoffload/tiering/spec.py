@@ -128,7 +128,6 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             primary,
             tiers,
             max_wait_s=config.max_wait_s,
-            claim_share=config.claim_share,
             promotion_share=config.promotion_share,
             block_worth=self._block_worth(),
             cascade=[options.cascade_above(self.num_blocks * self.block_bytes) for options in self.tier_options],

@@ -35,24 +35,21 @@ class Waits:
 
     A block is *claimed* while a waiting request has hit it or has it promoted, and while its promotion is in flight,
     even if no request waits for it any more. Each request that waits for a shared block claims it; it counts once.
-    There are two limits, in blocks: ``max_per_request`` on the claims of one request, ``max_total`` on all claimed
-    blocks. A claim is not a pin: when a running request's store finds no other room it may evict a claimed block, since
-    waiting requests must never starve running ones. So each wait makes progress: blocks that a request has hit stay
-    until it has its whole prefix or meets a limit, beyond which the answer is ``False``.
+    At most ``most_claimed`` blocks are claimed, by one request or by all of them. A claim is not a pin: when a running
+    request's store finds no other room it may evict a claimed block, since waiting requests must never starve running
+    ones. So each wait makes progress: blocks that a request has hit stay until it has its whole prefix or meets the
+    limit, beyond which the answer is ``False``.
 
     Patience is one budget for the whole life of a request: each wait for answers is taken off it. Once it has its
     answers, it waits for the engine, which costs no patience. Its claims end all the same when the wait has lasted as
     long as it had patience for, and it may wait for answers again.
     """
 
-    def __init__(
-        self, slots: SlotTable, claim_share: float, promotion_share: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, slots: SlotTable, share: float, clock: Callable[[], float]) -> None:
         # Rounded up, or little could be promoted into a tiny tier. One block is left for running requests, unless the
         # share says that all may be claimed, or there is only one.
-        num_blocks, left = slots.num_blocks, 0 if promotion_share >= 1 else 1
-        self.max_total = max(1, min(ceil(num_blocks * promotion_share), num_blocks - left))
-        self.max_per_request = max(1, min(ceil(num_blocks * claim_share), self.max_total))
+        num_blocks, left = slots.num_blocks, 0 if share >= 1 else 1
+        self.most_claimed = max(1, min(ceil(num_blocks * share), num_blocks - left))
         self._slots = slots
         self._clock = clock
         self._claims: dict[OffloadKey, _Claim] = {}
@@ -73,7 +70,7 @@ class Waits:
         """Requests that gave up blocks because they had waited too long."""
 
     def __repr__(self) -> str:
-        return f"Waits({len(self._waiting)} requests, {len(self._claims)} of {self.max_total} blocks claimed)"
+        return f"Waits({len(self._waiting)} requests, {len(self._claims)} of {self.most_claimed} blocks claimed)"
 
     # -------------------------------------------------------------------------------------------------- questions
 
@@ -106,15 +103,10 @@ class Waits:
         wait = self._asking.get(request)
         return () if wait is None else wait.answers.keys()
 
-    def room_of(self, request: Request | None, hits: Collection[OffloadKey] = ()) -> tuple[int, int]:
-        """How many unclaimed blocks may be promoted for ``request``: (by its own limit, by the limit of all). ``hits``
-        are the ready blocks that it will claim when it begins to wait. ``None``: no request waits for them."""
-        total = self.max_total - len(self._claims)
-        if request is None:
-            return self.max_total, total
-        if request.wait is not None:
-            return self.max_per_request - len(request.wait.answers), total
-        return self.max_per_request - len(hits), total - sum(key not in self._claims for key in hits)
+    def room_beside(self, hits: Collection[OffloadKey]) -> int:
+        """How many unclaimed blocks may be promoted beside ``hits``, which a request will claim when it begins to
+        wait."""
+        return max(0, self.most_claimed - len(self._claims) - sum(key not in self._claims for key in hits))
 
     def open_keys(self) -> Iterator[OffloadKey]:
         """Blocks on their way to requests other than prefetches."""
@@ -148,7 +140,7 @@ class Waits:
 
     def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
-        that has begun are claimed as far as limits allow. It begins with the first that is not ready."""
+        that has begun are claimed as far as the limit allows. It begins with the first that is not ready."""
         answers: list[bool | None] = []
         for key, block in zip(keys, self._slots.get_all(keys), strict=True):
             if block is None:
@@ -163,14 +155,12 @@ class Waits:
         return answers
 
     def claim(self, wait: Wait, key: OffloadKey, answer: bool | None) -> bool:
-        """Claims a block that is here or on its way; ``False`` beyond a limit, which leaves it unprotected."""
+        """Claims a block that is here or on its way; ``False`` beyond the limit, which leaves it unprotected."""
         if key in wait.answers:
             return True
-        if len(wait.answers) >= self.max_per_request:
-            return False
         claim = self._claims.get(key)
         if claim is None:
-            if len(self._claims) >= self.max_total:
+            if len(self._claims) >= self.most_claimed:
                 return False
             claim = self._claims[key] = _Claim()
             self._new[key] = None
@@ -418,7 +408,7 @@ class Waits:
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
         assert {key for key, claim in self._claims.items() if claim.is_arriving} == arriving
         assert self._new.keys() <= self._claims.keys()
-        assert len(self._claims) <= self.max_total
+        assert len(self._claims) <= self.most_claimed
         for key, claim in self._claims.items():
             assert claim.waits or claim.is_arriving
             assert all(key in wait.answers for wait in claim.waits)
@@ -427,7 +417,6 @@ class Waits:
             assert wait.has_begun
             assert wait.request is request
             assert (wait.answered_s is None) or not wait.num_open
-            assert len(wait.answers) <= self.max_per_request
             for key, answer in wait.answers.items():
                 assert wait in self._claims[key].waits
                 block = self._slots.get(key)
