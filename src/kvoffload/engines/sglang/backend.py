@@ -204,7 +204,13 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         they are."""
         named, version = self._named, get_serving().weight_version  # at once: another thread may clear
         if named.version == version and named.num_changes == SERVED.num_changes:
-            return named.salt
+            if SERVED.is_flushed:
+                return named.salt
+            _log.warning(
+                "SGLang may still have pages of the weights before its update, and would store them anew. Nothing is "
+                "found or stored until POST /flush_cache."
+            )
+            return None
         _log.warning(
             f"SGLang's weights ({version!r} now) have changed since its storage was attached or cleared. Nothing is "
             "found or stored until it is cleared, or attached again after an update with a weight_version of its own."

@@ -71,6 +71,11 @@ class ServedWeights:
         """Since weights changed last, a version or a clear has said which they are."""
         return self._num_named == self.num_changes
 
+    @property
+    def is_flushed(self) -> bool:
+        """SGLang has forgotten all pages that it had computed before weights changed last."""
+        return self._num_flushed == self.num_changes
+
     def change(self, version: str | None, step: str = "") -> None:
         """Weights are about to change. From now on nothing that SGLang has is known to be of one set of weights."""
         with self._lock:
@@ -102,7 +107,7 @@ class ServedWeights:
                     "Nothing is stored or found until the storage is cleared, or attached again after an update with "
                     "another weight_version."
                 )
-            if self._num_flushed != self.num_changes:
+            if not self.is_flushed:
                 return (
                     "SGLang may still have pages of the weights before its update. Nothing is stored or found until "
                     "the storage is cleared, or attached again after POST /flush_cache."
