@@ -41,7 +41,7 @@ _SAMPLE = 1 << 16
 """Slots of which the limit of a plan is found."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
-_LOOKED_AT_ONCE = 64
+_LOOKED_AT_ONCE = 32
 """Planned runs, and slots of one, that are looked at before others may have the lock."""
 
 
