@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 
-__all__ = ["NO_EVENTS", "PendingEvents", "checked_events"]
+__all__ = ["PendingEvents", "checked_events"]
 
 _MIN_KEYS = 65_536
 
@@ -77,13 +77,3 @@ class PendingEvents:
         self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]
         # Twice what cannot be folded: each key is looked at twice on average, however late a taker comes.
         self._fold_at = max(self._min_keys, 2 * self._num_keys)
-
-
-class _NoEvents(PendingEvents):
-    """Remembers nothing: no events are taken."""
-
-    def add(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
-        return
-
-
-NO_EVENTS = _NoEvents("")

@@ -107,14 +107,10 @@ def test_settings_that_make_no_filter(threshold: int, size: int) -> None:
 
 
 def test_off_at_zero_and_one() -> None:
-    for threshold in (0, 1):
-        reuse, context = ReuseFilter.of(threshold, 10), ReqContext("r")
-        reuse.on_new_request(context)
-        reuse.looked_up([key(1)], context)
-        reuse.peeked([key(1)], context)
-        assert reuse.offered([key(1), key(2)], context) == [key(1), key(2)]
-        assert (reuse.count(key(1)), len(reuse)) == (0, 0)
-    assert ReuseFilter.of(2, 10).threshold == 2
+    assert [ReuseFilter.of(threshold, 10) for threshold in (0, 1)] == [None, None]
+    reuse = ReuseFilter.of(2, 10)
+    assert reuse is not None
+    assert reuse.threshold == 2
 
 
 @given(

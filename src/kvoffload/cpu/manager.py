@@ -24,7 +24,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
-from kvoffload.events import NO_EVENTS, PendingEvents
+from kvoffload.events import PendingEvents
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import HOST, Histogram, Stats
 from kvoffload.miss import Miss
@@ -86,7 +86,7 @@ class SlotTable:
         self._evict = with_options(policy.evict, "incoming")
         self._insert_all = with_options(policy.insert_all, "next_use")
         self._medium = CPULoadStoreSpec.medium()
-        self._events = PendingEvents(self._medium) if enable_events else NO_EVENTS
+        self._events = PendingEvents(self._medium) if enable_events else None
         self._slots: list[BlockStatus] = []
         """The slots that have a record, by id."""
         self._num_used = 0
@@ -253,7 +253,8 @@ class SlotTable:
             self._eviction_ages.observe(now_s - victims[0][1].since_s)
             evicted = [key for key, _ in victims]
             self.num_evicted += num_victims
-            self._events.add(evicted, removed=True)
+            if self._events is not None:
+                self._events.add(evicted, removed=True)
             self._lost.record(evicted, Miss.EVICTED, HOST)
         if num_victims == len(missing):
             blocks = [block for _, block in victims]
@@ -289,7 +290,8 @@ class SlotTable:
         self._num_in_flight -= len(ready)
         self.num_stored += len(ready)
         self.policy.released(ready)
-        self._events.add(ready, removed=False)
+        if self._events is not None:
+            self._events.add(ready, removed=False)
 
     def _abandon(self, keys: Iterable[OffloadKey]) -> None:
         freed: list[BlockStatus] = []
@@ -339,12 +341,13 @@ class SlotTable:
                 self._orphans[key] = block
         self.policy.clear()
         self._give_back(reversed(idle))
-        self._events.add(resident, removed=True)
+        if self._events is not None:
+            self._events.add(resident, removed=True)
         self._lost.record(resident, Miss.RESET)
 
     def take_events(self) -> list[OffloadingEvent]:
         """Events since the last call; none without ``enable_events``."""
-        return self._events.take()
+        return [] if self._events is None else self._events.take()
 
     def age_s(self, slot: int) -> float:
         """Seconds since the block in ``slot`` was reserved."""
@@ -443,16 +446,18 @@ class CPUOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------ requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._filter.on_new_request(req_context)
+        if self._filter is not None:
+            self._filter.on_new_request(req_context)
         self._used[req_context.req_id] = set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._filter.on_request_finished(req_context)
+        if self._filter is not None:
+            self._filter.on_request_finished(req_context)
         self._used.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self._filter.looked_up((key,), req_context)
+        self.count_lookups((key,), req_context)
         block = self.slots.get(key)
         if block is None:
             return False
@@ -487,12 +492,14 @@ class CPUOffloadingManager(OffloadingManager):
 
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """The request has looked up ``keys``, here or in a tier below."""
-        self._filter.looked_up(keys, req_context)
+        if self._filter is not None:
+            self._filter.looked_up(keys, req_context)
 
     def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """The request has peeked at ``keys``, here or in a tier below. Those that are nowhere it need not look up, and
         has asked for all the same."""
-        self._filter.peeked(keys, req_context)
+        if self._filter is not None:
+            self._filter.peeked(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that
@@ -535,7 +542,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Evicts no more of ``claimed`` than there is no other room for, and those at its end. ``claimed`` answers
         ``in`` in O(1)."""
         # Counted even if no room is found: the request did ask.
-        wanted = self._filter.offered(keys, req_context)
+        wanted = keys if self._filter is None else self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
         reserved = self.slots.reserve(wanted, Union(protected, claimed), req_context.next_use) if claimed else None
         if reserved is None:
@@ -596,7 +603,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         self.slots.check_invariants()
         assert all(len(used) <= self._max_used for used in self._used.values())
-        self._filter.check_invariants()
+        if self._filter is not None:
+            self._filter.check_invariants()
 
 
 # ------------------------------------------------------------------------------------------------ as lower tiers see it

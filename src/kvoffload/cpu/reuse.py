@@ -56,8 +56,8 @@ class ReuseFilter:
         self._counted_by: dict[str, set[OffloadKey]] = {}
 
     @classmethod
-    def of(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter:
-        """The filter for these settings. With a threshold of 0 or 1 it counts nothing, and everything is stored.
+    def of(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter | None:
+        """The filter for these settings; ``None`` with a threshold of 0 or 1, with which everything is stored.
 
         Raises ``ConfigError`` for a negative threshold or a tracker of less than one key.
         """
@@ -65,7 +65,7 @@ class ReuseFilter:
             raise ConfigError(f"store_threshold must be at least 0, not {store_threshold}.")
         if max_tracker_size < 1:
             raise ConfigError(f"max_tracker_size must be at least 1, not {max_tracker_size}.")
-        return cls(store_threshold, max_tracker_size) if store_threshold > 1 else _NO_FILTER
+        return cls(store_threshold, max_tracker_size) if store_threshold > 1 else None
 
     def __repr__(self) -> str:
         return f"ReuseFilter(threshold={self.threshold}, {len(self)} of {self.max_tracker_size} keys)"
@@ -134,22 +134,3 @@ class ReuseFilter:
         assert len(self._counts) <= self.max_tracker_size
         assert all(count >= 1 for count in self._counts.values())
         assert all(len(counted) <= self._max_remembered for counted in self._counted_by.values())
-
-
-class _StoresEverything(ReuseFilter):
-    """Counts nothing."""
-
-    def on_new_request(self, req_context: ReqContext) -> None:
-        return
-
-    def looked_up(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        return
-
-    def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        return
-
-    def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
-        return keys
-
-
-_NO_FILTER = _StoresEverything(2)

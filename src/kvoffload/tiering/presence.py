@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
-from kvoffload.events import NO_EVENTS, PendingEvents
+from kvoffload.events import PendingEvents
 
 __all__ = ["ABSENT_TTL_S", "MAX_ABSENT", "PresenceIndex"]
 
@@ -70,6 +70,7 @@ class PresenceIndex:
         """The store itself says what it has: no key is unknown, and no scan is needed."""
         self._enable_events = enable_events
         self._events = self._record()
+        """``None``: changes are not recorded."""
 
     def __repr__(self) -> str:
         return f"PresenceIndex({self._medium!r}, present={len(self)}, absent={len(self._absent)})"
@@ -134,7 +135,7 @@ class PresenceIndex:
         if self._absent:
             for key in keys:
                 self._absent.pop(key, None)
-        if self._has_events or not self.is_exact:  # the store itself has added them
+        if self._events is not None or not self.is_exact:  # the store itself has added them
             for changed, forgotten in self._present.add(keys):
                 self._announce(changed, removed=forgotten)
 
@@ -156,7 +157,7 @@ class PresenceIndex:
     def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
         """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
         recorded since ``begin_store``."""
-        if self.is_exact and not self._has_events:
+        if self.is_exact and self._events is None:
             return
         was_evicted = [self._storing.pop(key, False) and key not in self._present for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
@@ -167,32 +168,29 @@ class PresenceIndex:
     def lost_events(self) -> bool:
         """Events were dropped since they were last taken. Whoever takes them has the store scanned, so that all of its
         keys follow."""
-        return self._enable_events and not self._has_events
+        return self._enable_events and self._events is None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Changes since the last call. Of an exact index: each was true when it was recorded, and some may be repeated
         or concern blocks of other processes that were never announced."""
-        if self.lost_events:
-            self._events = self._record()
-            return [OffloadingEvent([], self._medium, removed=True)]
-        return self._events.take()
+        if self._events is not None:
+            return self._events.take()
+        self._events = self._record()
+        return [OffloadingEvent([], self._medium, removed=True)] if self._enable_events else ()
 
-    @property
-    def _has_events(self) -> bool:
-        """Changes are being recorded."""
-        return self._events is not NO_EVENTS
-
-    def _record(self) -> PendingEvents:
+    def _record(self) -> PendingEvents | None:
         if not self._enable_events:
-            return NO_EVENTS
+            return None
         # Of an exact index some repeat others, so that folding would lose changes. ``_announce`` bounds them.
         return PendingEvents(self._medium, min_keys=sys.maxsize) if self.is_exact else PendingEvents(self._medium)
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if self._events is None:
+            return
         self._events.add(keys, removed=removed)
         # Only the store remembers the keys of an exact index: events that are not taken must not pile them up here.
         if self.is_exact and len(self._events) > max(_MIN_EVENT_KEYS, len(self._present) // _EVENT_SHARE):
-            self._events = NO_EVENTS
+            self._events = None
 
     # ------------------------------------------------------------------------------------------------------ scans
 
