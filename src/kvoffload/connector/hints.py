@@ -46,6 +46,9 @@ class Hints:
 
     def of_request(self, req_id: str, params: object, kv_hints: object = None) -> tuple[NextUse, bool]:
         """``next_use`` and ``is_prefetch``."""
+        if params is None and kv_hints is None:
+            self._requests["unknown"] += 1
+            return NextUse.UNKNOWN, False
         before = self._ignored["malformed"]
         found = self.next_use(params, kv_hints), self.is_prefetch(params)
         if self._ignored["malformed"] != before:

@@ -32,40 +32,38 @@ class Prefetches:
         self._manager = manager
         self._geometry = geometry
         self._hits = hits
-        self._open: list[Request] = []
+        self.open: list[Request] = []
+        """Others only read it."""
         self._ids = itertools.count()
         self._outcomes: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"Prefetches({len(self)} open)"
-
-    def __len__(self) -> int:
-        return len(self._open)
+        return f"Prefetches({len(self.open)} open)"
 
     def begin(self, request: EngineRequest, epoch: Epoch) -> None:
         """Promotes what lower tiers have of the prefix, from the next step on. Dropped while too many are open."""
-        if len(self._open) >= MOST_OPEN:
+        if len(self.open) >= MOST_OPEN:
             self._outcomes["dropped"] += 1
             return
         context = ReqContext(f"kvoffload:prefetch:{next(self._ids)}", is_prefetch=True)
         policy = self._manager.on_new_request(context).policy
-        self._open.append(Request(request, context, policy, tuple(map(Keys, self._geometry)), epoch))
+        self.open.append(Request(request, context, policy, tuple(map(Keys, self._geometry)), epoch))
 
     def step(self) -> None:
         """Asks for all that are open. To be called before the manager's ``on_schedule_end``."""
-        for request in list(self._open):
+        for request in list(self.open):
             tokens = self._hits.search(request, 0, request.of_engine.num_tokens)
             if tokens is not None:
                 self._end(request, "found" if tokens else "missed")
 
     def reset(self) -> None:
         """The cache was reset: what is open is dropped."""
-        for request in list(self._open):
+        for request in list(self.open):
             self._end(request, "dropped")
 
     def _end(self, request: Request, outcome: str) -> None:
         self._outcomes[outcome] += 1
-        self._open.remove(request)
+        self.open.remove(request)
         self._manager.on_request_finished(request.context)
 
     def get_stats(self) -> Stats:

@@ -238,7 +238,8 @@ class OffloadingConnectorScheduler:
             stores += self._offers.retry()
         for own in named:
             own.states.clear()  # refused ones too: later the engine may write over them
-        self._prefetches.step()
+        if self._prefetches.open:
+            self._prefetches.step()
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
@@ -320,7 +321,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute."""
-        return bool(self._jobs.in_flight or self._prefetches) or self._manager.has_pending_work()
+        return bool(self._jobs.in_flight or self._prefetches.open) or self._manager.has_pending_work()
 
     def reset_cache(self, device_is_empty: bool = True) -> bool:
         """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``

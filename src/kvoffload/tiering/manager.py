@@ -84,7 +84,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs()
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
-        self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades)
+        self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades) if on_evict_tiers else None
         self._waits = Waits(primary_tier.slots, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
@@ -188,15 +188,16 @@ class TieringOffloadingManager(OffloadingManager):
         if self._cascades.parked:
             for request in self._cascades.retry_parked():
                 self._close_if_done(request)
-        self._write_back.step()
+        if self._write_back is not None:
+            self._write_back.step()
         for tier in self._tiers:
             tier.on_schedule_end()
 
     def has_pending_work(self) -> bool:
         return (
             bool(self._promotions.queue)
-            or self._cascades.can_retry
-            or self._write_back.has_queued
+            or (bool(self._cascades.parked) and self._cascades.can_retry)
+            or (self._write_back is not None and self._write_back.has_queued)
             or any(tier.has_pending_work() for tier in self._tiers)
         )
 
@@ -217,7 +218,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._waits.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
-        self._write_back.reset()
+        if self._write_back is not None:
+            self._write_back.reset()
         touched = self._cascades.reset()
         self.primary_tier.reset_cache()
         for request in touched:
@@ -228,7 +230,7 @@ class TieringOffloadingManager(OffloadingManager):
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
-        own["cascades", "dropped"] = self._write_back.dropped
+        own["cascades", "dropped"] = 0 if self._write_back is None else self._write_back.dropped
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)
         own[("plans_made_again",)] = self._lookups.num_planned_again
@@ -267,7 +269,8 @@ class TieringOffloadingManager(OffloadingManager):
         return losses
 
     def shutdown(self) -> None:
-        self._write_back.close(self._poll, self._clock, self._max_wait_s)
+        if self._write_back is not None:
+            self._write_back.close(self._poll, self._clock, self._max_wait_s)
         self._promotions.close()
         for tier in self._tiers:
             tier.shutdown()
@@ -279,7 +282,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.check_invariants()
         requests = self._requests.values()
         self._cascades.check_invariants(requests, set(self._promotions))
-        self._write_back.check_invariants(self._jobs.in_flight.values())
+        if self._write_back is not None:
+            self._write_back.check_invariants(self._jobs.in_flight.values())
         self._waits.check_invariants(requests, set(self._promotions))
 
     def _request(self, req_context: ReqContext) -> Request:
@@ -290,13 +294,11 @@ class TieringOffloadingManager(OffloadingManager):
 
     # ------------------------------------------------------------------------------------------------- job ends
 
-    def _poll(self) -> bool:
-        """Takes in the jobs that have ended; returns whether there were any."""
-        if not self._jobs.in_flight:
-            return False
-        finished = self._jobs.take_finished()
+    def _poll(self) -> None:
+        """Takes in the jobs that have ended."""
+        finished = self._jobs.take_finished() if self._jobs.in_flight else ()
         if not finished:
-            return False
+            return
         cascades, here = [], list[OffloadKey]()
         for job in finished:
             if not job.metadata.is_promotion:
@@ -304,18 +306,21 @@ class TieringOffloadingManager(OffloadingManager):
                 continue
             self._promotions.end(job)
             here += job.succeeded
-            self._end_stores(job.metadata.keys)  # they may be parked
+            if self._cascades.parked:
+                self._end_stores(job.metadata.keys)
         if here:
             self._waits.ask_anew(here)
-        self._cascades.end(cascades)
-        self._write_back.end(finished)
+        if cascades:
+            self._cascades.end(cascades)
+        if self._write_back is not None:
+            self._write_back.end(finished)
         self._planner.end_poll()
-        return True
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
         self._waits.left(evicted)  # a claim is not a pin
-        self._write_back.on_reserved(num_blocks, evicted)
+        if self._write_back is not None:
+            self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was

@@ -127,9 +127,11 @@ class StoreTier(SecondaryTierManager):
         )
         self._reads = StoreHealth(tier_type, "read", self._runner, clock)
         self._writes = StoreHealth(tier_type, "write", self._runner, clock)
-        self._questions = Questions(store, self._index, self._runner, self._reads)
+        is_asked = not self._index.is_exact
+        self._questions = Questions(store, self._index, self._runner, self._reads) if is_asked else None
         self._losses = StoreLosses(tier_type, store, self._index, lost, server_evicts=limits.server_evicts, clock=clock)
-        self._scan = StoreScan(tier_type, store, self._index, self._runner, clock)
+        is_scanned = is_asked or enable_events
+        self._scan = StoreScan(tier_type, store, self._index, self._runner, clock) if is_scanned else None
         self._transfers = StoreTransfers(
             tier_type,
             primary_kv_view,
@@ -149,7 +151,7 @@ class StoreTier(SecondaryTierManager):
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
         self._log = RateLimitedLog(_log, clock=clock)
-        if enable_events or not self._index.is_exact:
+        if self._scan is not None:
             self._scan.begin()
 
     def __repr__(self) -> str:
@@ -160,8 +162,8 @@ class StoreTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer: bool | None = False
         if self._reads.breaker.is_closed:
-            answer = self._index.lookup(key, self._exclusive and self._scan.is_complete)
-            if answer is None:
+            answer = self._index.lookup(key, self._exclusive and self._scan is not None and self._scan.is_complete)
+            if answer is None and self._questions is not None:
                 answer = self._questions.ask(key, req_context)
             if answer is None and self._runner.ended:
                 # The store may have answered since the last step; otherwise the request would wait for one step more.
@@ -173,7 +175,7 @@ class StoreTier(SecondaryTierManager):
     def progress(self) -> int:
         if self._runner.ended:
             self._take_results()
-        return self._num_answers + self._scan.num_taken
+        return self._num_answers if self._scan is None else self._num_answers + self._scan.num_taken
 
     # -------------------------------------------------------------------------------------------------- transfers
 
@@ -188,9 +190,9 @@ class StoreTier(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         self._take_results()
         self._transfers.submit_stores()
-        if gone := self._scan.step():
+        if self._scan is not None and (gone := self._scan.step()):
             self._losses.record(gone, "removed")
-        if self._questions.are_open:
+        if self._questions is not None and self._questions.are_open:
             self._questions.submit()
         if self._touched and self._clock() >= self._next_touch_s:
             self._submit_touches()
@@ -202,13 +204,13 @@ class StoreTier(SecondaryTierManager):
         return self._transfers.take_results()
 
     def has_pending_work(self) -> bool:
-        return self._transfers.is_pending or self._questions.are_open
+        return self._transfers.is_pending or (self._questions is not None and self._questions.are_open)
 
     def call_on_progress(self, call: Callable[[], None]) -> None:
         self._runner.on_ended = call
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._index.lost_events:
+        if self._index.lost_events and self._scan is not None:
             self._scan.begin()
         return self._index.take_events()
 
@@ -237,7 +239,8 @@ class StoreTier(SecondaryTierManager):
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._drain_timeout_s)
         self._poll()
-        self._scan.stop()
+        if self._scan is not None:
+            self._scan.stop()
         self._transfers.release()
         if not num_hung:
             closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
@@ -292,7 +295,8 @@ class StoreTier(SecondaryTierManager):
     def _poll(self) -> None:
         """Takes in what the I/O threads have found. Cheap if they are idle."""
         self._take_results()
-        self._scan.take_in()
+        if self._scan is not None:
+            self._scan.take_in()
 
     def _take_results(self) -> None:
         # Losses before results: a block whose loss is known must not be announced as present. A loss that a thread
@@ -313,7 +317,8 @@ class StoreTier(SecondaryTierManager):
             result.task.ended(result)
         elif result.task.queue in READS:
             self._index.begin_hang(result.keys)
-            self._questions.drop(result.keys)
+            if self._questions is not None:
+                self._questions.drop(result.keys)
             self._reads.record_hang()
         else:
             self._writes.record_hang()

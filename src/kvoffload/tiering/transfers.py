@@ -221,7 +221,7 @@ class StoreTransfers:
         self._loaded.count(result)
         missing = [key for key, is_loaded in zip(result.keys, result.outcomes, strict=True) if not is_loaded]
         self._loaded.num_failures += len(missing)
-        if result.status is IoStatus.DONE:
+        if missing and result.status is IoStatus.DONE:
             self._losses.forget(missing)
 
 

@@ -80,7 +80,7 @@ class WriteBack:
 
     @property
     def has_queued(self) -> bool:
-        return bool(self._targets) and any(target.queue for target in self._targets)
+        return any(target.queue for target in self._targets)
 
     @property
     def dropped(self) -> int:
@@ -89,8 +89,6 @@ class WriteBack:
 
     def on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
-        if not self._targets:
-            return
         self._reserved += num_blocks
         self._is_due |= self._reserved * 4 >= self.window
         for target in self._targets:
