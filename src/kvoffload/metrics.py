@@ -362,7 +362,7 @@ METRICS: dict[str, Metric] = _table(
             ((),),
         ),
         Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", _TIER, ((),)),
-        Metric("tier_dropped_blocks", _C, "Blocks not written because the tier's backlog was full.", _TIER, ((),)),
+        Metric("tier_dropped_blocks", _C, "Blocks not written: too many waited, or writes were off.", _TIER, ((),)),
         Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", _TIER, ((),)),
         Metric(
             "tier_queued_blocks",

@@ -17,9 +17,9 @@ REQUEST = ReqContext("r")
 class Rig:
     """A disk of four blocks of 100 bytes. Each link moves 100 bytes a second, half a second after it was asked."""
 
-    def __init__(self, max_backlog_blocks: int = 64) -> None:
+    def __init__(self) -> None:
         self.clock = VirtualClock()
-        self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock, max_backlog_blocks)
+        self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock)
         self.disk.ever_written = set()
         self._last_job = 0
 
@@ -85,23 +85,6 @@ def test_reads_and_writes_are_uses_and_the_least_recent_block_is_evicted() -> No
     assert rig.disk.contents.index.num_evicted == 2
 
 
-def test_writes_beyond_the_backlog_are_dropped() -> None:
-    rig = Rig(max_backlog_blocks=3)
-    written = rig.submit(keys(1, 2))
-    cut = rig.submit(keys(3, 4))
-    dropped = rig.submit(keys(4))
-    (result,) = rig.disk.get_finished_jobs()
-    assert (result.job_id, result.success) == (dropped, False)
-    rig.clock.advance_to(4.0)
-    first, second = rig.disk.get_finished_jobs()
-    assert (first.job_id, first.success) == (written, True)
-    assert (second.job_id, second.success, second.successful_keys) == (cut, False, keys(3))
-    assert rig.has(1, 2, 3, 4) == [1, 2, 3]
-    rig.submit(keys(4))
-    rig.drain()
-    assert rig.has(1, 2, 3, 4) == [1, 2, 3, 4]
-
-
 def test_a_write_without_room_fails_at_once() -> None:
     rig = Rig()
     rig.submit(keys(1, 2, 3, 4))
@@ -117,7 +100,7 @@ class Sharers:
         self.clock = VirtualClock()
         contents = Contents(4, is_shared=True, **more)
         self.ways = [
-            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, 100, away=away)
+            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, away=away)
             for each in bytes_per_s
         ]
 

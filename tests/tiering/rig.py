@@ -76,6 +76,7 @@ class Rig:
         *,
         cache_policy: str = "lru",
         primary_options: dict[str, Any] | None = None,
+        backlogs: Sequence[int | None] = (),
         **manager_options: Any,
     ) -> None:
         self.memory = Memory(num_blocks)
@@ -87,6 +88,8 @@ class Rig:
             FakeTier(self.memory.create_kv_memoryview(), f"tier{index}", policy=policy)
             for index, policy in enumerate(policies)
         ]
+        for tier, backlog in zip(self.tiers, backlogs):
+            tier.max_backlog_blocks = backlog
         self.manager = TieringOffloadingManager(self.primary, self.tiers, clock=self.clock, **manager_options)
 
     @property

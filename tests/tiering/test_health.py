@@ -116,7 +116,7 @@ def test_failures_far_apart_do_not_add_up_although_no_load_was_tried_since(make)
 
 
 def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
-    rig = make(num_blocks=80, limits=TierLimits(threads=2, max_backlog_blocks=80)).start()
+    rig = make(num_blocks=80, limits=TierLimits(threads=2)).start()
     rig.store_blocks(keys_of(1))
     rig.store.broken = {"write": OSError(28, "No space left on device")}
     for number in range(10, 13):

@@ -68,6 +68,39 @@ def test_a_store_completed_without_its_context_cascades_in_the_storing_requests_
     assert [(call.req_id, list(call.keys)) for call in rig.tier.calls("submit_store")] == [("a", one), ("b", two)]
 
 
+def test_a_tier_that_takes_every_job_and_ends_none_holds_a_quarter_of_the_primary_tier() -> None:
+    """It held all slots, and then nothing could be stored any more, for the tiers beside it neither."""
+    rig = Rig(num_blocks=400, policies=(BLOCK, BLOCK))
+    stuck, good = rig.tiers
+    for number in range(100):
+        request = rig.start(f"r{number}")
+        blocks = prefix(30, of=f"r{number}-")
+        rig.store(blocks, request, finish=False)
+        good.finish()
+        rig.step()
+        rig.manager.on_request_finished(request)
+    assert sum(len(job.keys) for job in stuck.jobs.values()) == 100
+    assert len(good.blocks) == 3000
+    assert rig.manager.get_stats()["tier_dropped_blocks", "tier0"] == 2900
+    stuck.finish()
+    rig.step()
+    rig.store(prefix(30, of="again"), rig.start("again"))
+    assert len(stuck.blocks) == 130
+
+
+def test_a_store_beyond_a_tiers_backlog_is_written_in_part() -> None:
+    rig = Rig(policies=(BLOCK, BLOCK), backlogs=(5, None))
+    request = rig.start("r")
+    rig.store(prefix(3), request, finish=False)
+    rig.store(prefix(4, of="q"), request, finish=False)
+    rig.finish()
+    first, second = rig.tiers
+    assert set(first.blocks) == {*prefix(3), *prefix(2, of="q")}
+    assert len(second.blocks) == 7
+    stats = rig.manager.get_stats()
+    assert stats["tier_dropped_blocks", "tier0"] == stats["cascades", "failed"] == 2
+
+
 def test_a_tier_that_refuses_a_job_by_raising_does_not_keep_its_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_blocks=1)
     request = rig.start("r")

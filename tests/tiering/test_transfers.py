@@ -69,7 +69,7 @@ class PatientStore(MemoryStore):
 
 
 def test_a_store_declares_its_batches_and_how_many_requests_it_serves_at_once(make) -> None:
-    rig = make(num_blocks=256, limits=TierLimits(max_backlog_blocks=256))
+    rig = make(num_blocks=256, limits=TierLimits())
     rig.inner = PatientStore(BLOCK_BYTES)
     rig.store = FaultyStore(rig.inner)
     rig.start()
@@ -85,22 +85,6 @@ def test_the_threads_of_a_tier_overrule_its_store(make) -> None:
     rig = make(limits=TierLimits(threads=3)).start()
     assert rig.store.requests_in_flight == 4
     assert rig.tier._runner.num_threads == 3
-
-
-def test_the_backlog_is_bounded_and_drops_are_counted(make) -> None:
-    rig = make(limits=TierLimits(threads=1, max_backlog_blocks=4)).start()
-    rig.gate.close_gate("write")
-    first = rig.submit(keys_of(0, 1, 2), [0, 1, 2], load=False)
-    second = rig.submit(keys_of(3, 4, 5), [3, 4, 5], load=False)
-    third = rig.submit(keys_of(6), [6], load=False)
-    assert not rig.wait(third).success
-    assert rig.stat("tier_queued_blocks", "store") == 4
-    rig.gate.open_gate()
-    assert rig.wait(first).success
-    assert set(rig.wait(second).successful_keys) == set(keys_of(3))
-    assert rig.stat("tier_queued_blocks", "store") == 0
-    assert rig.stat("tier_dropped_blocks") == 3
-    assert rig.store_blocks(keys_of(8)).success
 
 
 def test_bytes_seconds_and_room_are_counted(make) -> None:
@@ -160,9 +144,7 @@ def test_a_slice_has_four_mebibytes_at_most() -> None:
     reads, writes = (StoreHealth("mem", direction, runner, clock) for direction in ("read", "write"))
     losses = StoreLosses("mem", store, index, NO_LOSSES, server_evicts=False, clock=clock)
     view = memoryview(np.zeros((6, block_bytes), np.uint8))
-    transfers = StoreTransfers(
-        "mem", view, store, index, runner, losses, reads=reads, writes=writes, max_backlog_blocks=6
-    )
+    transfers = StoreTransfers("mem", view, store, index, runner, losses, reads=reads, writes=writes)
     transfers.submit_store(JobMetadata(1, keys, np.arange(6), False, CONTEXT))
     assert transfers.is_pending
     assert not runner.backlog(IoQueue.STORE)
@@ -210,7 +192,7 @@ def test_the_stores_of_a_step_are_one_call_and_each_job_has_its_own_result(make)
 
 
 def test_a_call_that_fails_fails_the_jobs_that_have_blocks_in_it(make) -> None:
-    rig = make(num_blocks=256, limits=TierLimits(threads=1, max_backlog_blocks=256)).start()
+    rig = make(num_blocks=256, limits=TierLimits(threads=1)).start()
     rig.gate.close_gate("write")
     jobs = gathered(rig, [keys_of(*range(60)), keys_of(*range(60, 70)), keys_of(*range(70, 80))])
     rig.tier.on_schedule_end()
@@ -230,16 +212,6 @@ def test_a_block_that_two_jobs_of_a_step_store_is_in_two_calls(make) -> None:
     assert sorted(writes_of(rig)) == [keys_of(1, 2), keys_of(2, 3)]
 
 
-def test_the_backlog_cuts_the_last_jobs_of_a_step(make) -> None:
-    rig = make(limits=TierLimits(threads=1, max_backlog_blocks=4)).start()
-    whole, part, none = gathered(rig, [keys_of(1, 2, 3), keys_of(4, 5, 6), keys_of(7)])
-    assert rig.wait(whole).success
-    assert list(rig.wait(part).successful_keys) == keys_of(4)
-    assert not rig.wait(none).success
-    assert rig.stat("tier_dropped_blocks") == 3
-    assert writes_of(rig) == [keys_of(1, 2, 3, 4)]
-
-
 @pytest.mark.parametrize("end", ["drain_jobs", "shutdown"])
 def test_what_was_gathered_is_written_before_a_drain_ends(make, end: str) -> None:
     rig = make().start()
@@ -251,7 +223,7 @@ def test_what_was_gathered_is_written_before_a_drain_ends(make, end: str) -> Non
 
 def test_in_any_mixture_each_job_ends_once_with_the_outcomes_of_its_blocks(make) -> None:
     rng = random.Random(5)
-    rig = make(num_blocks=256, limits=TierLimits(threads=2, max_backlog_blocks=256)).start()
+    rig = make(num_blocks=256, limits=TierLimits(threads=2)).start()
     rig.store.lost = set(keys_of(*range(0, 10_000, 7)))
     expected: dict[int, set] = {}
     next_key = 0

@@ -20,7 +20,7 @@ from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
 THREADS = 2
-LIMITS = TierLimits(threads=THREADS, max_backlog_blocks=100)
+LIMITS = TierLimits(threads=THREADS)
 
 
 class OneByOne(StoreWrapper):

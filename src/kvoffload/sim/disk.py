@@ -136,16 +136,13 @@ class _Write(NamedTuple):
     end_s: float
     job: JobMetadata
     arrival: _Arrival
-    num_admitted: int
-    """The job's first blocks that were not dropped."""
 
 
 class SimDisk(SecondaryTierManager):
     """A machine's disk, or its way to a store that others share.
 
     A ``SlotTable`` serves as the index of its ``contents``. As in real stores, reads and writes are uses in
-    a job's order, so a job's last block is the most recent. As in ``StoreTier``, at most ``max_backlog_blocks`` wait to
-    be written or are being written, and the rest of a job is dropped.
+    a job's order, so a job's last block is the most recent.
 
     A block that a shared store lacks is absent for a second, or until this machine has written it. The first lookup
     after that asks the store, and later ones have its answer.
@@ -162,7 +159,6 @@ class SimDisk(SecondaryTierManager):
         read_links: Sequence[Link],
         write_links: Sequence[Link],
         clock: VirtualClock,
-        max_backlog_blocks: int,
         *,
         label: str = "disk",
         away: Sequence[tuple[float, float]] = (),
@@ -177,7 +173,6 @@ class SimDisk(SecondaryTierManager):
         self._refused: list[JobResult] = []
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         """Blocks that a shared store lacked, and from when on it is asked again."""
-        self._max_backlog, self._backlog = max_backlog_blocks, 0
         self._away, self._deadline_s = away, deadline_s
         self.read_blocks = self.written_blocks = 0
         self.ever_written: set[OffloadKey] | None = None
@@ -229,7 +224,7 @@ class SimDisk(SecondaryTierManager):
         return cut_s + self._deadline_s, False
 
     def submit_store(self, job: JobMetadata) -> None:
-        keys = job.keys[: self._max_backlog - self._backlog][::-1] if self.is_readable() else []
+        keys = job.keys[::-1] if self.is_readable() else []
         now_s, wanted = self._clock.now_s, keys
         if self.contents.is_shared:
             self.contents.settle(now_s)
@@ -241,11 +236,10 @@ class SimDisk(SecondaryTierManager):
             self._refused.append(JobResult(job.job_id, success=False))
             return
         self.contents.forget(reserved.evicted_keys)
-        self._backlog += len(keys)
         end_s, succeeds = self._transfer(self._write_links, len(wanted))
         arrival = _Arrival(reserved.keys_to_store, wanted, succeeds)
         self.contents.expect(arrival, end_s)
-        self._writes.append(_Write(end_s, job, arrival, len(keys)))
+        self._writes.append(_Write(end_s, job, arrival))
 
     def submit_load(self, job: JobMetadata) -> None:
         found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, self._clock())) if is_here]
@@ -273,17 +267,14 @@ class SimDisk(SecondaryTierManager):
         return JobResult(read.job.job_id, len(read.keys) == len(read.job.keys), read.keys, read.end_s)
 
     def _end_write(self, write: _Write) -> JobResult:
-        self._backlog -= write.num_admitted
         if not write.arrival.succeeds:
             return JobResult(write.job.job_id, success=False, ended_s=write.end_s)
         self.written_blocks += len(write.arrival.wanted)
-        for key in write.job.keys[: write.num_admitted] if self._absent else ():
+        for key in write.job.keys if self._absent else ():
             self._absent.pop(key, None)
         if self.ever_written is not None:
             self.ever_written.update(write.arrival.reserved)
-        is_whole = write.num_admitted == len(write.job.keys)
-        written = None if is_whole else write.job.keys[: write.num_admitted]
-        return JobResult(write.job.job_id, is_whole, written, write.end_s)
+        return JobResult(write.job.job_id, success=True, ended_s=write.end_s)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()

@@ -46,7 +46,6 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
-from kvoffload.tiering.tier import default_max_backlog
 
 __all__ = ["DEVICE", "HOST", "SPEEDS", "Machine", "SimConfig", "SimResult", "Speeds", "quantiles", "simulate"]
 
@@ -235,7 +234,6 @@ class Machine:
                 [Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow)],
                 [Link(config.disk_write_bytes_per_s, config.disk_latency_s)],
                 self.clock,
-                default_max_backlog(config.cpu_blocks),
             )
         self.shared = tuple(shared(self.clock))
         self.tiers = (*([self.disk] if self.disk else []), *self.shared)

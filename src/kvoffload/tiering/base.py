@@ -95,6 +95,9 @@ class SecondaryTierManager(ABC):
     """``CPU`` or ``STORAGE``, for requests that choose their tiers; ``None``: it is not known."""
     locality: str | None = None
     """``LOCAL`` or ``REMOTE``; ``None``: it is not known."""
+    max_backlog_blocks: int | None = None
+    """Blocks of stores that have not ended, which stay pinned in the primary tier; the manager drops more. ``None``: a
+    quarter of the primary tier, but at least 64."""
 
     def __init__(self, primary_kv_view: memoryview, tier_type: str) -> None:
         if primary_kv_view.ndim != 2:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.metrics import Stats
 from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 __all__ = ["Cascades"]
 
+_LEAST_BACKLOG_BLOCKS = 64
+_BACKLOG_SHARE = 4
+
 
 class Cascades:
-    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back.
+    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back. A tier gets no more
+    once it has as many pinned as it may (``SecondaryTierManager.max_backlog_blocks``).
 
     A block that was stored goes to the ``on_store_tiers``, and to the tiers that want the whole of its request.
 
@@ -34,6 +40,10 @@ class Cascades:
         """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
+        self._dropped: Counter[str] = Counter()
+        """Blocks beyond a tier's backlog, by tier."""
+        self.num_pinned: Counter[GuardedTier] = Counter()
+        """By tier. Others only read it."""
 
     def __repr__(self) -> str:
         return f"Cascades(storing={len(self._storing)}, parked={self.num_parked})"
@@ -52,18 +62,33 @@ class Cascades:
         """Blocks whose cascade ended, by outcome."""
         return {"ok": self._blocks_written, "failed": self._blocks_failed}
 
-    def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[TierJob]:
-        """Submits ready blocks to each of ``tiers``, as one job per tier. Returns the jobs that were not taken."""
-        not_taken: list[TierJob] = []
-        if not keys:
-            return not_taken
-        for tier in tiers:
-            spec = self._primary.prepare_read(keys, context)
-            refused = self._jobs.submit(tier, keys, spec.slots, context, is_promotion=False)
+    def get_stats(self) -> Stats:
+        return {("tier_dropped_blocks", name): count for name, count in self._dropped.items()}
+
+    def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+        """Submits ready blocks to each of ``tiers``, as one job per tier: the head of them, as far as its backlog has
+        room. Returns those that a tier did not take."""
+        not_taken: list[OffloadKey] = []
+        for tier in tiers if keys else ():
+            taken = keys[: max(self._max_backlog(tier) - self.num_pinned[tier], 0)]
+            if len(taken) < len(keys):
+                dropped = keys[len(taken) :]
+                self._dropped[tier.name] += len(dropped)
+                self._blocks_failed += len(dropped)
+                not_taken += dropped
+                if not taken:
+                    continue
+            spec = self._primary.prepare_read(taken, context)
+            self.num_pinned[tier] += len(taken)
+            refused = self._jobs.submit(tier, taken, spec.slots, context, is_promotion=False)
             if refused is not None:
                 self.end([refused])
-                not_taken.append(refused)
+                not_taken += taken
         return not_taken
+
+    def _max_backlog(self, tier: GuardedTier) -> int:
+        default = max(_LEAST_BACKLOG_BLOCKS, self._primary.num_blocks // _BACKLOG_SHARE)
+        return default if tier.max_backlog_blocks is None else tier.max_backlog_blocks
 
     def end(self, jobs: Iterable[TierJob]) -> None:
         """Gives back the pins of jobs that have ended."""
@@ -71,6 +96,7 @@ class Cascades:
         for job in jobs:
             self._blocks_written += len(job.succeeded)
             self._blocks_failed += len(job.failed)
+            self.num_pinned[job.tier] -= len(job.metadata.keys)
             keys += job.metadata.keys
         self._primary.complete_read(keys)
 
@@ -153,6 +179,11 @@ class Cascades:
         """Blocks that are stored or parked are being written; parked ones for requests of which some tier wants all.
         They are the open work of ``requests``, and of those that store but are not among these. No block is both
         stored and ``promoted``."""
+        pinned: Counter[GuardedTier] = Counter()
+        for job in self._jobs.in_flight.values():
+            pinned[job.tier] += 0 if job.metadata.is_promotion else len(job.metadata.keys)
+        assert +pinned == +self.num_pinned
+        assert all(count <= self._max_backlog(tier) for tier, count in pinned.items())
         for key in self._storing:
             assert key not in promoted
             block = self._primary.slots.get(key)

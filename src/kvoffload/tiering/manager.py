@@ -231,6 +231,7 @@ class TieringOffloadingManager(OffloadingManager):
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
         own["cascades", "dropped"] = 0 if self._write_back is None else self._write_back.dropped
+        own |= self._cascades.get_stats()
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)
         own[("plans_made_again",)] = self._lookups.num_planned_again
@@ -283,7 +284,7 @@ class TieringOffloadingManager(OffloadingManager):
         requests = self._requests.values()
         self._cascades.check_invariants(requests, set(self._promotions))
         if self._write_back is not None:
-            self._write_back.check_invariants(self._jobs.in_flight.values())
+            self._write_back.check_invariants()
         self._waits.check_invariants(requests, set(self._promotions))
 
     def _request(self, req_context: ReqContext) -> Request:

@@ -27,7 +27,7 @@ from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
 
-__all__ = ["MOST_THREADS", "StoreTier", "TierLimits", "default_max_backlog"]
+__all__ = ["MOST_THREADS", "StoreTier", "TierLimits"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +35,6 @@ _MAX_TOUCHED = 65_536
 _TOUCH_INTERVAL_S = 1.0
 MOST_THREADS = 1024
 """Of a tier, for reads and as many for writes. No device has as deep a queue, and each takes memory from the engine."""
-
-
-def default_max_backlog(num_slots: int) -> int:
-    """``TierLimits.max_backlog_blocks`` for host memory of ``num_slots`` blocks."""
-    return max(64, num_slots // 4)
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +51,8 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 10.0
     """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None
-    """Blocks that wait to be written or are being written, pinned in host memory; the tier drops more. Default: a
-    quarter of host memory, but at least 64 blocks."""
+    """Blocks that wait to be written or are being written, pinned in host memory; more are dropped. Default: a quarter
+    of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
     """Blocks that the tier remembers as present, at some 120 bytes each. It asks the store for others. A ``disk`` tier
     remembers none, as the store itself knows what it has."""
@@ -116,6 +111,7 @@ class StoreTier(SecondaryTierManager):
         limits = limits or TierLimits()
         limits.check_limits(tier_type)
         self._store = store
+        self.max_backlog_blocks = limits.max_backlog_blocks
         self._drain_timeout_s = limits.drain_timeout_s
         self._policy = offload_policy
         self._exclusive = exclusive
@@ -141,7 +137,6 @@ class StoreTier(SecondaryTierManager):
             self._losses,
             reads=self._reads,
             writes=self._writes,
-            max_backlog_blocks=limits.max_backlog_blocks or default_max_backlog(len(primary_kv_view)),
         )
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0

@@ -39,6 +39,7 @@ class GuardedTier(Boundary):
         self.index = index
         self.tier = self.inner = tier
         self.name = tier.tier_type
+        self.max_backlog_blocks = None if tier.max_backlog_blocks is None else int(tier.max_backlog_blocks)
         self.faults = 0
         self._reported: set[str] = set()
 

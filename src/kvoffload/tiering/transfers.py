@@ -48,7 +48,6 @@ class StoreTransfers:
         *,
         reads: StoreHealth,
         writes: StoreHealth,
-        max_backlog_blocks: int,
     ) -> None:
         self._slots: npt.NDArray[np.uint8] | None = np.asarray(primary_kv_view)
         block_bytes = self._slots.shape[1]
@@ -58,7 +57,6 @@ class StoreTransfers:
         self._losses = losses
         self._reads = reads
         self._writes = writes
-        self._max_backlog = max_backlog_blocks
         self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // block_bytes))
         self._least_store_blocks = -(-_LEAST_STORE_BYTES // block_bytes)
         self._gathered: list[JobMetadata] = []
@@ -83,7 +81,7 @@ class StoreTransfers:
         self._submit([(job, len(job.keys))], IoQueue.LOAD)
 
     def submit_stores(self) -> None:
-        """The step ends: submits what was gathered, as far as there is room in the backlog."""
+        """The step ends: submits what was gathered."""
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
@@ -132,12 +130,10 @@ class StoreTransfers:
 
     def _room_for(self, jobs: Sequence[JobMetadata]) -> int:
         """How many blocks of ``jobs`` may be written now, the first ones."""
-        room = self._max_backlog - self._runner.backlog(IoQueue.STORE)
-        if not self._writes.breaker.is_closed:
-            is_probe = room > 0 and self._writes.begin_probe()
-            num_blocks = sum(len(job.keys) for job in jobs)
-            room = min(room, self._slice_blocks_of(num_blocks, IoQueue.STORE)) if is_probe else 0
-        return max(0, room)
+        num_blocks = sum(len(job.keys) for job in jobs)
+        if self._writes.breaker.is_closed:
+            return num_blocks
+        return self._slice_blocks_of(num_blocks, IoQueue.STORE) if self._writes.begin_probe() else 0
 
     def _slice_blocks_of(self, num_blocks: int, queue: IoQueue) -> int:
         """Blocks per slice of a task: so few that all threads share the task, and that no slice delays the next one

@@ -23,11 +23,10 @@ _TOLERATED = 0.05
 class _Target:
     """One tier: which blocks of the primary tier it has, and which it should get."""
 
-    __slots__ = ("dropped", "in_flight", "queue", "tier", "written")
+    __slots__ = ("dropped", "queue", "tier", "written")
 
     def __init__(self, tier: GuardedTier) -> None:
         self.tier = tier
-        self.in_flight = 0
         self.written: dict[OffloadKey, int] = {}
         """Blocks of the primary tier that the tier has or is getting, with the last review that saw them."""
         self.queue: dict[OffloadKey, int] = {}
@@ -50,8 +49,7 @@ class WriteBack:
     review, if the block is still there. A tier that fails again and again is no matter of this class: its circuit
     breaker refuses its jobs.
 
-    No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted. A block is pinned
-    while it is written; for each tier no more blocks are pinned than the largest window has.
+    No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted.
 
     The jobs belong to no client's request but to ``context``. Tiers are informed of its begin and its end.
     """
@@ -115,16 +113,17 @@ class WriteBack:
                     self._end(target, job)
 
     def _end(self, target: _Target, job: TierJob) -> None:
-        is_own = job.metadata.req_context is self.context
-        if is_own:
-            target.in_flight -= len(job.metadata.keys)
         if job.is_stale:
             return
-        if not is_own:
+        if job.metadata.req_context is self.context:
+            self._failed(target, job.failed)
+        else:
             for key in job.succeeded:
                 target.written.setdefault(key, 0)
-            return
-        for key in job.failed:
+
+    @staticmethod
+    def _failed(target: _Target, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
             target.written.pop(key, None)
 
     def reset(self) -> None:
@@ -150,7 +149,7 @@ class WriteBack:
             idle = self._primary.slots.policy.next_victims(self._primary.num_blocks) or []
             rest = idle[::-1]
             for start in range(0, len(rest), _PER_JOB):
-                if target.in_flight or clock() >= end_s:
+                if self._cascades.num_pinned[target.tier] or clock() >= end_s:
                     break  # it hangs, or is too slow
                 target.queue = dict.fromkeys(reversed(rest[start : start + _PER_JOB]), 1)
                 self._write(target)
@@ -158,12 +157,8 @@ class WriteBack:
                 poll()
             target.tier.on_request_finished(self.context)
 
-    def check_invariants(self, jobs: Iterable[TierJob]) -> None:
-        """``jobs``: all that are in flight."""
-        in_flight = sum(len(job.metadata.keys) for job in jobs if job.metadata.req_context is self.context)
-        assert sum(target.in_flight for target in self._targets) == in_flight
+    def check_invariants(self) -> None:
         for target in self._targets:
-            assert target.in_flight <= self._most
             for key in target.written:
                 assert self._primary.slots.get(key) is not None, f"{key!r} is remembered although it was evicted"
             assert len(target.queue) <= self.window
@@ -183,7 +178,7 @@ class WriteBack:
         for target in self._targets:
             written = target.written
             target.queue.clear()
-            for key in keys[: max(watched - target.in_flight, 0)]:
+            for key in keys[: max(watched - self._cascades.num_pinned[target.tier], 0)]:
                 if written.get(key, -1) == last_review:
                     written[key] = self._review_number
                 else:
@@ -211,7 +206,6 @@ class WriteBack:
         # last until all of it has ended.
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
-            target.in_flight += len(keys)
-            self.end(self._cascades.submit([target.tier], keys, self.context))
+            self._failed(target, self._cascades.submit([target.tier], keys, self.context))
         if present:
             target.tier.touch(present[::-1], self.context)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -86,10 +85,8 @@ class PageTiers:
         self._is_closed = False
         try:
             for index, each in enumerate(options):
-                backlog = each.max_backlog_blocks or num_slots
-                limited = msgspec.structs.replace(each, max_backlog_blocks=backlog)
                 # Guarded: if it raised amid a call, the call's slots would never be given back.
-                self._tiers.append(GuardedTier(index, build_tier(limited, view, namespace)))
+                self._tiers.append(GuardedTier(index, build_tier(each, view, namespace)))
                 self._tiers[-1].tier.call_on_progress(self._wake)
         except BaseException:
             self.close()

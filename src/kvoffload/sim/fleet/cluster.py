@@ -30,7 +30,6 @@ from kvoffload.sim.fleet.result import FleetResult, Outage, RequestFigures, Serv
 from kvoffload.sim.fleet.routers import ROUTERS, Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.server import Hit
 from kvoffload.sim.trace import Trace
-from kvoffload.tiering.tier import default_max_backlog
 
 __all__ = ["simulate_fleet"]
 
@@ -143,8 +142,7 @@ class _Replay:
                 stores.append((POOL, self._pools[number // self._config.servers_per_machine]))
             if self._store is not None:
                 stores.append((SHARED, self._store))
-            backlog = default_max_backlog(config.cpu_blocks)
-            return [store.tier(label, config, clock, backlog) for label, store in stores]
+            return [store.tier(label, config, clock) for label, store in stores]
 
         return Machine(self._trace, config, self._keys, contents=disk, shared=shared)
 
@@ -331,7 +329,7 @@ class _Store:
         self.contents = Contents(store.blocks, store.ttl_s, is_shared=True)
         self._read, self._write = (Link(store.store_bytes_per_s, store.latency_s) for _ in range(2))
 
-    def tier(self, label: str, config: SimConfig, clock: VirtualClock, max_backlog: int) -> SimDisk:
+    def tier(self, label: str, config: SimConfig, clock: VirtualClock) -> SimDisk:
         """A server's way to it."""
         store = self._store
         own = [Link(store.server_bytes_per_s, store.latency_s) for _ in range(2)]
@@ -341,7 +339,6 @@ class _Store:
             [own[0], self._read],
             [own[1], self._write],
             clock,
-            max_backlog,
             label=label,
             away=store.away,
             deadline_s=config.max_wait_s,
