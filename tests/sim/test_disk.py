@@ -100,8 +100,7 @@ class Sharers:
         self.clock = VirtualClock()
         contents = Contents(4, is_shared=True, **more)
         self.ways = [
-            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, away=away)
-            for each in bytes_per_s
+            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, away=away) for each in bytes_per_s
         ]
 
     def write(self, machine: int, *numbers: int) -> None:
