@@ -125,6 +125,23 @@ def test_a_lookup_that_takes_in_the_last_failure_is_a_miss(make) -> None:
     assert rig.stat("tier_lookups", "miss") == 1
 
 
+def test_a_tier_that_goes_off_while_a_call_is_under_way_knows_more(make) -> None:
+    """Its lookups are misses from then on, and whoever waits is to ask again."""
+    rig = make()
+    rig.gate.close_gate("contains")
+    rig.start()
+    rig.step()
+    assert rig.ask(keys_of(1)) == [None]
+    rig.tier.on_schedule_end()
+    rig.store.broken = {"read_into": StoreError("no")}
+    before = 0
+    for number in range(3):
+        before = rig.tier.progress()
+        rig.load_blocks(keys_of(2 + number))
+    assert rig.ask(keys_of(1)) == [False]
+    assert rig.tier.progress() != before
+
+
 def test_a_block_that_a_request_peeks_at_and_looks_up_counts_once(make) -> None:
     rig = make(exclusive=True)
     rig.below(keys_of(1, 2))

@@ -306,8 +306,8 @@ class StoreTier(SecondaryTierManager):
                 self._log.exception(f"tier {self.tier_type!r} could not take in the end of a call")
 
     def _take_result(self, result: IoResult) -> None:
-        queue = result.task.queue
-        self._num_answers += queue in (IoQueue.LOOKUP, IoQueue.UPKEEP) or not self._reads.breaker.is_closed
+        queue, was_on = result.task.queue, self._reads.breaker.is_closed
+        self._num_answers += queue in (IoQueue.LOOKUP, IoQueue.UPKEEP)
         if result.status is not IoStatus.OVERDUE:
             result.task.ended(result)
         elif result.task.queue in READS:
@@ -317,6 +317,7 @@ class StoreTier(SecondaryTierManager):
             self._reads.record_hang()
         else:
             self._writes.record_hang()
+        self._num_answers += not (was_on and self._reads.breaker.is_closed)  # off, all that is asked is a miss
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 
