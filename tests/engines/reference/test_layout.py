@@ -27,6 +27,13 @@ def test_layers_with_one_window_form_a_group() -> None:
     assert layout.identity["model"] == "x" and layout.identity["dtype"] == "torch.float32"
 
 
+def test_states_that_lie_in_blocks_make_them_others() -> None:
+    shape = kv_shape(tiny_model("falcon_h1").config)
+    layouts = [engine_layout(each, 4, torch.float32, {}) for each in (shape, dataclasses.replace(shape, states=None))]
+    assert [len(layout.groups) for layout in layouts] == [2, 1]
+    assert layouts[0].identity != layouts[1].identity
+
+
 def test_other_families_are_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="'gpt2' is another family"):
         kv_shape(AutoConfig.for_model("gpt2"))

@@ -18,6 +18,7 @@ from tests.engines.vllm.configs import (
     latent,
     mamba,
     model_config,
+    ring,
     says_what_is_sharded,
     sliding,
     speculative,
@@ -27,7 +28,7 @@ from tests.engines.vllm.configs import (
 from kvoffload.config import EngineLayout, RankSlice, parse_config
 from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.layout import layout_of, preferred_layout
-from kvoffload.engines.vllm.slices import slice_of, why_not_rank_free
+from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, slice_of, why_not_rank_free
 from kvoffload.tiering.spec import persistent_namespace
 
 pytestmark = pytest.mark.vllm(elsewhere=True)
@@ -265,3 +266,11 @@ def test_the_layout_that_pages_need_is_a_preference() -> None:
     assert preferred_layout(config, parse_config({"cpu_bytes_to_use": "1MiB"})) is None
     for other in ("use_mla", "is_hybrid"):
         assert preferred_layout(vllm_config(**{f"model_config__{other}": True}), WITH_TIER) is None
+
+
+def test_groups_that_are_a_request_s_own_are_left_out() -> None:
+    for specs, ids in (((attention(), mamba()), None), ((ring(), attention()), (1,))):
+        caches = kv_cache_config(*specs)
+        found = offloaded_ids(caches)
+        assert (found and tuple(found)) == ids
+        assert offloaded_groups(caches) == [caches.kv_cache_groups[index] for index in ids or (0, 1)]

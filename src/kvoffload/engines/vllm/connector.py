@@ -46,7 +46,7 @@ from kvoffload.engines.vllm.identity import has_named_media, unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
-from kvoffload.engines.vllm.slices import offloaded_groups, why_not_rank_free
+from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
@@ -139,7 +139,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
             if outliving_tier(config) is not None:
                 _log_who_finds_blocks(vllm_config, config, layout)
-            group_ids = kv_cache_config.prefix_cacheable_group_ids
             self._scheduler = _SchedulerSide(
                 spec,
                 layout,
@@ -147,7 +146,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 leaves_out=_left_out(vllm_config, config),
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
-                group_ids=group_ids if len(group_ids) < len(kv_cache_config.kv_cache_groups) else None,
+                group_ids=offloaded_ids(kv_cache_config),
                 encodings_are_shared=vllm_config.ec_transfer_config is not None,
             )
             watch(vllm_config, self._scheduler)

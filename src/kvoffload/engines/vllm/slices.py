@@ -23,13 +23,19 @@ from kvoffload.config import RankSlice
 from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
 from kvoffload.engines.vllm.versions import kv_tp_replicas
 
-__all__ = ["kind_of", "offloaded_groups", "slice_of", "why_not_rank_free"]
+__all__ = ["kind_of", "offloaded_groups", "offloaded_ids", "slice_of", "why_not_rank_free"]
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
     """The KV groups that block hashes can restore. The others are a request's own, such as ring buffers: vLLM computes
     them again after a hit in its own prefix cache, and after ours."""
     return [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.prefix_cacheable_group_ids]
+
+
+def offloaded_ids(kv_cache_config: Any) -> Sequence[int] | None:
+    """vLLM's numbers of these groups; ``None``: all groups are."""
+    ids: Sequence[int] = kv_cache_config.prefix_cacheable_group_ids
+    return ids if len(ids) < len(kv_cache_config.kv_cache_groups) else None
 
 
 def slice_of(vllm_config: Any, kv_cache_config: Any, rank: int) -> RankSlice:
