@@ -431,6 +431,21 @@ class EngineLayout:
         return self.rank_slice or RankSlice(self.rank, self.num_ranks)
 
     @property
+    def ranks_per_node(self) -> int:
+        """The ranks whose slices lie in the memory of this node."""
+        return self.slice.num_slices * self.slice.num_replicas
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the engine spans. Each has memory of its own for the same slots, with the slices of its ranks."""
+        return max(1, self.num_ranks // self.ranks_per_node)
+
+    @property
+    def node(self) -> int:
+        """The node of this process, from 0: nodes have consecutive ranks."""
+        return self.rank // self.ranks_per_node
+
+    @property
     def has_states(self) -> bool:
         """Whether any group holds recurrent states."""
         return any(group.kind is GroupKind.SINGLE_STATE for group in self.groups)

@@ -71,9 +71,10 @@ class CPUOffloadingSpec(OffloadingSpec):
             if self.layout.num_processes == 1:
                 self._region = SharedOffloadRegion.anonymous(*shape)
             else:
-                self._region = SharedOffloadRegion.shared(
-                    self.layout.instance_id, *shape, num_processes=self.layout.num_processes
-                )
+                name = self.layout.instance_id
+                if self.layout.num_nodes > 1:  # each has a region, also if two of them are one machine
+                    name += f" node {self.layout.node}"
+                self._region = SharedOffloadRegion.shared(name, *shape, num_processes=self.layout.num_processes)
         return self._region
 
     def get_manager(self) -> OffloadingManager:
@@ -129,7 +130,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
 def _check_processes(layout: EngineLayout) -> None:
     """Raises ``LayoutError`` unless all processes of the engine will map the same memory."""
-    here = layout.slice.num_slices * layout.slice.num_replicas
+    here = layout.ranks_per_node
     is_one = layout.num_ranks == layout.num_processes == 1
     is_without_scheduler = here < layout.num_ranks and layout.num_processes == here
     if not is_one and not is_without_scheduler and layout.num_processes != 1 + here:

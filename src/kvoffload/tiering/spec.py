@@ -18,7 +18,9 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.options import build_tier, parse_tiers
+from kvoffload.tiering.nodes import AgentTier, NodeAgent, Nodes
+from kvoffload.tiering.nodes.tier import build_nodes_tier
+from kvoffload.tiering.options import StoreOptions, build_tier, parse_tiers
 
 __all__ = [
     "CACHE_FORMAT_VERSION",
@@ -43,10 +45,11 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
     It covers everything besides the key that changes the bytes of a block: the engine's own ``identity`` (model,
     revision, KV dtype, layout), the groups, the number of GPU blocks in a block, the number of its
     slices, and the format version. It does not cover the rank, because a slot has the slices of all ranks. Where pages
-    are of all ranks, it does not cover the number of slices either.
+    are of all ranks, it does not cover the number of slices either. Of an engine that spans several nodes each node has
+    a part of the block, under a name of its own.
     """
     num_slices = layout.slice.num_slices
-    facts = {
+    facts: dict[str, Any] = {
         "format": CACHE_FORMAT_VERSION,
         "identity": {str(name): str(value) for name, value in layout.identity.items()},
         "groups": [
@@ -57,6 +60,8 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
         "block_size_factor": block_size_factor,
         "num_slices": 1 if layout.rank_free else num_slices,
     }
+    if layout.num_nodes > 1:
+        facts["part"] = [layout.node, layout.num_nodes]
     return name_namespace([str(layout.identity[name]) for name in _READABLE if name in layout.identity], facts)
 
 
@@ -99,6 +104,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             if options.is_persistent:
                 check_hashes_are_stable(layout, options.type)
         self.namespace = persistent_namespace(layout, self.block_size_factor)
+        self.nodes = Nodes(layout.num_nodes) if layout.num_nodes > 1 and self.tier_options else None
+        """In the scheduler's process: what its engine sends to the agents of several nodes, and gets from them."""
+        self._agent: NodeAgent | None = None
+        if self.nodes is not None:
+            for options in self.tier_options:
+                if type(options).build is not StoreOptions.build:
+                    raise ConfigError(
+                        f"The secondary tier {options.label!r} does its I/O where the scheduler is, and this engine "
+                        "spans several nodes: leave it out, or run one engine per node."
+                    )
 
     @classmethod
     def check_config(cls, config: OffloadingConfig) -> None:
@@ -109,6 +124,29 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             parse_tiers(config.secondary_tiers)
         problems.raise_found()
 
+    def make_agent(self) -> NodeAgent | None:
+        """The agent of this node, for a worker's process; ``None``: the engine is on one node, or another worker has
+        it. Opens the stores, and raises what they raise. ``shutdown`` ends it."""
+        if self.nodes is None or self.layout.rank % self.layout.ranks_per_node:
+            return None
+        tiers = list[AgentTier]()
+        try:
+            for options in self.tier_options:
+                options.check(self.block_bytes)
+                store = options.open_store(self.block_bytes, self.namespace)
+                tiers.append(AgentTier(options.label, store, options))
+            self._agent = NodeAgent(self.layout.node, self.region.create_kv_memoryview(), tiers)
+        except BaseException:
+            for tier in tiers:
+                tier.store.close()
+            raise
+        return self._agent
+
+    def shutdown(self) -> None:
+        if self._agent is not None:
+            self._agent.shutdown()
+        super().shutdown()
+
     def _make_manager(self) -> OffloadingManager:
         config = self.config
         for options in self.tier_options:
@@ -116,9 +154,12 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         primary = self._make_primary(CPUPrimaryTierOffloadingManager, self.region)
         tiers: list[SecondaryTierManager] = []
         try:
-            for options in self.tier_options:
-                events = self.layout.events_enabled
-                tiers.append(build_tier(options, primary.kv_view, self.namespace, self.lost, enable_events=events))
+            for index, options in enumerate(self.tier_options):
+                events, view = self.layout.events_enabled, primary.kv_view
+                if self.nodes is None:
+                    tiers.append(build_tier(options, view, self.namespace, self.lost, enable_events=events))
+                else:
+                    tiers.append(build_nodes_tier(options, view, self.nodes, index, self.lost, events))
         except BaseException:
             for tier in tiers:
                 tier.shutdown()

@@ -18,12 +18,17 @@ from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["StoreTransfers"]
+__all__ = ["StoreTransfers", "slice_blocks"]
 
 _SLICE_BYTES = 4 << 20
 _LEAST_STORE_BYTES = 1 << 20
 """Smaller stores gain less from another thread than it costs to wake it."""
 _MAX_SLICE_BLOCKS = 64
+
+
+def slice_blocks(store: BlockStore, block_bytes: int) -> int:
+    """Most blocks of ``block_bytes`` that one call of ``store`` moves."""
+    return store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // block_bytes))
 
 
 class StoreTransfers:
@@ -57,7 +62,7 @@ class StoreTransfers:
         self._losses = losses
         self._reads = reads
         self._writes = writes
-        self._max_slice_blocks = store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // block_bytes))
+        self._max_slice_blocks = slice_blocks(store, block_bytes)
         self._least_store_blocks = -(-_LEAST_STORE_BYTES // block_bytes)
         self._gathered: list[JobMetadata] = []
         """Stores that ``submit_stores`` will submit."""

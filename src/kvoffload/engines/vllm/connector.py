@@ -54,7 +54,9 @@ from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tok
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
+from kvoffload.tiering.nodes import Packet
 from kvoffload.tiering.options import parse_tiers
+from kvoffload.tiering.spec import TieringOffloadingSpec
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +103,8 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
 
     meta: ConnectorMeta = field(default_factory=ConnectorMeta)
     has_forward_pass: bool = True
+    packets: tuple[Packet, ...] = ()
+    """To the agents of tiers that span nodes."""
 
 
 @dataclass
@@ -108,9 +112,11 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers to scheduler. vLLM merges those of all ranks."""
 
     report: WorkerReport
+    packets: tuple[Packet, ...] = ()
+    """From the agents of tiers that span nodes."""
 
     def aggregate(self, other: StepReport) -> StepReport:
-        return StepReport(WorkerReport.merge((self.report, other.report)))
+        return StepReport(WorkerReport.merge((self.report, other.report)), self.packets + other.packets)
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -249,6 +255,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
         # Final stores read such blocks too, so they start here.
         meta = kv_connector_metadata.meta
+        self.worker.receive(kv_connector_metadata.packets)
         self.worker.core.start_step(ConnectorMeta(final_stores=meta.final_stores, flush_job_ids=meta.flush_job_ids))
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
@@ -283,8 +290,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report = self.worker.core.get_report()
-        return StepReport(report) if report.results else None
+        report, packets = self.worker.core.get_report(), self.worker.take_packets()
+        return StepReport(report, packets) if report.results or packets else None
 
     # -------------------------------------------------------------------------------------------------- metrics
 
@@ -364,6 +371,7 @@ class _SchedulerSide:
         groups that are offloaded; ``None``: all are. ``encodings_are_shared``: those of media come from other engines
         too."""
         manager = GuardedManager(spec.get_manager())
+        self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
         self._adapters = Adapters()
         self._device = Device(encodings_are_shared)
         self.core = OffloadingConnectorScheduler(
@@ -449,10 +457,13 @@ class _SchedulerSide:
             step = with_needed_blocks(step, self._held.blocks_without_request())
         self._refused_running = self._refused_waiting = False
         meta = self.core.build_connector_meta(step)
-        return StepMeta(meta, has_forward_pass=bool(scheduler_output.num_scheduled_tokens))
+        packets = self._nodes.take_packets() if self._nodes is not None else ()
+        return StepMeta(meta, bool(scheduler_output.num_scheduled_tokens), packets)
 
     def update_connector_output(self, worker_meta: StepReport | None) -> None:
         if worker_meta is not None:
+            if self._nodes is not None:
+                self._nodes.receive(worker_meta.packets)
             self.core.update_connector_output(worker_meta.report)
             self._stats_due_s = 0.0
 
@@ -524,6 +535,7 @@ class _WorkerSide:
         self._spec = spec
         self._layout = layout
         self._kv_cache_config = kv_cache_config
+        self._agent = spec.make_agent() if isinstance(spec, TieringOffloadingSpec) else None
         self._invalid_block_ids: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
@@ -546,6 +558,13 @@ class _WorkerSide:
                     f"{group.page_bytes}; kvoffload does not know this layout."
                 )
         self.core.register_kv_caches(self._spec, caches, flushes_on_host)
+
+    def receive(self, packets: tuple[Packet, ...]) -> None:
+        if self._agent is not None:
+            self._agent.receive(packets)
+
+    def take_packets(self) -> tuple[Packet, ...]:
+        return self._agent.take_packets() if self._agent is not None else ()
 
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
         """Requests whose load ended on this rank.

@@ -283,7 +283,9 @@ def layout_of(
     # vLLM's single-process executor runs the one worker on the scheduler's own thread.
     ranks_per_node = parallel.world_size // parallel.nnodes_within_dp
     one_process = parallel.world_size == 1 and parallel.distributed_executor_backend == "uni"
-    names_blocks = one_process or not is_worker
+    # Of several nodes each names its own part, in the process that does the tiers' I/O there.
+    has_agent = parallel.nnodes_within_dp > 1 and bool(config.secondary_tiers) and rank % ranks_per_node == 0
+    names_blocks = one_process or not is_worker or has_agent
     return EngineLayout(
         groups=groups,
         hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),

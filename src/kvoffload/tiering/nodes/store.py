@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store whose calls are executed by the agents of several nodes, each on its part of the block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvoffload.base import OffloadKey
+from kvoffload.errors import StoreError
+from kvoffload.lost_blocks import Loss, LostBlocks
+from kvoffload.miss import Miss
+from kvoffload.tiering.nodes.messages import Act
+from kvoffload.tiering.nodes.nodes import Nodes, Pending
+from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+
+__all__ = ["NodesLosses", "NodesStore"]
+
+_SCAN_NODE = 0
+_MAX_REMEMBERED = 4096
+
+
+class NodesStore(BlockStore):
+    """Tier ``tier`` of ``nodes``. A block is here if every node has its part, and a call has ended when it has ended on
+    every node.
+
+    ``view`` is this node's region, (num_blocks, block_bytes). The blocks of a call are slots of it: their numbers go to
+    the nodes, each of which has its part of the block in the same slot of a region of its own. An I/O thread waits in
+    each call, so it costs no processor, but two steps of the engine at least; hence many threads and large batches.
+    The agents cut them for their own threads.
+    """
+
+    batch_blocks = 1024
+    requests_in_flight = 16
+
+    def __init__(self, nodes: Nodes, tier: int, view: memoryview) -> None:
+        assert view.shape is not None
+        self._nodes = nodes
+        self._tier = tier
+        self._num_slots, self._slot_bytes = view.shape
+        self._view = view  # while it lives, no other memory has its addresses
+        self._first_address = _address(view.cast("B"))
+        self._bad_nodes: dict[OffloadKey, int] = {}
+        """Of the blocks that were lost last: the node that lost it."""
+
+    def __repr__(self) -> str:
+        return f"NodesStore(tier={self._tier}, {self._nodes!r})"
+
+    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._call(Act.CONTAINS, keys).outcomes if keys else []
+
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        return self._call(Act.WRITE, keys, self._slots_of(blocks)).outcomes if keys else []
+
+    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        if not keys:
+            return []
+        pending = self._call(Act.READ, keys, self._slots_of(blocks))
+        for index, node in pending.bad_nodes.items():
+            self._remember(keys[index], node)
+        return pending.outcomes
+
+    def discard(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            self._call(Act.DISCARD, keys)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        self._nodes.tell(self._tier, Act.TOUCH, keys)
+
+    def close(self) -> None:
+        """Nothing: the agents close their stores."""
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        """What one node has, and all others have as well."""
+        act = Act.SCAN_ANEW
+        others = [node for node in range(len(self._nodes)) if node != _SCAN_NODE]
+        while keys := self._call(act, (), among=[_SCAN_NODE]).keys:
+            are_there = self._call(Act.CONTAINS, keys, among=others).outcomes
+            yield [key for key, is_there in zip(keys, are_there, strict=True) if is_there]
+            act = Act.SCAN
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        lost = self._nodes.take_lost(self._tier)
+        for key, (_, node) in lost.items():
+            self._remember(key, node)
+        return {key: cause for key, (cause, _) in lost.items()}
+
+    def stats(self) -> StoreStats:
+        """Of all nodes together. The bytes are unknown as long as those of one are."""
+        each = self._nodes.stats(self._tier)
+        are_all = len(each) == len(self._nodes)
+        return StoreStats(
+            _sum([stats.used_bytes for stats in each] if are_all else [None]),
+            sum(stats.corrupt_blocks for stats in each),
+            sum(stats.evicted_blocks for stats in each),
+            _sum([stats.max_bytes for stats in each] if are_all else [None]),
+            _sum([stats.free_bytes for stats in each] if are_all else [None]),
+            sum(stats.other_keys for stats in each),
+        )
+
+    def bad_node(self, key: OffloadKey) -> int | None:
+        """The node that lost ``key``, if that was lately."""
+        return self._bad_nodes.get(key)
+
+    def _remember(self, key: OffloadKey, node: int) -> None:
+        if len(self._bad_nodes) >= _MAX_REMEMBERED:
+            self._bad_nodes = {}
+        self._bad_nodes[key] = node
+
+    def _call(
+        self, act: Act, keys: Sequence[OffloadKey], slots: Sequence[int] = (), among: Iterable[int] | None = None
+    ) -> Pending:
+        pending = self._nodes.order(self._tier, act, keys, slots, among=among)
+        pending.ended.wait()
+        if pending.errors:
+            cause = OSError(pending.errno, pending.errors[0]) if pending.errno is not None else None
+            raise StoreError("; ".join(pending.errors)) from cause
+        return pending
+
+    def _slots_of(self, blocks: Sequence[memoryview]) -> list[int]:
+        slots = []
+        for block in blocks:
+            slot, rest = divmod(_address(block) - self._first_address, self._slot_bytes)
+            if rest or not 0 <= slot < self._num_slots or block.nbytes != self._slot_bytes:
+                raise StoreError("A block is no slot of the region, so that no other node has its part.")
+            slots.append(slot)
+        return slots
+
+
+class NodesLosses(LostBlocks):
+    """Records in ``lost`` what ``store`` lost, with the node that lost it. One thread."""
+
+    def __init__(self, lost: LostBlocks, store: NodesStore) -> None:
+        super().__init__(max_blocks=0)
+        self._all = lost
+        self._store = store
+
+    def record(self, keys: Iterable[bytes], miss: Miss, place: str = "") -> None:
+        for key in keys:
+            node = self._store.bad_node(OffloadKey(key))
+            self._all.record([key], miss, place if node is None else f"{place} on node {node}")
+
+    def find(self, keys: Sequence[bytes]) -> list[Loss | None]:
+        return self._all.find(keys)
+
+
+def _address(block: memoryview) -> int:
+    address: int = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _sum(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
