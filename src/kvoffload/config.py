@@ -81,6 +81,9 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     adapters_never_change: bool = False
     """No LoRA adapter is ever replaced under its name and path. Without this promise requests with an adapter are
     computed without kvoffload where a tier's blocks outlive the process."""
+    media_never_change: bool = False
+    """Clients give no image, video or sound a ``uuid`` that ever stands for another one. Without this promise requests
+    with media are computed without kvoffload where a tier's blocks outlive the process."""
     reset_tiers: bool = True
     """With false a reset leaves the tiers their blocks as long as ``weights_version`` stays the same, so that only host
     memory is reset."""

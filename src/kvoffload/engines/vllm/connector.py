@@ -42,7 +42,7 @@ from kvoffload.connector import (
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
-from kvoffload.engines.vllm.identity import has_named_media, unknown_options
+from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
 from kvoffload.engines.vllm.log import log_with_vllm
@@ -149,7 +149,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 spec,
                 layout,
                 config,
-                leaves_out=_left_out(vllm_config, config),
+                leaves_out=_left_out(config),
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
@@ -326,21 +326,22 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: En
             "kvoffload neither stores nor loads for requests with a LoRA adapter, because one may be replaced at its "
             "path: set adapters_never_change if none ever is, or leave out the tiers that outlive the process"
         )
-    if vllm_config.model_config.multimodal_config is not None:
-        logger.info(
-            "kvoffload neither stores nor loads for requests in which a client gives a medium a uuid of its own. With "
-            "--mm-processor-kwargs or --media-io-kwargs it cannot tell, so these are all requests with media."
+    if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
+        logger.warning(
+            "kvoffload neither stores nor loads for requests with images, videos or sounds, because a client may name "
+            "one by a uuid that stands for another: set media_never_change if none does, or leave out the tiers that "
+            "outlive the process"
         )
 
 
-def _left_out(vllm_config: Any, config: OffloadingConfig) -> Callable[[Any], bool]:
+def _left_out(config: OffloadingConfig) -> Callable[[Any], bool]:
     """Whether a request's keys do not tell its blocks from others for as long as they last."""
     if outliving_tier(config) is None:
         return has_wrong_hashes
     return lambda request: (
         has_wrong_hashes(request)
         or (request.lora_request is not None and not config.adapters_never_change)
-        or has_named_media(request, vllm_config.model_config)
+        or (bool(request.mm_features) and not config.media_never_change)
     )
 
 

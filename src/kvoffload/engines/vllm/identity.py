@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
 
-__all__ = ["has_named_media", "identity_of", "unknown_options"]
+__all__ = ["identity_of", "unknown_options"]
 
 _LIMITLESS_ROPE = (
     *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4"),
@@ -35,10 +34,6 @@ either, in models that take the limit for their largest position."""
 _LIMITED_MODELS = ("llama4", "llama4_text", "mllama4")
 """Model types that read ``max_model_len`` themselves: above 32768 Llama 4 scales its queries. ``test_fields`` knows all
 modules of vLLM's models that read it."""
-
-
-_MEDIA_HASHES = {"blake3": 64, "sha256": 64, "sha512": 128}
-"""Hexadecimal digits of what ``--mm-hasher-algorithm`` makes."""
 
 
 def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
@@ -69,20 +64,6 @@ def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
     """Options of vLLM, and variables, that count because this version of kvoffload does not know them."""
     options = [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
     return options + unknown_variables()
-
-
-def has_named_media(request: Any, model: Any) -> bool:
-    """Whether a client may have chosen what stands for an image, a video or a sound in the request's keys: it does not
-    look like vLLM's own hash, or vLLM hashes a client's name too, together with options of its own."""
-    if not request.mm_features:
-        return False
-    images = model.multimodal_config
-    if getattr(images, "mm_processor_kwargs", None) or getattr(images, "media_io_kwargs", None):
-        return True
-    digits = _MEDIA_HASHES.get(getattr(images, "mm_hasher_algorithm", ""))
-    lora = f"{request.lora_request.lora_name}:" if request.lora_request is not None else ""
-    names = [str(feature.identifier).removeprefix(lora) for feature in request.mm_features]
-    return digits is None or not all(re.fullmatch(rf"[0-9a-f]{{{digits}}}", name) for name in names)
 
 
 def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:

@@ -107,9 +107,7 @@ _ATTRIBUTES = {
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
     ("vllm.config.device", "DeviceConfig"): "device_type",
     ("vllm.config.load", "LoadConfig"): "load_format download_dir",
-    ("vllm.config.multimodal", "MultiModalConfig"): (
-        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_hasher_algorithm mm_processor_kwargs media_io_kwargs"
-    ),
+    ("vllm.config.multimodal", "MultiModalConfig"): ("mm_encoder_attn_dtype mm_encoder_fp8_scale_path"),
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
