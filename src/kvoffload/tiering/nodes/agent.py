@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
+from kvoffload.logs import RateLimitedLog
 from kvoffload.tiering.nodes.link import AgentLink
 from kvoffload.tiering.nodes.messages import Act, Answer, News, Order, Packet
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
@@ -67,6 +68,7 @@ class NodeAgent:
         self._answers: list[Answer] = []
         """Of orders that have ended, until the next packet."""
         self._news_due_s = 0.0
+        self._log = RateLimitedLog(_log, clock=clock)
 
     def __repr__(self) -> str:
         return f"NodeAgent({self._link!r})"
@@ -108,9 +110,12 @@ class NodeAgent:
     def _put_news(self) -> None:
         is_due = self._clock() >= self._news_due_s
         for tier in self._tiers:
-            lost = tier.store.take_lost()
-            if lost or is_due:
-                self._link.put(News(tier.index, tier.store.stats(), lost))
+            try:
+                lost = tier.store.take_lost()
+                if lost or is_due:
+                    self._link.put(News(tier.index, tier.store.stats(), lost))
+            except Exception:  # noqa: BLE001 - a store is foreign, and this is an engine's step
+                self._log.exception(f"{tier.store!r} cannot tell what became of it")
         if is_due:
             self._news_due_s = self._clock() + _NEWS_S
 
@@ -174,6 +179,8 @@ class _Tier:
             return [True] * (stop - start)
 
         def blocks(start: int, stop: int) -> list[memoryview]:
+            if not slots:
+                return [memoryview(bytearray(rows.shape[1])) for _ in range(start, stop)]
             return [memoryview(rows[slot]) for slot in slots[start:stop]]
 
         match order.act:

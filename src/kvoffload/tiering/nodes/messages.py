@@ -42,7 +42,8 @@ class Order:
     act: Act
     keys: Sequence[OffloadKey] = ()
     slots: Sequence[int] = ()
-    """Of ``keys``, in the node's region; only to read and to write."""
+    """Of ``keys``, in the node's region; only to read and to write. A read without any is a probe: into memory of the
+    node's own."""
 
     @property
     def size(self) -> int:

@@ -56,6 +56,9 @@ class NodesStore(BlockStore):
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         if not keys:
             return []
+        if len(keys) == 1 and self._slot_of(blocks[0]) is None:  # memory of a probe, of which nodes have no part
+            self._call(Act.READ, keys)
+            return [False]
         pending = self._call(Act.READ, keys, self._slots_of(blocks))
         for index, node in pending.bad_nodes.items():
             self._remember(keys[index], node)
@@ -119,13 +122,14 @@ class NodesStore(BlockStore):
         return pending
 
     def _slots_of(self, blocks: Sequence[memoryview]) -> list[int]:
-        slots = []
-        for block in blocks:
-            slot, rest = divmod(_address(block) - self._first_address, self._slot_bytes)
-            if rest or not 0 <= slot < self._num_slots or block.nbytes != self._slot_bytes:
-                raise StoreError("A block is no slot of the region, so that no other node has its part.")
-            slots.append(slot)
+        slots = [slot for block in blocks if (slot := self._slot_of(block)) is not None]
+        if len(slots) < len(blocks):
+            raise StoreError("A block is no slot of the region, so that no other node has its part.")
         return slots
+
+    def _slot_of(self, block: memoryview) -> int | None:
+        slot, rest = divmod(_address(block) - self._first_address, self._slot_bytes)
+        return slot if not rest and 0 <= slot < self._num_slots and block.nbytes == self._slot_bytes else None
 
 
 class NodesLosses(LostBlocks):
