@@ -22,8 +22,9 @@ from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.testing import GatedStore, ManualClock
 from kvoffload.tiering.base import SecondaryTierManager
-from kvoffload.tiering.load_policy import BlockWorth, Plan
+from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.options import build_tier
+from kvoffload.tiering.plans import Plan
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 

@@ -15,7 +15,8 @@ from tests.tiering.rig import BLOCK_BYTES, Rig, content, prefix
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering import promotions
-from kvoffload.tiering.load_policy import PATIENCE, PROBE_INTERVAL_S, BlockWorth
+from kvoffload.tiering.load_policy import PROBE_INTERVAL_S, BlockWorth
+from kvoffload.tiering.plans import PATIENCE
 
 TOKENS = 10
 COMPUTE_S = 1.0

@@ -14,7 +14,7 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
-from kvoffload.tiering import load_policy
+from kvoffload.tiering import load_policy, plans
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 
@@ -255,7 +255,7 @@ def test_blocks_that_no_tier_has_are_not_late() -> None:
     machine.step()
     while machine.tier.jobs:
         machine.read()
-    machine.clock.advance(load_policy.PATIENCE * 12)
+    machine.clock.advance(plans.PATIENCE * 12)
     for _ in range(2):
         assert machine.ask(blocks, context) == [True] * 12 + [False]
         machine.step()
@@ -273,7 +273,7 @@ def test_each_block_that_is_late_counts_once_however_many_prefixes_a_request_ask
         machine.below(blocks)
         assert machine.ask(blocks, context) == [None] * len(blocks)
     machine.step()
-    machine.clock.advance(load_policy.PATIENCE * 10)
+    machine.clock.advance(plans.PATIENCE * 10)
     for _ in range(3):
         for blocks in ranges:
             assert machine.ask(blocks, context) == [False]
@@ -700,7 +700,7 @@ def test_a_state_is_waited_for_no_longer_than_computing_its_hit(num_below: int) 
         machine.manager.check_invariants()
         machine.clock.advance(0.1)
     assert answers == [False]
-    risk_s = load_policy.RISK_SHARE * len(blocks) + load_policy.RISK_S
+    risk_s = plans.RISK_SHARE * len(blocks) + plans.RISK_S
     assert machine.clock() - began_s == pytest.approx(4 + risk_s, abs=0.2)
     assert machine.ask(blocks, context) == attention
     assert machine.declined()["late"] == 1

@@ -6,9 +6,9 @@ from __future__ import annotations
 from tests.tiering.rig import keys
 from tests.tiering.test_promotions import Parts
 
-from kvoffload.tiering.load_policy import HERE, Place, Segment
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.places import Places, Survey
+from kvoffload.tiering.segments import HERE, Place, Segment
 
 
 class Asking(Parts):

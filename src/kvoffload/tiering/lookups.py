@@ -8,15 +8,18 @@ two calls there is no state but the wait. Scheduler thread only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import HERE, PATIENCE, LoadPlanner, Place, Plan, Segment, SoFar
+from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.places import Places, Survey
+from kvoffload.tiering.plans import PATIENCE, Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Question, Request, Wait
+from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
@@ -173,8 +176,8 @@ class Lookups:
             plan: Plan | None = None
             if not is_weighed:
                 segments = self._planner.sources(survey.segments)
-            elif not is_due and wait.plan is not None and _marks(survey.segments) == wait.marks:
-                held = Place((), _waited(wait.plan.segments))
+            elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
+                held = Place((), waited_tiers(wait.plan.segments))
                 segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
             else:
                 plan = self._plan(wait, keys, stop, survey, ends)
@@ -182,7 +185,7 @@ class Lookups:
                 if len(question.answers) > plan.stop:
                     question = Question([*keys], wait.kept(keys))
             version = wait.version
-            self._reserve(wait, question, stop, survey, _cut(segments, len(question.answers) - begin))
+            self._reserve(wait, question, stop, survey, cut(segments, len(question.answers) - begin))
             if wait.version != version:
                 self._cut_at_failure(request, question)
             question.progress = progress
@@ -216,20 +219,20 @@ class Lookups:
         so_far, seen_s = SoFar(len(keys)), self._clock()
         if wait.deadline_s is not None:
             self.num_planned_again += 1
-            seen_s = self._waits.seen_s(wait, is_news=_marks(survey.segments) != wait.marks)
+            seen_s = self._waits.seen_s(wait, is_news=marks(survey.segments) != wait.marks)
             waited = next((key for key in keys if wait.answers.get(key, True) is None), keys[0])
             granted_s = wait.deadline_s - seen_s
             if (arrival_s := self._promotions.arrival_s(waited)) is not None:
                 granted_s = max(granted_s, self._clock() - seen_s + PATIENCE * arrival_s)
             so_far = SoFar(len(keys), seen_s - wait.began_s, granted_s, wait.num_here)
         plan = self._planner.plan(survey.segments, keys[0], useful, so_far)
-        self._waits.plan(wait, keys, plan, _marks(survey.segments, plan.segments), seen_s)
+        self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:
             return plan._replace(stop=stop if stop < len(keys) else len(keys))
         self.num_ended_early += plan.is_lost
         self._waits.decline(wait, keys, plan.stop)
         for tier, reason, blocks, _ in plan.declined:
-            new = [key for key in keys[blocks.start : blocks.stop] if verdicts.get(key) is not Miss.DECLINED]
+            new = [key for at in blocks if verdicts.get(key := keys[at]) is not Miss.DECLINED]
             self._planner.count_declined(tier, reason, len(new))
             verdicts.update(dict.fromkeys(new, Miss.DECLINED))
         if not survey.place_at(plan.stop).is_unknown or plan.is_lost:
@@ -261,7 +264,7 @@ class Lookups:
             for tier in tiers:
                 if tier not in probed:
                     probed.add(tier)
-                    declined = keys[blocks.start : blocks.stop][: self._planner.probe_blocks(tier)]
+                    declined = [keys[at] for at in blocks[: self._planner.probe_blocks(tier)]]
                     absent = [key for key in dict.fromkeys(declined) if self._primary.slots.get(key) is None]
                     self._promotions.probe(self._tiers[tier], absent, request)
 
@@ -283,37 +286,48 @@ class Lookups:
     def _take_all(self, wait: Wait, question: Question, stop: int, segments: Sequence[Segment]) -> bool:
         """Answers the blocks of ``segments``, as far as they are still where it says. ``False``: there is no room."""
         end = len(question.answers)
-        for place, num_blocks in segments:
-            if end == stop:
-                break  # the rest is declined
-            end = min(end + num_blocks, stop)
-            if not self._take(wait, question, end, place):
-                return False
-            if len(question.answers) < end:
-                break  # a promotion begun meanwhile has changed where the next block is
+        for is_loaded, group in itertools.groupby(
+            segments, lambda each: each.place.is_below and bool(each.place.tiers)
+        ):
+            if is_loaded and not self._gives_way(wait.request):
+                parts = [*group]
+                end = min(end + sum(part.num_blocks for part in parts), stop)
+                if not self._promote(wait, question, end, parts):
+                    return False
+            else:
+                for place, num_blocks in group:
+                    end = min(end + num_blocks, stop)
+                    self._take(wait, question, end, place)
+                    if len(question.answers) < end:
+                        break
+            if len(question.answers) < end or end == stop:
+                break  # a promotion begun meanwhile has changed where the next block is, or the rest is declined
         return True
 
-    def _take(self, wait: Wait, question: Question, end: int, place: Place) -> bool:
-        """The same for blocks in one place."""
+    def _take(self, wait: Wait, question: Question, end: int, place: Place) -> None:
+        """The same for blocks in one place from which none is promoted now."""
         keys, answers = question.keys, question.answers
         first = len(answers)
-        if place.is_unknown or self._gives_way(wait.request, place):
+        if place.is_below:
             self._waits.begin(wait)
             answers += [None] * (end - first)
             question.num_unknown += (end - first) * place.is_unknown
             question.waited = tuple({*question.waited, *place.unknown})
-        elif not place.is_below:
-            answers += self._waits.found(wait, keys[first:end])
         else:
-            absent = self._end_of_absent(keys, first, end)
-            begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys, first, absent)
-            answers += [None] * (begun - first)
-            return begun == absent
-        return True
+            answers += self._waits.found(wait, keys[first:end])
 
-    def _gives_way(self, request: Request, place: Place) -> bool:
-        """Whether blocks in ``place`` are not to be promoted yet, because others wait for what is being read."""
-        return request.context.is_prefetch and place.is_below and self._promotions.are_waited_for()
+    def _promote(self, wait: Wait, question: Question, end: int, parts: Sequence[Segment]) -> bool:
+        """The same for blocks each of which has a source."""
+        first = len(question.answers)
+        absent = self._end_of_absent(question.keys, first, end)
+        sources = [(self._tiers[place.tiers[0]], num_blocks) for place, num_blocks in parts]
+        begun = self._promotions.begin(sources, wait, question.keys, first, absent)
+        question.answers += [None] * (begun - first)
+        return begun == absent
+
+    def _gives_way(self, request: Request) -> bool:
+        """Whether blocks are not to be promoted for it yet, because others wait for what is being read."""
+        return request.context.is_prefetch and self._promotions.are_waited_for()
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
         """The first of these blocks that the primary tier has by now, or that is named twice."""
@@ -323,44 +337,3 @@ class Lookups:
             return stop
         seen: set[OffloadKey] = set()
         return next(at for at, key in enumerate(keys[start:stop], start) if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-
-
-def _cut(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
-    """Without the first ``num_blocks``."""
-    left: list[Segment] = []
-    for place, count in segments:
-        if count > num_blocks:
-            left.append(Segment(place, count - max(num_blocks, 0)))
-        num_blocks -= min(count, num_blocks)
-    return left
-
-
-def _marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) -> list[Segment]:
-    """What is known of the blocks of ``survey`` that are not here and not on their way. With ``segments``, once those
-    of a plan are on their way."""
-    marks: list[Segment] = []
-
-    def add(place: Place, count: int) -> None:
-        if marks and marks[-1].place == place:
-            count += marks.pop().num_blocks
-        marks.append(Segment(place, count))
-
-    rest = [*(segments if segments is not None else survey)]
-    at = 0
-    for place, num_blocks in survey:
-        while num_blocks and at < len(rest):
-            chosen, count = rest[at]
-            taken = min(count, num_blocks)
-            is_held = place.is_below and (segments is None or chosen.is_unknown)
-            add(place if is_held else HERE, taken)
-            num_blocks -= taken
-            if taken == count:
-                at += 1
-            else:
-                rest[at] = Segment(chosen, count - taken)
-    return marks
-
-
-def _waited(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The tiers whose answers a plan waits for."""
-    return tuple({tier for place, _ in segments for tier in place.unknown})

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place, Segment
+from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Question, Request
+from kvoffload.tiering.segments import HERE, Place, Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 

@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import Union
 from kvoffload.miss import REFUSALS, Miss
-from kvoffload.tiering.load_policy import HERE, LoadPlanner, Place
+from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.requests import Request, Wait
+from kvoffload.tiering.segments import HERE, Place
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 
@@ -104,10 +106,14 @@ class Promotions:
 
     # ---------------------------------------------------------------------------------------------------- begin
 
-    def begin(self, tier: GuardedTier, wait: Wait, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
-        """Reserves slots for ``keys[start:stop]``, as many of the head as fit, and queues their loads. The request
-        waits for each block that is begun. Returns where that ends; why the next block was refused is its verdict.
+    def begin(
+        self, sources: Sequence[tuple[GuardedTier, int]], wait: Wait, keys: Sequence[OffloadKey], start: int, stop: int
+    ) -> int:
+        """Reserves slots for ``keys[start:stop]``, as many of the head as fit, and queues their loads, so many from
+        each of ``sources`` in turn. The request waits for each block that is begun. Returns where that ends; why the
+        next block was refused is its verdict.
         """
+        turns = [tier for tier, num_blocks in sources for _ in range(num_blocks)] if len(sources) > 1 else []
         request = wait.request
         hits = self._waits.hits_of(request)
         at, most = start, _READ_AT
@@ -131,7 +137,12 @@ class Promotions:
                 self._waits.take_new()  # they are the most recent already
                 hits = ()
             self._waits.promote(portion, wait)
-            self._queue(tier, portion, slots, request.context)
+            if turns:
+                for tier in dict.fromkeys(turns[at - start : at - start + count]):
+                    own = [each is tier for each in turns[at - start : at - start + count]]
+                    self._queue(tier, [*compress(portion, own)], [*compress(slots, own)], request.context)
+            else:
+                self._queue(sources[0][0], portion, slots, request.context)
             at += count
             if count == _READ_AT and at < stop:
                 self.submit(request.context)

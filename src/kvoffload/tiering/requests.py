@@ -14,7 +14,8 @@ from math import inf
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import Plan, Segment
+from kvoffload.tiering.plans import Plan
+from kvoffload.tiering.segments import Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
 __all__ = ["Question", "Request", "Wait"]

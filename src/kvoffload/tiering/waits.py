@@ -14,8 +14,9 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
-from kvoffload.tiering.load_policy import Plan, Segment
+from kvoffload.tiering.plans import Plan
 from kvoffload.tiering.requests import Question, Request, Wait
+from kvoffload.tiering.segments import Segment
 
 __all__ = ["Waits"]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of a hit is worth loading, and from where: the number of blocks that brings the first token earliest.
 
-Pure functions of plain values. ``load_policy.py`` has the values, from what was measured.
+Pure functions of plain values. ``load_policy.py`` has the values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ __all__ = ["Choice", "Pace", "Run", "choose", "spread"]
 
 _PARTS = 8
 """A run of which several sources have the blocks is tried at its ends, at its bends, and at this many parts of it."""
+_PORTIONS = 256
+"""Blocks that several sources have are shared out in about so many portions, however many there are ..."""
+_SHARE = 16
+"""... and those of a run in ever smaller ones: this part of what is left."""
 
 
 class Pace(NamedTuple):
@@ -124,6 +128,7 @@ def spread(
     if all(len(run.sources) < 2 for run in runs):
         return [*runs]
     work = _Work(runs, sources)
+    least = sum([num_blocks for _, num_blocks in runs]) // _PORTIONS
     for names, num_blocks in runs:
         for load in work.loads_with(names):
             load.num_blocks += num_blocks
@@ -131,7 +136,8 @@ def spread(
     for names, num_blocks in runs:
         left, shares = num_blocks, Counter[int]()
         while left:
-            counts = {name: min(portions[name], left) if len(names) > 1 else left for name in names}
+            most = max(least, left // _SHARE) if len(names) > 1 else left
+            counts = {name: min(max(portions[name], most), left) for name in names}
             ends_s = {name: sources[name].seconds(taken[name] + count) for name, count in counts.items()}
             order = sorted(names, key=ends_s.__getitem__)
             best = next((name for name in order if work.can_take(name, names, counts[name], taken, wait_s)), order[0])
