@@ -101,15 +101,20 @@ def make_rig(
     small: bool = False,
     plain: bool = False,
     shared: bool = False,
+    layered: bool = False,
     make: Make = make_cuda_handlers,
 ) -> CudaRig:
     """As in ``test_gpu_worker.py``: two groups over three tensors, of which both use one. ``plain``: both over one
-    tensor, whose pages fill whole slots. ``shared``: each page is of two ranks."""
+    tensor, whose pages fill whole slots. ``shared``: each page is of two ranks. ``layered``: slots are filled by small
+    pages before and after a large one."""
     widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], list(PAGES))
     groups = [[0, 1], [2, 1]]
     num_ranks = 2
     if plain:
         widths, pages, groups, num_ranks = [65_536], [65_536], [[0], [0]], 1
+    if layered:
+        pages = [4096, 4096, 65_536, 4096, 4096]
+        widths, groups, num_ranks = [page + 128 for page in pages], [[0, 1, 2, 3, 4], [3, 1]], 1
     tensors = [torch.zeros((NUM_GPU_BLOCKS, width), dtype=torch.uint8) for width in widths]
     starts = [[2 * sum(pages[index] for index in group[:n]) for n in range(len(group))] for group in groups]
     refs = [

@@ -12,6 +12,8 @@
  *              pays that a test marked as the engine's is counted: its copies, and its waits.
  *   limits     A batch of more copies than the driver takes fails. A device with other addresses for registered memory
  *              than the host breaks when a batch names it.
+ *   kernels    Of a program in PTX the one that the backend ships is known, and what it does is done, page by page in any
+ *              order. One that reaches outside of device memory breaks the device. Its arguments are read in the call.
  *   errors     A call fails when a test says so. A broken device fails all calls from then on, and runs nothing.
  *   contexts   A thread without a current context gets an error.
  *   faults     What CUDA leaves undefined is counted: memory that goes away under a copy, a batch that writes a byte
@@ -84,7 +86,7 @@ static int is_trusting; /* for measurements of callers: no call is checked, and 
 static size_t largest_registration = SIZE_MAX, most_registered = SIZE_MAX, total_registered;
 static int driver_version = 13000, broken;
 static struct { char call[64]; int code; long after; } failing;
-static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits; } counts;
+static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits, kernels; } counts;
 static size_t largest_batch = SIZE_MAX;
 static int has_one_address = 1, holds_new_streams;
 static __thread CUcontext current;
@@ -417,6 +419,58 @@ EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size
     return end(CUDA_SUCCESS);
 }
 
+/* ---------------------------------------------------------------------------------------------------- kernels */
+
+/* The arguments of gather.py's kernel: where its buffer is, which way, and a table of pages. */
+typedef struct PageEntry {
+    uint64_t page;
+    uint32_t offset, length;
+} PageEntry;
+enum { KERNEL_PAGES = 254, VECTOR = 16, MOST_THREADS = 1024 };
+static int module_of_pages, kernel_of_pages;
+
+EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
+    BEGIN("cuModuleLoadData");
+    if (!strstr(image, ".visible .entry move_pages(")) return end(CUDA_ERROR_INVALID_PTX);
+    *module = (CUmodule)&module_of_pages;
+    return end(CUDA_SUCCESS);
+}
+
+EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
+    BEGIN("cuModuleGetFunction");
+    if (module != (CUmodule)&module_of_pages) return end(CUDA_ERROR_INVALID_HANDLE);
+    if (strcmp(name, "move_pages")) return end(CUDA_ERROR_NOT_FOUND);
+    *function = (CUfunction)&kernel_of_pages;
+    return end(CUDA_SUCCESS);
+}
+
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned width, unsigned height, unsigned depth, unsigned threads,
+                               unsigned threads_y, unsigned threads_z, unsigned shared_bytes, CUstream stream,
+                               void **arguments, void **extra) {
+    BEGIN("cuLaunchKernel");
+    if (function != (CUfunction)&kernel_of_pages || !arguments || extra) return end(CUDA_ERROR_INVALID_HANDLE);
+    if (!width || height != 1 || depth != 1 || !threads || threads > MOST_THREADS || threads_y != 1 || threads_z != 1 ||
+        shared_bytes)
+        return end(CUDA_ERROR_INVALID_VALUE);
+    char *buffer = *(char **)arguments[0];
+    int is_store = *(uint32_t *)arguments[1] != 0;
+    const PageEntry *pages = arguments[2];
+    int is_legal = width <= KERNEL_PAGES; /* the table has no more */
+    for (unsigned i = 0; i < width && is_legal; i++) {
+        uintptr_t page = pages[i].page, inside = (uintptr_t)buffer + pages[i].offset, length = pages[i].length;
+        is_legal = (page | inside | length) % VECTOR == 0 && holds(device_memory, page, page + length) &&
+                   holds(device_memory, inside, inside + length);
+    }
+    if (!is_legal) return end((CUresult)(broken = CUDA_ERROR_ILLEGAL_ADDRESS));
+    Copy *copies = calloc(width, sizeof *copies);
+    for (unsigned i = 0; i < width; i++) {
+        char *page = (char *)pages[i].page, *inside = buffer + pages[i].offset;
+        copies[i] = (Copy){is_store ? inside : page, is_store ? page : inside, NULL, pages[i].length};
+    }
+    counts.kernels++;
+    return end(enqueue(stream, copies, width, ORDER_STREAM, NULL));
+}
+
 /* ----------------------------------------------------------------------------------------------------- memory */
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
@@ -636,6 +690,9 @@ static const struct { const char *name; int since; void *function; } exported[] 
     ROW(cuEventElapsedTime, cuEventElapsedTime_v2, 12080),
     ROW(cuMemcpyAsync, cuMemcpyAsync, 4000),
     ROW(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020),
+    ROW(cuModuleLoadData, cuModuleLoadData, 2000),
+    ROW(cuModuleGetFunction, cuModuleGetFunction, 2000),
+    ROW(cuLaunchKernel, cuLaunchKernel, 4000),
     ROW(cuMemcpyBatchAsync, cuMemcpyBatchAsync, 12080),
     ROW(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2, 13000),
 };
@@ -773,6 +830,7 @@ EXPORT int fake_has_failed(void) { return !failing.code; }
 EXPORT long fake_num_faults(void) { return faults; }
 EXPORT long fake_num_batches(void) { return counts.batches; }
 EXPORT long fake_num_copies(void) { return counts.copies; }
+EXPORT long fake_num_kernels(void) { return counts.kernels; }
 EXPORT long fake_num_pageable(void) { return counts.pageable; }
 EXPORT size_t fake_registered_bytes(void) { return total_registered; }
 

@@ -27,6 +27,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy import cuda as backend
 from kvoffload.cpu.copy import lane, self_check
 from kvoffload.cpu.copy.cuda import CudaDevice, make_cuda_handlers
+from kvoffload.cpu.copy.gather import GATHER_BELOW
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import CapacityError, LayoutError, TransferError
 
@@ -72,12 +73,14 @@ def test_rule(cuda: FakeCuda, check: Scenario) -> None:
 
 
 @pytest.mark.parametrize("seed", range(by_size(4, 40)))
-def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, seed: int) -> None:
+def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Jobs of several blocks, some named twice, marks, flushes, and compute that overwrites blocks after a flush."""
     cuda.pace(seed)
     if seed % 2:
         cuda.limit_registrations(largest_bytes=1 << 18)
-    rig, chance = make_rig(cuda), random.Random(seed)
+    gathers = seed % 4 > 1
+    monkeypatch.setenv(GATHER_BELOW, str(16_384 * gathers))
+    rig, chance = make_rig(cuda, layered=gathers), random.Random(seed)
     rig.fill(seed)
     blocks = [rig.read_page(0, block) for block in range(16)]
     slots: dict[int, np.ndarray] = {}

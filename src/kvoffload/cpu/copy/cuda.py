@@ -119,7 +119,9 @@ class _Copies:
         self.region = PinnedRegion(self.driver, kv_view, node)
         self._spacer = self.driver.allocate(1)
         self.lanes = {
-            direction: Lane(self.driver, device.number, direction, self.health, self.pools, self._spacer)
+            direction: Lane(
+                self.driver, device.number, direction, self.health, self.pools, self._spacer, self.region.borders
+            )
             for direction in Direction
         }
         self.lanes[Direction.STORE].other = self.lanes[Direction.LOAD]
@@ -176,8 +178,7 @@ class _Copies:
         """With the second direction all is given back, if the copies of both are over."""
         lane = self.lanes.pop(direction)
         if is_over:
-            with contextlib.suppress(CudaError):
-                self.driver.destroy_stream(lane.stream)
+            lane.release()
         elif self not in _MEMORY_OF_HUNG_DEVICES:
             logger.error("The CUDA device does not end its copies; their memory is kept until the process ends.")
             _MEMORY_OF_HUNG_DEVICES.append(self)
@@ -295,5 +296,4 @@ class CudaHandler(OffloadingHandler):
         self._open.append(job)
 
     def _runs(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> Runs:
-        runs = plan_runs(self._copies.layout, gpu, cpu, self._direction)
-        return runs.cut_at(self._copies.region.borders)
+        return plan_runs(self._copies.layout, gpu, cpu, self._direction)

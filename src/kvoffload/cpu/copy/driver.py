@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's driver API through ctypes, as much of it as copying needs: addresses, sizes, streams and events.
+"""CUDA's driver API through ctypes, as much of it as copying needs: addresses, sizes, streams, events, kernels.
 
 Why the driver and not the runtime library: an error of a driver call is its return value and nothing else, while the
 runtime keeps it as the "last error" for the engine's next kernel. And whole batches of copies can be given to it as the
@@ -15,7 +15,7 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NewType
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, TransferError
 
-__all__ = ["COPIES_PER_CALL", "LIBRARY", "CudaError", "Driver", "Event", "Stream", "load_driver"]
+__all__ = ["COPIES_PER_CALL", "LIBRARY", "CudaError", "Driver", "Event", "Kernel", "Stream", "load_driver"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ _COPIES_PER_CALL = 4096
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
+Kernel = NewType("Kernel", int)
 Int64s = npt.NDArray[np.int64]
 
 _NOT_READY = 600
@@ -104,6 +105,9 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (_P,),
     "cuEventElapsedTime": (_P, _P, _P),
     "cuMemcpyAsync": (_P, _P, _N, _P),
+    "cuModuleLoadData": (_P, _S),
+    "cuModuleGetFunction": (_P, _P, _S),
+    "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
 }
 """Argument types as of ``_BASE_VERSION``. All return an ``int``."""
 
@@ -149,6 +153,7 @@ class Driver:
         self._attributes = _CopyAttributes(source_order=_ORDER_STREAM)
         self._first_copy = _N(0)  # from which copy on the attributes hold
         self._contexts: dict[int, int] = {}  # by device
+        self._modules: dict[tuple[int, str], int] = {}  # by context and text
         self.library = library
 
     def __repr__(self) -> str:
@@ -322,6 +327,25 @@ class Driver:
         )
         self._batch = None
 
+    # -------------------------------------------------------------------------------------------------- kernels
+
+    def load_kernel(self, text: str, name: str) -> Kernel:
+        """A kernel of a program in PTX, which the driver compiles for the current device, once. It stays until the
+        process ends."""
+        key = self._get_handle("cuCtxGetCurrent"), text
+        if key not in self._modules:
+            self._modules[key] = self._get_handle("cuModuleLoadData", text.encode())
+        return Kernel(self._get_handle("cuModuleGetFunction", self._modules[key], name.encode()))
+
+    def launch(
+        self, kernel: Kernel, num_groups: int, group_threads: int, arguments: Sequence[int], stream: Stream
+    ) -> None:
+        """Runs a kernel in stream order. ``arguments`` are the addresses of its arguments, in host memory, which may go
+        when the call returns."""
+        where = (_P * len(arguments))(*arguments)
+        shape = num_groups, 1, 1, group_threads, 1, 1, 0
+        self._call("cuLaunchKernel", kernel, *shape, stream, ctypes.addressof(where), 0)
+
     # ---------------------------------------------------------------------------------------------------- calls
 
     def _resolve(self, name: str, version: int, types: tuple[Any, ...]) -> Callable[..., int]:
@@ -343,7 +367,7 @@ class Driver:
         except ConfigError:
             return None
 
-    def _call(self, name: str, *arguments: int) -> None:
+    def _call(self, name: str, *arguments: int | bytes) -> None:
         if code := self._calls[name](*arguments):
             raise self._error(name, code)
 
@@ -352,7 +376,7 @@ class Driver:
         self._call(name, ctypes.addressof(value), *arguments)
         return value.value
 
-    def _get_handle(self, name: str, *arguments: int) -> int:
+    def _get_handle(self, name: str, *arguments: int | bytes) -> int:
         """0 for a null pointer."""
         value = _P()
         self._call(name, ctypes.addressof(value), *arguments)

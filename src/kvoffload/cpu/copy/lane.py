@@ -19,8 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvoffload.base import Direction
 from kvoffload.cpu.copy.driver import CudaError, Driver, Event
+from kvoffload.cpu.copy.gather import Gatherer
 from kvoffload.cpu.copy.plan import Extent, Runs
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
@@ -28,6 +32,8 @@ from kvoffload.logs import RateLimitedLog
 __all__ = ["DRAIN_S", "DeviceHealth", "EventPools", "Job", "Lane", "Moment"]
 
 logger = logging.getLogger(__name__)
+
+Int64s = npt.NDArray[np.int64]
 
 PIECE_BYTES = 16 << 20
 """A copy engine does the copies of one stream back to back, and everybody else's small ones wait until it looks up
@@ -146,9 +152,16 @@ class Lane:
     """That of the other direction."""
 
     def __init__(
-        self, driver: Driver, device: int, direction: Direction, health: DeviceHealth, pools: EventPools, spacer: int
+        self,
+        driver: Driver,
+        device: int,
+        direction: Direction,
+        health: DeviceHealth,
+        pools: EventPools,
+        spacer: int,
+        borders: Int64s,
     ) -> None:
-        """``spacer`` is a byte of device memory that nobody reads."""
+        """``spacer`` is a byte of device memory that nobody reads. No copy may cross ``borders``, host addresses."""
         self.direction = direction
         self.stream = driver.create_stream()
         self._driver = driver
@@ -156,6 +169,8 @@ class Lane:
         self._health = health
         self._pools = pools
         self._spacer = spacer
+        self._borders = borders
+        self._gatherer = Gatherer.if_wanted(driver, PIECE_BYTES)
         self._log = RateLimitedLog(logger)
         self._submitting = threading.Lock()
         """Held by whoever submits."""
@@ -240,6 +255,13 @@ class Lane:
             return not self._thread.is_alive()
         return True
 
+    def release(self) -> None:
+        """After ``close``, if nothing runs any more."""
+        with contextlib.suppress(CudaError):
+            self._driver.destroy_stream(self.stream)
+        if self._gatherer is not None:
+            self._gatherer.close()
+
     def _is_idle(self) -> bool:
         try:
             return self._health.is_broken or self._driver.is_idle(self.stream)
@@ -298,7 +320,9 @@ class Lane:
         if self._health.is_broken:
             raise TransferError("The device is broken.")
         driver, stream = self._driver, self.stream
-        runs = job.make_runs()
+        runs = job.make_runs().cut_at(self._borders)
+        if self._gatherer is not None:
+            runs = runs.in_order_of(runs.host)
         job.num_bytes = runs.num_bytes
         job.started = self._pools.timed.take()
         for moment in job.awaited:
@@ -322,6 +346,8 @@ class Lane:
                 moment.release()
 
     def _copy(self, runs: Runs) -> None:
+        if self._gatherer is not None:
+            runs = self._gatherer.copy(runs, self.direction, self._borders, self.stream)
         if self.direction is Direction.STORE:
             self._driver.copy_runs(runs.host, runs.device, runs.lengths, self.stream)
         else:

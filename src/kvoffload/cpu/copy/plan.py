@@ -137,6 +137,20 @@ class Runs:
         order = np.argsort(addresses)
         return Runs(self.device[order], self.host[order], self.lengths[order])
 
+    def select(self, chosen: npt.NDArray[np.bool_]) -> Runs:
+        return Runs(self.device[chosen], self.host[chosen], self.lengths[chosen])
+
+    def merged(self) -> Runs:
+        """The same bytes, with neighbours that touch on both sides as one run."""
+        if len(self.lengths) < 2:
+            return self
+        touches = self.device[1:] - self.device[:-1] == self.lengths[:-1]
+        if not touches.any():  # scattered, as most are
+            return self
+        touches &= self.host[1:] - self.host[:-1] == self.lengths[:-1]
+        starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
+        return Runs(self.device[starts], self.host[starts], np.add.reduceat(self.lengths, starts))
+
     def cut_at(self, borders: Int64s) -> Runs:
         """The same bytes in runs that do not cross any of ``borders``, ascending addresses of the host side. A run may
         be cut more than once."""
@@ -238,7 +252,7 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
     written = all_slots if direction is Direction.STORE else all_gpu_ids
     if len(np.unique(written)) < len(written):
         runs = _without_repeats(runs, direction)
-    return _merge(runs)
+    return runs.merged()
 
 
 def plan_parts(
@@ -273,15 +287,3 @@ def _without_repeats(runs: Runs, direction: Direction) -> Runs:
         raise TransferError("A transfer writes pages of two sizes to one place.")
     kept.sort()
     return Runs(runs.device[kept], runs.host[kept], runs.lengths[kept])
-
-
-def _merge(runs: Runs) -> Runs:
-    device, host, lengths = runs.device, runs.host, runs.lengths
-    if len(lengths) < 2:
-        return runs
-    touches = device[1:] - device[:-1] == lengths[:-1]
-    if not touches.any():  # scattered, as most are
-        return runs
-    touches &= host[1:] - host[:-1] == lengths[:-1]
-    starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
-    return Runs(device[starts], host[starts], np.add.reduceat(lengths, starts))
