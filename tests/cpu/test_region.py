@@ -345,6 +345,21 @@ def test_a_segment_that_others_may_touch_is_neither_joined_nor_removed(name: str
         path.unlink()
 
 
+@pytest.mark.parametrize("stray", ["notes", "0123456789abcdef01234567.old", "0123456789ABCDEF01234567", "stray.joined"])
+def test_a_file_that_only_begins_like_a_segment_is_left_alone(name: str, stray: str) -> None:
+    (SHM / f"kvoffload-{stray}").touch(0o600)
+    join(name, 1, 4096, num_processes=1).close()
+    assert leftovers() == [f"kvoffload-{stray}"]
+    (SHM / f"kvoffload-{stray}").unlink()
+
+
+def test_what_remains_beside_a_segment_that_is_gone_is_removed(name: str) -> None:
+    for suffix in (".joined", ".draft"):
+        (SHM / f"kvoffload-0123456789abcdef01234567{suffix}").touch(0o600)
+    join(name, 1, 4096, num_processes=1).close()
+    assert leftovers() == []
+
+
 @needs_root
 def test_a_segment_of_another_user_is_neither_joined_nor_removed(name: str) -> None:
     segment = segment_of(name)
@@ -354,13 +369,13 @@ def test_a_segment_of_another_user_is_neither_joined_nor_removed(name: str) -> N
         for path, content in ((segment, bytes(4096)), (segment.with_suffix(".joined"), b"1 1 4096 2")):
             path.touch(0o600)
             path.write_bytes(content)
-        (SHM / "kvoffload-stray.joined").touch(0o600)
+        (SHM / f"kvoffload-{'0' * 24}.joined").touch(0o600)
 
     as_user(NOBODY, leave)
     with pytest.raises(ConfigError, match="not a file of this user's alone"):
         join(name, 1, 4096, num_processes=2)
     join(name + "-other", 1, 4096, num_processes=1).close()
-    assert leftovers() == [segment.name, segment.name + ".joined", "kvoffload-stray.joined"]
+    assert set(leftovers()) == {segment.name, segment.name + ".joined", f"kvoffload-{'0' * 24}.joined"}
     for path in SHM.iterdir():
         path.unlink()
 

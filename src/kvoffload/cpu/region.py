@@ -20,6 +20,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ __all__ = ["SharedOffloadRegion"]
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kvoffload-"
+_OURS = re.compile(_PREFIX + r"[0-9a-f]{24}(|\.joined|\.draft)")
+"""The names of segments, and of what lies beside them. Nothing else on the mount is reclaimed."""
 
 
 class SharedOffloadRegion:
@@ -277,9 +280,9 @@ def _reclaim(mount: Path) -> int:
     to allocate. The caller holds the lock."""
     promised_bytes = 0
     for path in mount.glob(f"{_PREFIX}*"):
-        if path.suffix == ".lock":
+        if not _OURS.fullmatch(path.name):
             continue
-        if path.suffix in (".joined", ".draft"):
+        if path.suffix:
             if not os.path.lexists(path.with_suffix("")):
                 _unlink_own(path)
             continue
