@@ -58,6 +58,13 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
         _write(slabs, number * num_blocks, num_blocks)
         rounds.append(lock.take())
     yield from row("blocks are written over", *rounds)
+    scattered = _keys_of(slabs, 2 * num_blocks)[::2]
+    lock.take()
+    for begin in range(0, len(scattered), BATCH):
+        slabs.release(slabs.discard(scattered[begin : begin + BATCH]))
+    yield from row(f"every other block is discarded, {len(slabs._allocator.free):,} free runs are left", lock.take())
+    _write(slabs, 4 * num_blocks, len(scattered))
+    yield from row("blocks are written to single free slots", lock.take())
     _write(slabs, 3 * num_blocks, 1)  # a plan is there, of which the next call uses all
     used = _keys_of(slabs)
     lock.take()
@@ -93,10 +100,10 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
     gc.enable()
 
 
-def _keys_of(slabs: Slabs) -> list[HashedKey]:
-    """20,000 blocks of the last slab."""
-    slab = slabs.snapshot()[-1]
-    entries = [bytes(slab.entry(index)) for index in range(min(20_000, slab.file.num_slots))]
+def _keys_of(slabs: Slabs, count: int = 20_000) -> list[HashedKey]:
+    """Blocks of a large slab."""
+    slab = max(slabs.snapshot(), key=lambda slab: slab.file.num_slots)
+    entries = [bytes(slab.entry(index)) for index in range(min(count, slab.file.num_slots))]
     return [HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), entry[PROBE_AT:]) for entry in entries]
 
 

@@ -84,6 +84,16 @@ def test_a_short_request_leaves_long_runs_whole() -> None:
     assert free.runs() == [Run(22, 1)]
 
 
+def test_of_long_runs_the_one_that_was_begun_is_used_up_first() -> None:
+    free = FreeRuns()
+    for slab in (1, 2):
+        free.add(Run(slab * SLAB_STRIDE, 200_000))
+    slots = [slot for _ in range(50) for slot in slots_of(free.take(70))]
+    assert slots == list(range(slots[0], slots[0] + 3500)), "across sections too"
+    assert len(free.take(400_000)) == 2
+    assert free.runs() == []
+
+
 def test_slabs_are_no_neighbours() -> None:
     free = FreeRuns()
     free.add(Run(SLAB_STRIDE - 2, 1))

@@ -42,9 +42,8 @@ def hashed(*numbers: int) -> list[HashedKey]:
 
 def put(slabs: Slabs, slab: Slab, *numbers: int) -> list[NewRun]:
     """Blocks in slots of a slab, as a write leaves them."""
-    blocks = [NewBlock(key, memoryview(b""), 1) for key in hashed(*numbers)]
     others = []
-    while (runs := slabs.take(blocks))[0].slab is not slab:
+    while (runs := slabs.take([NewBlock(key, memoryview(b""), 1) for key in hashed(*numbers)]))[0].slab is not slab:
         others += runs
     for run in runs:
         run.entries = b"".join(LAYOUT.entry(block.key, bytes(16), 1) for block in run.blocks)

@@ -7,10 +7,10 @@ no run crosses from one slab into another.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ _PLAN_SHARE = 64
 """One in this many slots, the least recently used, are looked at together for runs of neighbours."""
 _SAMPLE = 1 << 16
 """Slots of which the limit of a plan is found."""
+_LONG = 64
+"""Free runs up to this count are told apart by it."""
+_SECTION = 1 << 14
+_NONE: Mapping[int, int] = {}
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
 _LOOKED_AT_ONCE = 32
@@ -101,79 +105,99 @@ def last_use(used_ns: npt.NDArray[np.int64]) -> int:
 
 
 class FreeRuns:
-    """Free slots as maximal runs. A request gets the shortest run that is long enough, so that long ones stay whole."""
+    """Free slots as maximal runs. A request gets the shortest run that is long enough, so that long ones stay whole: of
+    those of over ``_LONG`` slots, one of the last that came.
+
+    However many runs there are, each takes the same time to add and to take: nothing is sorted, and no dictionary has
+    more than a *section* of slots, as a large one stops everybody whenever it grows.
+    """
 
     def __init__(self) -> None:
-        self._count_at: dict[int, int] = {}
-        self._start_of_end: dict[int, int] = {}
-        self._by_count: list[tuple[int, int]] = []
+        self._counts: dict[int, dict[int, int]] = {}
+        """By section: the count of the run at each start."""
+        self._starts: dict[int, dict[int, int]] = {}
+        """By section: the start of the run before each end."""
+        self._by_count: list[dict[int, dict[int, None]]] = [{} for _ in range(_LONG + 2)]
+        """By count, the last for all that are longer, and by section: starts."""
+        self._counts_here = 0
+        """A bit for each of these counts that some run has."""
+        self._num_slots_of: dict[int, int] = {}
+        """By slab."""
         self.num_slots = 0
 
     def __len__(self) -> int:
-        return len(self._count_at)
+        return sum(map(len, self._counts.values()))
 
     def add(self, run: Run) -> None:
         start, count = run.start, run.count
-        self.num_slots += count
-        before = self._start_of_end.get(start)
+        self._count(run.slab, count)
+        before = self._starts.get(start // _SECTION, _NONE).get(start)
         if before is not None:
             count += self._remove(before)
             start = before
-        if start + count in self._count_at:
+        if start + count in self._counts.get((start + count) // _SECTION, _NONE):
             count += self._remove(start + count)
         self._insert(start, count)
 
     def take(self, count: int) -> list[Run]:
         """``count`` slots in as few runs as there are; fewer slots if there are no more."""
         taken = []
-        while count > 0 and self._by_count:
-            at = min(bisect_left(self._by_count, (count, 0)), len(self._by_count) - 1)
-            have, start = self._by_count.pop(at)
-            del self._count_at[start]
-            if have <= count:
-                used = have
-                del self._start_of_end[start + have]
-            else:
-                # What is left begins later and ends where it did.
-                used, left = count, start + count
-                self._count_at[left] = have - used
-                self._start_of_end[start + have] = left
-                insort(self._by_count, (have - used, left))
-            taken.append(Run(start, used))
+        while count > 0 and (start := self._find(count)) is not None:
+            have = self._remove(start)
+            used = min(have, count)
+            if used < have:
+                self._insert(start + used, have - used)
+            run = Run(start, used)
+            self._count(run.slab, -used)
+            taken.append(run)
             count -= used
-            self.num_slots -= used
         return taken
 
-    def add_slab(self, runs: Sequence[Run]) -> None:
-        """Free runs of a new slab, which border on no others."""
-        for run in runs:
-            self._count_at[run.start] = run.count
-            self._start_of_end[run.stop] = run.start
-            self.num_slots += run.count
-        self._by_count += [(run.count, run.start) for run in runs]
-        self._by_count.sort()
-
-    def drop_slab(self, slab: int) -> None:
-        dropped = [start for start in self._count_at if start // SLAB_STRIDE == slab]
-        for start in dropped:
-            count = self._count_at.pop(start)
-            del self._start_of_end[start + count]
-            self.num_slots -= count
-        if dropped:
-            self._by_count = [run for run in self._by_count if run[1] in self._count_at]
+    def drop_slab(self, slab: int) -> object:
+        """Returns what is to be freed without the lock, which may take long."""
+        sections = range(slab * SLAB_STRIDE // _SECTION, (slab + 1) * SLAB_STRIDE // _SECTION)
+        self.num_slots -= self._num_slots_of.pop(slab, 0)
+        every: tuple[dict[int, Any], ...] = (self._counts, self._starts, *self._by_count)
+        freed = [runs.pop(section, None) for runs in every if runs for section in sections]
+        self._counts_here = sum(1 << at for at, runs in enumerate(self._by_count) if runs)
+        return freed
 
     def runs(self) -> list[Run]:
-        return [Run(start, count) for start, count in sorted(self._count_at.items())]
+        return sorted(Run(start, count) for runs in self._counts.values() for start, count in runs.items())
+
+    def _find(self, count: int) -> int | None:
+        """The start of the run that a request for ``count`` slots gets."""
+        shortest = min(count, _LONG + 1)
+        if longer := self._counts_here >> shortest:
+            at = shortest + (longer & -longer).bit_length() - 1
+        elif (at := self._counts_here.bit_length() - 1) < 0:
+            return None
+        sections = self._by_count[at]
+        return next(reversed(sections[next(reversed(sections))]))
+
+    def _count(self, slab: int, num_slots: int) -> None:
+        self._num_slots_of[slab] = self._num_slots_of.get(slab, 0) + num_slots
+        self.num_slots += num_slots
 
     def _insert(self, start: int, count: int) -> None:
-        self._count_at[start] = count
-        self._start_of_end[start + count] = start
-        insort(self._by_count, (count, start))
+        section, end = start // _SECTION, start + count
+        self._counts.setdefault(section, {})[start] = count
+        self._starts.setdefault(end // _SECTION, {})[end] = start
+        at = min(count, _LONG + 1)
+        self._by_count[at].setdefault(section, {})[start] = None
+        self._counts_here |= 1 << at
 
     def _remove(self, start: int) -> int:
-        count = self._count_at.pop(start)
-        del self._start_of_end[start + count]
-        del self._by_count[bisect_left(self._by_count, (count, start))]
+        section = start // _SECTION
+        count = self._counts[section].pop(start)
+        del self._starts[(start + count) // _SECTION][start + count]
+        at = min(count, _LONG + 1)
+        of_count = self._by_count[at]
+        del of_count[section][start]
+        if not of_count[section]:
+            del of_count[section]
+            if not of_count:
+                self._counts_here &= ~(1 << at)
         return count
 
 
@@ -226,13 +250,16 @@ class Allocator:
     def add_free(self, used_ns: npt.NDArray[np.int64], runs: Sequence[Run]) -> None:
         """Some of the ``free_runs`` of a slab with these times, unless it was dropped."""
         if runs and self._used_ns.get(runs[0].slab) is used_ns:
-            self.free.add_slab(runs)
+            for run in runs:
+                self.free.add(run)
 
-    def drop_slab(self, slab: int) -> None:
-        """Its slots are no more for this process to write. Ignores a slab of another."""
-        if (used_ns := self._used_ns.pop(slab, None)) is not None:
-            self._num_slots -= len(used_ns)
-            self.free.drop_slab(slab)
+    def drop_slab(self, slab: int) -> object:
+        """Its slots are no more for this process to write. Ignores a slab of another. Returns what is to be freed
+        without the lock."""
+        if (used_ns := self._used_ns.pop(slab, None)) is None:
+            return None
+        self._num_slots -= len(used_ns)
+        return self.free.drop_slab(slab)
 
     def grain_of(self, count: int) -> int:
         """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""

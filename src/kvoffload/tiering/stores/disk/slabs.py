@@ -416,10 +416,11 @@ class Slabs:
         with self._lock:
             if slab.users or slab.is_dropped:
                 return False
-            self._allocator.drop_slab(slab.number)
+            freed = self._allocator.drop_slab(slab.number)
             slab.used_ns = None
             slab.changed_pages = set()  # to count them later would overwrite what its next owner counts
-            return True
+        del freed
+        return True
 
     def drop(self, slabs: Iterable[Slab], cause: LossCause) -> list[Slab]:
         """Stops using slabs, whose blocks are lost for ``cause``. Returns those that were still in use."""
@@ -428,7 +429,8 @@ class Slabs:
             with self._lock:
                 if slab.is_dropped:
                     continue
-                self._drop(slab)
+                freed = self._drop(slab)
+            del freed
             dropped.append(slab)
         self._close_unused()
         for slab in dropped:
@@ -633,15 +635,16 @@ class Slabs:
         if is_gone:
             self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
 
-    def _drop(self, slab: Slab) -> None:
-        """The entries of a dropped slab do not change any more."""
-        self._allocator.drop_slab(slab.number)
+    def _drop(self, slab: Slab) -> object:
+        """The entries of a dropped slab do not change any more. Returns what is to be freed without the lock."""
+        freed = self._allocator.drop_slab(slab.number)
         slab.is_dropped = True
         self._index.drop_slab(slab.number)
         del self.open[slab.number]
         del self.by_name[slab.file.name]
         if not slab.users:
             self._unused.append(slab.file)
+        return freed
 
     def _next_number(self) -> int:
         for _ in range(_LAST_SLAB):
