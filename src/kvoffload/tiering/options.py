@@ -79,8 +79,9 @@ def default_cascade(tier_bytes: int | None, primary_bytes: int) -> CascadeMode:
 class StoreOptions(TierLimits, frozen=True, kw_only=True):
     """The keys that every entry of ``secondary_tiers`` may have. A store's own options subclass it."""
 
-    is_persistent: ClassVar[bool] = False
-    """Blocks outlive the process, so the engine's block hashes must be the same in every process."""
+    is_persistent: ClassVar[bool] = True
+    """Blocks outlive the process, or others read them, as far as anybody knows. So the engine's block hashes must be
+    the same in every process, and it must be known which weights it serves."""
     medium: ClassVar[str] = "STORAGE"
     """What events call the store: ``STORAGE``, or ``CPU`` if it is host memory too."""
     locality: ClassVar[str | None] = None
@@ -200,8 +201,6 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
 class SealedOptions(StoreOptions, frozen=True, kw_only=True):
     """Options of a store that others, or later processes, read, and whose blocks a secret may seal."""
-
-    is_persistent: ClassVar[bool] = True
 
     seal_key: Keys | None = None
     """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
@@ -473,6 +472,7 @@ class FileSystemOptions(_DirectoryOptions, frozen=True, kw_only=True):
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
     """``{"type": "memory", "max_bytes": "8GiB"}``: host memory as a second tier, for tests and trials."""
 
+    is_persistent: ClassVar[bool] = False
     medium: ClassVar[str] = "CPU"
     locality: ClassVar[str | None] = "LOCAL"
 

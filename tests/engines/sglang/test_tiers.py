@@ -32,6 +32,7 @@ PATIENT_S = 120.0
 class Gated(StoreOptions, frozen=True, kw_only=True):
     """A store whose calls the test holds up."""
 
+    is_persistent: ClassVar[bool] = False
     stores: ClassVar[dict[str, GatedStore]] = {}
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
