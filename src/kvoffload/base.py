@@ -433,6 +433,11 @@ class OffloadingHandler(ABC):
         """Loads started from now on, until the next mark, overwrite no GPU block that is used by compute submitted
         after this call. So they need not wait for it. Without a mark they wait for all compute submitted so far."""
 
+    def take_addresses(self) -> None:
+        """The engine had its KV cache unmapped, and has mapped it again: reads anew where its tensors lie. No transfer
+        is open. A handler that cannot do that is given no transfer any more."""
+        raise NotImplementedError(f"{type(self).__name__} does not know where an engine's memory lies after a sleep.")
+
     @abstractmethod
     def shutdown(self) -> None:
         """Waits for what runs, drops what is queued, releases threads and device resources. Idempotent."""

@@ -288,3 +288,64 @@ def test_a_broken_handler_stops_neither_a_step_nor_the_shutdown() -> None:
     rank.handler.broken = ("mark_compute", "shutdown")
     rank.worker.mark_compute()
     rank.worker.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------------- sleep
+
+
+class MovableHandler(BrokenHandler):
+    moved = 0
+
+    def take_addresses(self) -> None:
+        self.moved += 1
+        if "take_addresses" in self.broken:
+            super(ManualHandler, self).take_addresses()
+
+
+def movable_rank() -> tuple[Rank, MovableHandler]:
+    rank = Rank()
+    handler = MovableHandler(rank.gpu, rank.slots, (4,), 1)
+    rank.worker.register_kv_caches(ManualSpec(CPUOffloadingManager(SLOTS), handler), CanonicalKVCaches())
+    return rank, handler
+
+
+def test_no_transfer_is_open_while_an_engine_sleeps() -> None:
+    rank, handler = movable_rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),), stores=(store(1, 6, 2),)))
+    rank.worker.suspend()
+    rank.worker.suspend()
+    assert handler.pending == []
+    assert rank.slots[2].tolist() == [6] * 4, "its compute was submitted"
+    rank.worker.start_step(ConnectorMeta(loads=(load(2, 4, 2),), final_stores=(store(3, 5, 3),)))
+    rank.worker.mark_compute()
+    rank.worker.end_step()
+    assert handler.pending == []
+    ends = {result.job_id: result.success for _, result in rank.worker.get_report().results}
+    assert ends == {0: True, 1: True, 2: False, 3: False}
+    assert handler.moved == 0
+    rank.worker.resume()
+    rank.worker.resume()
+    assert handler.moved == 1
+    rank.worker.start_step(ConnectorMeta(loads=(load(4, 4, 2),)))
+    assert handler.pending == [4]
+
+
+def test_memory_whose_transfers_could_not_be_waited_for_is_not_given_up() -> None:
+    rank, handler = movable_rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),)))
+    handler.broken = ("wait",)
+    with pytest.raises(RuntimeError, match="wait is broken on plan"):
+        rank.worker.suspend()
+
+
+def test_a_handler_that_cannot_follow_its_memory_is_given_no_transfer_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rank, handler = movable_rank()
+    handler.broken = ("take_addresses",)
+    rank.worker.suspend()
+    rank.worker.resume()
+    assert "does not know where an engine's memory lies after a sleep" in caplog.text
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),)))
+    assert handler.pending == []
+    assert rank.worker.get_report().results == ((3, TransferResult(0, False)),)

@@ -30,6 +30,7 @@ class OffloadingConnectorWorker:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._flushes_on_host = False
+        self._is_suspended = False
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         # Those of transfers so far, by the types of source and destination: a type has one medium.
         self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
@@ -96,6 +97,20 @@ class OffloadingConnectorWorker:
         """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
         self._start_waiting_stores()
 
+    def suspend(self) -> None:
+        """The engine is about to unmap its KV cache. Returns when no transfer uses it; those that are asked for until
+        ``resume`` fail. Idempotent. Raises what a handler raises: the memory must stay then."""
+        self._start_waiting_stores()
+        for handler, open_ids in self._open.items():
+            handler.wait(tuple(open_ids))
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """The KV cache is mapped again, with other bytes and perhaps at other addresses. Idempotent."""
+        handlers = dict.fromkeys(self._handlers.values())
+        if self._is_suspended and all(self._guard("take_addresses", handler.take_addresses) for handler in handlers):
+            self._is_suspended = False
+
     def get_report(self) -> WorkerReport:
         """The transfers that ended on this rank since the last call."""
         self._poll()
@@ -126,6 +141,9 @@ class OffloadingConnectorWorker:
             self._start(job)
 
     def _start(self, job: TransferJob) -> None:
+        if self._is_suspended:
+            self._end(TransferResult(job.job_id, success=False))
+            return
         types = type(job.source), type(job.destination)
         try:
             if types not in self._handlers_by_type:

@@ -95,11 +95,17 @@ def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(chang
         check_engine(vllm_config(**change))
 
 
-def test_sleep_is_refused_where_it_takes_memory_away_from_copies() -> None:
+def test_sleep_is_refused_where_it_takes_memory_away_from_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = {"model_config__enable_sleep_mode": True}
     check_engine(vllm_config(**asleep))  # on a CPU nothing is taken away
-    with pytest.raises(ConfigError, match="--enable-sleep-mode"):
-        check_engine(vllm_config(**asleep, device_config__device_type="cuda"))
+    on_gpu = asleep | {"device_config__device_type": "cuda", "model_config__sleep_mode_backend": "cumem"}
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.tells_of_sleep", lambda: False)
+    with pytest.raises(ConfigError, match=r"Before 0\.33, vLLM's sleep takes .* or use a newer vLLM"):
+        check_engine(vllm_config(**on_gpu))
+    monkeypatch.setattr("kvoffload.engines.vllm.layout.tells_of_sleep", lambda: True)
+    check_engine(vllm_config(**on_gpu))
+    with pytest.raises(ConfigError, match="sleep mode 'snapshot' does to pinned memory"):
+        check_engine(vllm_config(**on_gpu | {"model_config__sleep_mode_backend": "snapshot"}))
 
 
 def test_tiers_are_refused_where_an_engine_spans_several_nodes() -> None:

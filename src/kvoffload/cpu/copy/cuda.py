@@ -109,7 +109,7 @@ class _Copies:
         self.open: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self.log = RateLimitedLog(logger)
         self._device = device
-        self._keep_alive: object = (kv_caches, kv_view)
+        self._kv_caches: CanonicalKVCaches | None = kv_caches
         self._mark: Moment | None = None
         self.use_device()
         if not self.driver.has_one_address(device.number) and self.driver.has_batch:
@@ -168,6 +168,14 @@ class _Copies:
             self.driver.wait_event(self._device.compute_stream(), job.ended.event)
         return job.has_end
 
+    def take_addresses(self) -> None:
+        caches = self._kv_caches
+        if caches is not None:
+            refs = caches.group_data_refs
+            self.layout = self.layout.at(
+                [[caches.tensors[ref.tensor_idx].tensor.data_ptr() for ref in group] for group in refs]
+            )
+
     def retire(self, job: Job) -> None:
         """It has ended."""
         if job.started is not None:
@@ -190,7 +198,7 @@ class _Copies:
         self.pools.close()
         with contextlib.suppress(CudaError):
             self.driver.free(self._spacer)
-        self._mark = self._keep_alive = None
+        self._mark = self._kv_caches = None
 
 
 class CudaHandler(OffloadingHandler):
@@ -251,6 +259,9 @@ class CudaHandler(OffloadingHandler):
             except CudaError:
                 self._copies.log.exception("the start of compute could not be recorded")
                 self._lane.check()
+
+    def take_addresses(self) -> None:
+        self._copies.take_addresses()
 
     def shutdown(self) -> None:
         if self._closed:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,14 @@ class CopyLayout:
     def columns(self) -> tuple[_PageColumns | None, ...]:
         """By group; ``None`` for one without pages."""
         return tuple(_PageColumns.of(pages, self.factor, self.slice_start) if pages else None for pages in self.groups)
+
+    def at(self, addresses: Sequence[Sequence[int]]) -> CopyLayout:
+        """The same with the pages of GPU block 0 elsewhere: by group and page."""
+        groups = (
+            tuple(replace(page, address=address) for page, address in zip(pages, of_group, strict=True))
+            for pages, of_group in zip(self.groups, addresses, strict=True)
+        )
+        return replace(self, groups=tuple(groups))
 
     def bytes_in_slot(self, group: int) -> list[slice]:
         """The parts of a slot that a block of ``group`` fills on this rank, disjoint and ascending."""

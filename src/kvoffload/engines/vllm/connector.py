@@ -251,6 +251,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
         self.worker.register(kv_caches, flushes_on_host=not is_alone)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to unmap the KV cache (0.33 and later), also before compute has ended."""
+        self.worker.core.suspend()
+
+    def restore_kv_caches(self) -> None:
+        self.worker.core.resume()
+
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
         # Final stores read such blocks too, so they start here.

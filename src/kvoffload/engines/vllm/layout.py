@@ -23,6 +23,7 @@ from kvoffload.engines.vllm.versions import (
     loaded_requests_go_first,
     names_states,
     says_what_is_sharded,
+    tells_of_sleep,
 )
 from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, refuse_unnamed_weights
 from kvoffload.engines.weights import outliving_tier
@@ -64,11 +65,7 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     if vllm_config.model_config.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
-        # Xid 31, and a dead engine: vLLM issues 45363 and 45615. A connector hears of a sleep from vLLM 0.33 on.
-        raise ConfigError(
-            "vLLM's sleep takes the GPU's memory away while kvoffload may be copying: leave out --enable-sleep-mode, "
-            "or serve without kvoffload."
-        )
+        _refuse_sleep(vllm_config.model_config.sleep_mode_backend)
     tier = outliving_tier(config)
     if tier is not None:
         refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
@@ -87,6 +84,20 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if config.kv_cache_layout is not None:
         _refuse_layout(config.kv_cache_layout, vllm_config.model_config)
     return config
+
+
+def _refuse_sleep(backend: str) -> None:
+    if not tells_of_sleep():
+        # Xid 31, and a dead engine: vLLM issues 45363 and 45615.
+        raise ConfigError(
+            "Before 0.33, vLLM's sleep takes the GPU's memory away while kvoffload may be copying: leave out "
+            "--enable-sleep-mode, or use a newer vLLM."
+        )
+    if backend != "cumem":
+        raise ConfigError(
+            f"kvoffload does not know what the sleep mode {backend!r} does to pinned memory: leave out "
+            "--sleep-mode-backend, or --enable-sleep-mode."
+        )
 
 
 def _refuse_layout(asked: str, model: Any) -> None:

@@ -33,6 +33,8 @@ SINCE = {
     "vllm.v1.metrics.cache_hit_source.CacheHitSource.EXTERNAL_UNSPECIFIED": (0, 32),
     "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size": (0, 32),
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_external_cache_hit_sources": (0, 32),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.unregister_kv_caches": (0, 33),
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.restore_kv_caches": (0, 33),
     "vllm.v1.request.Request.kv_hints": (0, 31),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
@@ -89,7 +91,8 @@ _ATTRIBUTES = {
         "model model_weights revision dtype seed trust_remote_code hf_config hf_overrides hf_text_config "
         "multimodal_config override_generation_config try_get_generation_config use_mla is_hybrid "
         "get_total_num_kv_heads "
-        "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture"
+        "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture "
+        "enable_sleep_mode sleep_mode_backend"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config draft_load_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"

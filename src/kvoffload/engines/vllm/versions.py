@@ -31,6 +31,7 @@ __all__ = [
     "names_states",
     "release_of",
     "says_what_is_sharded",
+    "tells_of_sleep",
     "untried_version",
     "vllm_release",
 ]
@@ -152,6 +153,11 @@ def has_wrong_hashes(request: Any) -> bool:
 def says_what_is_sharded() -> bool:
     """Whether KV groups say if decode context parallelism divides the tokens of their blocks. Not before 0.31."""
     return vllm_release() >= _0_31
+
+
+def tells_of_sleep() -> bool:
+    """Whether a connector hears before its KV cache is unmapped, and when it is mapped again. Not before 0.33."""
+    return vllm_release() >= _0_33
 
 
 def names_states() -> bool:
