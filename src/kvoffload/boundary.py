@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["Boundary", "guarded"]
+__all__ = ["Boundary", "guarded", "up_to_a_miss"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,3 +52,12 @@ def guarded(
 
     call.__name__, call.__qualname__, call.__doc__ = name, method.__qualname__, method.__doc__
     return call
+
+
+def up_to_a_miss(answers: Sequence[object], keys: Sequence[object], *_: object) -> list[bool | None]:
+    """There is an answer for each key up to the first ``False``. What is answered after a miss must not make a hit of
+    it."""
+    found = [None if answer is None else bool(answer) for answer in answers]
+    if len(found) < len(keys) and not (found and found[-1] is False):
+        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
+    return found[: found.index(False) + 1] if False in found else found[: len(keys)]

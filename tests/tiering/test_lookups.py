@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
-from tests.tiering.rig import keys
+import random
+from collections.abc import Sequence
+
+import pytest
+from tests.tiering.rig import BLOCK_BYTES, keys
 from tests.tiering.test_promotions import Parts
 
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.miss import Miss
+from kvoffload.testing.fake_tier import FakeTier
+from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.segments import HERE, Place, Segment
+from kvoffload.tiering.tier_jobs import GuardedTier
 
 
 class Asking(Parts):
@@ -55,5 +64,56 @@ def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
     survey = parts.places.survey
     assert survey(request, keys(10, 11, 30)) == Survey([Segment(here, 2)], True), "what the device writes is as good"
     assert survey(request, keys(1, 2, 30)) == Survey([Segment(below, 1), Segment(unknown, 1)], True)
-    assert survey(request, keys(1, 3, 4, 5)) == Survey([Segment(below, 3)], False), "three blocks may be claimed"
+    assert survey(request, keys(1, 3, 4, 5, 6)) == Survey([Segment(below, 4)], False), "four blocks may be claimed"
     assert survey(request, keys(1, 2)).num_blocks == 2
+
+
+class Noting(FakeTier):
+    """A tier that notes which blocks it is asked for, each call apart."""
+
+    def __init__(self, number: int, parts: Parts) -> None:
+        super().__init__(parts.primary.kv_view, f"tier{number}")
+        self.calls: list[list[OffloadKey]] = []
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        answers = super().lookup_prefix(keys, req_context)
+        self.calls.append([*keys[: len(answers)]])
+        return answers
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tiers_are_asked_together_for_what_they_would_be_asked_block_by_block(seed: int) -> None:
+    chance, parts = random.Random(seed), Asking()
+    tiers = [Noting(number, parts) for number in range(chance.randint(1, 3))]
+    guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
+    planner = LoadPlanner([tier.name for tier in guarded], BlockWorth(BLOCK_BYTES), parts.clock)
+    places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
+    request, blocks = parts.request("r"), keys(*range(chance.choice([5, 70, 200])))
+    for tier in tiers:
+        tier.answers = dict(
+            zip(blocks, chance.choices([True, None, False], [8, chance.choice([0, 1]), 1], k=len(blocks)))
+        )
+    failed = chance.choice([*blocks, None])
+    if failed is not None:
+        request.verdicts[failed] = Miss.PROMOTION_FAILED
+    wanted, asked = list[Place](), [list[OffloadKey]() for _ in tiers]
+    for key in blocks:
+        having = list[int]()
+        unknown = list[int]()
+        for number, tier in enumerate(tiers) if key != failed else ():
+            asked[number].append(key)
+            (having if tier.answers[key] else unknown if tier.answers[key] is None else []).append(number)
+        if not having and not unknown:
+            break
+        wanted.append(Place(tuple(having), tuple(unknown)))
+    assert places.below(request, blocks) == wanted
+    assert [[key for call in tier.calls for key in call] for tier in tiers] == asked
+
+
+def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
+    parts = Asking()
+    tier, blocks = Noting(0, parts), keys(*range(1000))
+    tier.answers = dict.fromkeys(blocks, True)
+    places = Places(parts.primary, [GuardedTier(0, tier)], parts.waits, parts.promotions, parts.planner(), parts.clock)
+    assert places.below(parts.request("r"), blocks) == [Place((0,))] * 1000
+    assert len(tier.calls) == 16

@@ -31,7 +31,7 @@ def index(clock: ManualClock) -> PresenceIndex:
 
 
 def ask(index: PresenceIndex, *names: OffloadKey, is_complete: bool = False) -> list[bool | None]:
-    return [index.lookup(key, is_complete) for key in names]
+    return [index.lookup_prefix([key], is_complete)[0] for key in names]
 
 
 def events(index: PresenceIndex) -> list[tuple[list[OffloadKey], bool]]:

@@ -15,7 +15,7 @@ from kvoffload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
 )
-from kvoffload.boundary import Boundary, guarded
+from kvoffload.boundary import Boundary, guarded, up_to_a_miss
 from kvoffload.errors import TransferError
 from kvoffload.events import checked_events
 from kvoffload.logs import RateLimitedLog
@@ -33,15 +33,6 @@ def _lost_load(keys: Collection[OffloadKey], *_: object) -> LoadStoreSpec:
 
 def _miss(keys: Sequence[OffloadKey], *_: object) -> list[bool | None]:
     return [False] if keys else []
-
-
-def _up_to_a_miss(answers: Sequence[bool | None], keys: Sequence[OffloadKey], *_: object) -> list[bool | None]:
-    """There is an answer for each key up to the first ``False``. What a manager answers after a miss must not make a
-    hit of it."""
-    found = [*answers]
-    if len(found) < len(keys) and not (found and found[-1] is False):
-        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
-    return found[: found.index(False) + 1] if False in found else found
 
 
 def _for_each(answers: Sequence[T], keys: Sequence[OffloadKey], *_: object) -> list[T]:
@@ -89,8 +80,8 @@ class GuardedManager(Boundary, OffloadingManager):
         self._log.exception(f"{name} failed; taken as a cache miss")
 
     lookup = guarded(OffloadingManager.lookup, lambda *_: False, _a(_ANSWER))
-    lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, _up_to_a_miss)
-    peek = guarded(OffloadingManager.peek, lambda keys, *_: [None] * len(keys), _up_to_a_miss)
+    lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
+    peek = guarded(OffloadingManager.peek, lambda keys, *_: [None] * len(keys), up_to_a_miss)
     prepare_load = guarded(OffloadingManager.prepare_load, _lost_load, _a(LoadStoreSpec))
     complete_load = guarded(OffloadingManager.complete_load, _nothing)
     touch = guarded(OffloadingManager.touch, _nothing)

@@ -157,6 +157,14 @@ class SecondaryTierContract:
             for chosen in (names[::-1], names[1:3], names[:1], names):
                 assert self._load(primary, tier, chosen, context) == set(chosen)
 
+    def test_a_prefix_is_answered_as_its_blocks_one_by_one_up_to_a_miss(self) -> None:
+        with self._opened() as (primary, tier):
+            context, names = self._context(tier), keys(*range(6))
+            self._store(primary, tier, names[:3] + names[4:], context)
+            found = [self._find(tier, key, context) for key in names]
+            assert tier.lookup_prefix(names, context) == found[: found.index(False) + 1]
+            assert tier.lookup_prefix(names[4:], context) == found[4:]
+
     def test_absent_blocks_are_not_found(self) -> None:
         with self._opened() as (_, tier):
             assert not self._find(tier, keys(1)[0], self._context(tier))

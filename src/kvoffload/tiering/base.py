@@ -112,6 +112,16 @@ class SecondaryTierManager(ABC):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """``True``: a load should succeed. ``False``: not here. ``None``: not known yet; ask again in the next step."""
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """``lookup`` of ``keys``, of which there is one at least, in order up to and including the first ``False``. A
+        tier overrides this only to be faster: a long prompt has thousands of blocks."""
+        answers: list[bool | None] = []
+        for key in keys:
+            answers.append(self.lookup(key, req_context))
+            if answers[-1] is False:
+                break
+        return answers
+
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
         """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job. May begin

@@ -76,15 +76,9 @@ class Lookups:
         """What is somewhere of ``keys``, up to the first ``False``. Only tiers and the reuse filter notice. A block on
         its way is there."""
         self._take_turn(request)
-        may_wait = not self._waits.is_over(request)
-        answers: list[bool | None] = []
-        for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
-            answer: bool | None = block is not None
-            if not answer and may_wait:
-                answer = self._places.peek(request, key)
-            answers.append(answer)
-            if answer is False:
-                break
+        if self._waits.is_over(request):
+            return self._primary.peek(keys, request.context)
+        answers = self._places.peek(request, keys)
         self._primary.count_peek(keys[: len(answers)], request.context)
         return answers
 
@@ -250,8 +244,8 @@ class Lookups:
             return
         key, request = keys[ready], wait.request
         is_here = self._primary.slots.get(key) is not None
-        place = self._promotions.place_of(key) if is_here else self._places.below(request, key)
-        if place is not None:
+        below = [self._promotions.place_of(key)] if is_here else self._places.below(request, [key])
+        for place in below:
             tier = next(iter(place.tiers or place.unknown), None)
             self._planner.count_declined(tier, "late", wait.num_open_of(keys[ready:stop]))
             request.verdicts[key] = Miss.DECLINED

@@ -20,6 +20,9 @@ from kvoffload.tiering.waits import Waits
 
 __all__ = ["Places", "Survey"]
 
+_RUN = 64
+"""Blocks of which a tier is asked in one call. A prefix that is nowhere costs one such call for each tier."""
+
 
 class Survey(NamedTuple):
     """Where consecutive blocks are."""
@@ -73,10 +76,11 @@ class Places:
         found = [tier.progress() for tier in self._tiers]
         return None if None in found else tuple(found)  # type: ignore[arg-type]
 
-    def peek(self, request: Request, key: OffloadKey) -> bool | None:
-        """Whether some tier has ``key``, which the primary tier lacks; ``None``: that is not known yet."""
-        place = self._peeked[key] = self.below(request, key)
-        return place is not None and (None if place.is_unknown else True)
+    def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """What is somewhere of ``keys``, up to the first that is nowhere; ``None``: that is not known yet."""
+        places = self._where(request, keys, is_peek=True)
+        answers = [None if place.is_unknown else True for place in places]
+        return answers if len(places) == len(keys) else [*answers, False]
 
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
         """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
@@ -86,56 +90,100 @@ class Places:
         """
         own = len(request.wait.answers) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
+        places = self._where(request, keys, most)
         segments: list[Segment] = []
-        last, count = HERE, 0
-        is_end = False
-        for at, (key, block) in enumerate(zip(keys, self._primary.slots.get_all(keys), strict=True)):
-            if at >= most and (segments or last != HERE):
-                break
-            if block is not None:
-                place: Place | None = HERE if block.is_ready else self._promotions.place_of(key)
-            else:
-                place = self.below(request, key)
-            if place is None:
-                is_end = True
-                break
+        last, begin = HERE, 0
+        for at, place in enumerate(places):
             if place is not last and place != last:
-                if count:
-                    segments.append(Segment(last, count))
-                last, count = place, 0
-            count += 1
-        if count:
-            segments.append(Segment(last, count))
-        return Survey(segments, is_end)
+                if at > begin:
+                    segments.append(Segment(last, at - begin))
+                last, begin = place, at
+        if len(places) > begin:
+            segments.append(Segment(last, len(places) - begin))
+        is_cut = len(places) >= most and any(segment.place != HERE for segment in segments)
+        return Survey(segments, len(places) < len(keys) and not is_cut)
 
-    def below(self, request: Request, key: OffloadKey) -> Place | None:
-        """The tiers that have ``key``, and those that are still finding out. ``None``: no tier has it, or it is a miss
-        for this request. One that is too slow to be of use beside others is not asked."""
-        if request.verdicts.get(key) is Miss.PROMOTION_FAILED:
-            return None
-        if request.wait is not None and key in request.wait.lost:
-            request.verdicts[key] = Miss.NO_ROOM
-            return None
-        if key in self._peeked:
-            return self._peeked.pop(key)
-        having = unknown = 0
-        for tier in self._tiers:
-            if having and not self._planner.adds(tier.index, self._known[having, 0].tiers):
+    def _where(
+        self, request: Request, keys: Sequence[OffloadKey], most: float = inf, *, is_peek: bool = False
+    ) -> list[Place]:
+        """The place of each of ``keys``, up to the first that is nowhere. ``most`` of them, and more only if all before
+        are here. What ``is_peek`` finds below is remembered."""
+        found: list[Place] = []
+        blocks = self._primary.slots.get_all(keys)
+        are_here = True
+        while (at := len(found)) < len(keys) and (are_here or at < most):
+            if (block := blocks[at]) is not None:
+                found.append(HERE if block.is_ready else self._promotions.place_of(keys[at]))
+                are_here = are_here and found[-1] == HERE
                 continue
-            found = tier.lookup(key, request.context)
-            if (asked := self._asked.get(tier)) is not None and asked.key == key:
-                self._saw(tier, asked, found)
-            if found:
-                having |= 1 << tier.index
-                if (having, 0) not in self._known:
-                    self._known[having, 0] = Place(self._numbers(having))
-            elif found is None:
-                unknown |= 1 << tier.index
-                if tier not in self._asked:
-                    now_s = self._clock()
-                    self._asked[tier] = _Asked(key, request, now_s, tier.progress(), now_s)
-        if not having and not unknown:
-            return None
+            are_here = False
+            stop = next((end for end in range(at, len(keys)) if blocks[end] is not None), len(keys))
+            absent = keys[at : int(min(stop, max(most, at + 1)))]
+            places = self.below(request, absent)
+            if is_peek:
+                self._peeked.update(zip(absent, [*places, None], strict=False))
+            found += places
+            if len(places) < len(absent):
+                break
+        return found
+
+    def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Place]:
+        """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
+        to the first that no tier has, or that is a miss for this request. A tier that is too slow to be of use beside
+        others is not asked."""
+        found: list[Place] = []
+        lost = request.wait.lost if request.wait is not None else ()
+        verdicts, peeked, first = request.verdicts, self._peeked, 0
+        for at, key in enumerate(keys) if verdicts or lost or peeked else ():
+            if key not in peeked and key not in lost and verdicts.get(key) is not Miss.PROMOTION_FAILED:
+                continue
+            found += self._ask(request, keys[first:at])
+            if len(found) < at or verdicts.get(key) is Miss.PROMOTION_FAILED:
+                return found
+            if key in lost:
+                verdicts[key] = Miss.NO_ROOM
+                return found
+            if (place := peeked.pop(key)) is None:
+                return found
+            found.append(place)
+            first = at + 1
+        return found + self._ask(request, keys[first:])
+
+    def _ask(self, request: Request, keys: Sequence[OffloadKey]) -> list[Place]:
+        """The same for blocks of which nothing is known."""
+        found: list[Place] = []
+        while len(found) < len(keys):
+            run = keys[len(found) : len(found) + _RUN]
+            known = [(0, 0)] * len(run)
+            """Of each block, the tiers that have it and those that do not know, as bits."""
+            for tier in self._tiers:
+                if tier.index == 0:
+                    asked: Sequence[int] = range(len(run))
+                    answers = self._answers(tier, request, run)
+                    del known[len(answers) :]  # whether what comes after is of use, the other tiers say
+                else:
+                    asked, answers = self._not_enough(tier, known), []
+                    while len(answers) < len(asked):
+                        answers += self._answers(tier, request, [run[at] for at in asked[len(answers) :]])
+                bit = 1 << tier.index
+                for at, answer in zip(asked, answers):
+                    if answer is not False:
+                        having, unknown = known[at]
+                        known[at] = (having | bit, unknown) if answer else (having, unknown | bit)
+            for having, unknown in known:
+                if not having and not unknown:
+                    return found
+                found.append(self._place(having, unknown))
+        return found
+
+    def _not_enough(self, tier: GuardedTier, known: Sequence[tuple[int, int]]) -> list[int]:
+        """Which of these blocks no tier before ``tier`` has, or only one beside which ``tier`` is of use."""
+        adds = {0: True}
+        for having in {having for having, _ in known if having}:
+            adds[having] = self._planner.adds(tier.index, self._place(having, 0).tiers)
+        return [at for at, (having, _) in enumerate(known) if adds[having]]
+
+    def _place(self, having: int, unknown: int) -> Place:
         place = self._known.get((having, unknown))
         if place is None:
             place = self._known[having, unknown] = Place(self._numbers(having), self._numbers(unknown))
@@ -143,6 +191,19 @@ class Places:
 
     def _numbers(self, bits: int) -> tuple[int, ...]:
         return tuple(tier.index for tier in self._tiers if bits & 1 << tier.index)
+
+    def _answers(self, tier: GuardedTier, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Of ``tier`` for ``keys``, up to the first ``False``. Of its unknown blocks one is watched."""
+        answers = tier.lookup_prefix(keys, request.context)
+        asked, at = self._asked.get(tier), 0
+        if asked is not None and asked.key in keys:
+            at = keys.index(asked.key)
+            if at < len(answers):
+                self._saw(tier, asked, answers[at])
+        if None in answers[at:] and tier not in self._asked:
+            now_s, key = self._clock(), keys[answers.index(None, at)]
+            self._asked[tier] = _Asked(key, request, now_s, tier.progress(), now_s)
+        return answers
 
     def measure(self) -> None:
         """Sees whether tiers have answered, unless they were asked just now. Of each tier one block at a time is
@@ -173,16 +234,16 @@ class Places:
         nowhere. Never for a prefetch: the time in which it gives way counts against its patience."""
         if request.context.is_prefetch:
             return False
-        for key in question.untracked:
-            block = self._primary.slots.get(key)
-            if block is None:
-                place = self.below(request, key)
-                if place is None:
-                    return True
-                if any(tier in question.waited for tier in place.unknown):
-                    return False
-            elif not block.is_ready:
+        keys = [*question.untracked]
+        for part in (keys[:1], keys[1:]):  # a tier mostly has no answer to the first one yet
+            places = self._where(request, part)
+            blocks = self._primary.slots.get_all(part[: len(places)])
+            if any(block is not None and not block.is_ready for block in blocks):
                 return False
+            if any(tier in question.waited for place in places for tier in place.unknown):
+                return False
+            if len(places) < len(part):
+                return True
         return True
 
 

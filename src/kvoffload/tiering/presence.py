@@ -80,19 +80,29 @@ class PresenceIndex:
         return len(self._present)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._present
+        return self._present.has(key)
 
     # -------------------------------------------------------------------------------------------------- questions
 
-    def lookup(self, key: OffloadKey, is_complete: bool) -> bool | None:
-        """Whether the store has ``key``. ``None``: unknown, so the store is to be asked for it.
+    def lookup_prefix(self, keys: Iterable[OffloadKey], is_complete: bool) -> list[bool | None]:
+        """Whether the store has each of ``keys``, up to and including the first ``False``. ``None``: unknown, so the
+        store is to be asked for it.
 
         ``is_complete``: every key in the store was added here, so that an unknown key is absent.
         """
-        if self._hanging and key in self._hanging:
+        present, hanging = self._present.has, self._hanging
+        answers: list[bool | None] = []
+        for key in keys:
+            answer = True if present(key) and key not in hanging else self._why_not(key, is_complete)
+            answers.append(answer)
+            if answer is False:
+                break
+        return answers
+
+    def _why_not(self, key: OffloadKey, is_complete: bool) -> bool | None:
+        """``False`` for an absent key, ``None`` for one that is unknown."""
+        if key in self._hanging:
             return False
-        if key in self._present:
-            return True
         if (refresh_at_s := self._absent.get(key)) is not None:
             if self._clock() >= refresh_at_s:
                 # The answer stays False meanwhile: a request must not be put off again and again for the same key.
@@ -159,7 +169,7 @@ class PresenceIndex:
         recorded since ``begin_store``."""
         if self.is_exact and self._events is None:
             return
-        was_evicted = [self._storing.pop(key, False) and key not in self._present for key in keys]
+        was_evicted = [self._storing.pop(key, False) and not self._present.has(key) for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
 
     # ----------------------------------------------------------------------------------------------------- events
@@ -238,7 +248,7 @@ class _RememberedKeys:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, key: OffloadKey) -> bool:
+    def has(self, key: OffloadKey) -> bool:
         return key in self._shards[hash(key) & self._mask]
 
     def since(self, start: int) -> Iterator[OffloadKey]:
@@ -313,12 +323,10 @@ class _ResidentKeys:
 
     def __init__(self, keys: Collection[OffloadKey]) -> None:
         self._keys = keys
+        self.has = keys.__contains__
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._keys
 
     def since(self, start: int) -> Iterator[OffloadKey]:
         first = start % max(1, len(self._keys))

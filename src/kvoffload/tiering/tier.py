@@ -155,17 +155,34 @@ class StoreTier(SecondaryTierManager):
     # ---------------------------------------------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        answer: bool | None = False
+        return self.lookup_prefix((key,), req_context)[0]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        answers: list[bool | None] = [False]
         if self._reads.breaker.is_closed:
-            answer = self._index.lookup(key, self._exclusive and self._scan is not None and self._scan.is_complete)
-            if answer is None and self._questions is not None:
-                answer = self._questions.ask(key, req_context)
-            if answer is None and self._runner.ended:
-                # The store may have answered since the last step; otherwise the request would wait for one step more.
-                self._take_results()
-                return self.lookup(key, req_context)
-        self._num_lookups["pending" if answer is None else "hit" if answer else "miss"] += 1
-        return answer
+            is_complete = self._exclusive and self._scan is not None and self._scan.is_complete
+            answers = self._index.lookup_prefix(keys, is_complete)
+            if self._questions is not None and None in answers:
+                self._ask(keys, answers, req_context)
+                if self._runner.ended and None in answers:
+                    # The store may have answered since the last step; otherwise the request would wait for one more.
+                    self._take_results()
+                    return self.lookup_prefix(keys, req_context)
+        counts = self._num_lookups
+        counts["hit"] += answers.count(True)
+        counts["miss"] += answers.count(False)
+        counts["pending"] += answers.count(None)
+        return answers
+
+    def _ask(self, keys: Sequence[OffloadKey], answers: list[bool | None], req_context: ReqContext) -> None:
+        """Has the store asked for the unknown ones of ``keys``. ``False`` where that is too much."""
+        assert self._questions is not None
+        for at, answer in enumerate(answers):
+            if answer is None:
+                answers[at] = self._questions.ask(keys[at], req_context)
+                if answers[at] is False:
+                    del answers[at + 1 :]
+                    return
 
     def progress(self) -> int:
         if self._runner.ended:

@@ -9,10 +9,10 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
-from kvoffload.boundary import Boundary, guarded
+from kvoffload.boundary import Boundary, guarded, up_to_a_miss
 from kvoffload.events import checked_events
 from kvoffload.metrics import checked_stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -53,17 +53,11 @@ class GuardedTier(Boundary):
             _log.error("Tier %r failed in %s; its blocks count as misses: %s", self.name, name, exc, exc_info=exc)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        # Written out: this is the one call that is made per block.
-        if req_context.load_tiers is not None and not self.allows(req_context):
-            return False
-        try:
-            found: Any = self.inner.lookup(key, req_context)
-            return found if found is None else bool(found)
-        except (KeyboardInterrupt, SystemExit):
-            raise  # the process is to end
-        except BaseException as exc:  # noqa: BLE001 - the boundary where a tier's failure becomes a miss
-            self.failed("lookup", exc)
-            return False
+        return self.lookup_prefix((key,), req_context)[0]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """A tier from which the request may not load is not asked."""
+        return self._lookup_prefix(keys, req_context) if self.allows(req_context) else [False]
 
     def allows(self, req_context: ReqContext) -> bool:
         """Whether the request may load from the tier."""
@@ -89,6 +83,7 @@ class GuardedTier(Boundary):
             self.failed("get_finished_jobs", exc)
             return False
 
+    _lookup_prefix = guarded(SecondaryTierManager.lookup_prefix, lambda *_: [False], up_to_a_miss)
     _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
     _submit_store = guarded(SecondaryTierManager.submit_store, lambda *_: False, lambda *_: True)
     _on_new_request = guarded(
