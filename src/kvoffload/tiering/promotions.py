@@ -65,6 +65,7 @@ class Promotions:
         """Loads to submit, by tier and request. Others only read it."""
         self._batches: dict[OffloadKey, _Batch] = {}
         """Of every block that is being promoted, the batch that it was queued in."""
+        waits.promoted = self._batches.keys()
         self._places: dict[tuple[int, bool], Place] = {}
         """Of blocks that are being promoted, by tier and by whether their reads are overdue."""
         self._reserved_since_refresh = 0
@@ -244,7 +245,6 @@ class Promotions:
         for key in job.metadata.keys:
             del self._batches[key]
         self._waits.arrived(job.succeeded, job.tier.name, job.ended_s)
-        self._waits.end_promotions(job.succeeded)
         self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 
     def reset(self) -> None:

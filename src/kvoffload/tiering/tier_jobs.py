@@ -9,7 +9,6 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.boundary import Boundary, guarded, up_to_a_miss
@@ -78,10 +77,16 @@ class GuardedTier(Boundary):
 
     def _is_result(self, result: object) -> bool:
         try:
-            return _check_result(result)
+            if not isinstance(result, JobResult):
+                raise TypeError(f"this is not the end of a job: {result!r:.100}")
+            if result.successful_keys is not None:
+                result.successful_keys = frozenset(result.successful_keys)
+            result.job_id, result.success = operator.index(result.job_id), bool(result.success)
+            result.ended_s = None if result.ended_s is None or math.isnan(result.ended_s) else float(result.ended_s)
         except Exception as exc:  # noqa: BLE001 - a part of the boundary
             self.failed("get_finished_jobs", exc)
             return False
+        return True
 
     _lookup_prefix = guarded(SecondaryTierManager.lookup_prefix, lambda *_: [False], up_to_a_miss)
     _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
@@ -105,17 +110,6 @@ class GuardedTier(Boundary):
     is_readable = guarded(SecondaryTierManager.is_readable, lambda: True, bool)
     holds = guarded(SecondaryTierManager.holds, lambda keys: [False] * len(keys), _for_each)
     shutdown = guarded(SecondaryTierManager.shutdown, lambda: None)
-
-
-def _check_result(result: object) -> Literal[True]:
-    """Raises for what is no result."""
-    if not isinstance(result, JobResult):
-        raise TypeError(f"this is not the end of a job: {result!r:.100}")
-    if result.successful_keys is not None:
-        result.successful_keys = frozenset(result.successful_keys)
-    result.job_id, result.success = operator.index(result.job_id), bool(result.success)
-    result.ended_s = None if result.ended_s is None or math.isnan(result.ended_s) else float(result.ended_s)
-    return True
 
 
 @dataclass(slots=True, eq=False)

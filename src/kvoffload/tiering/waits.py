@@ -21,16 +21,6 @@ from kvoffload.tiering.segments import Segment
 __all__ = ["Waits"]
 
 
-class _Claim:
-    """One claimed block: the waits that claim it, and whether its promotion is in flight."""
-
-    __slots__ = ("is_arriving", "waits")
-
-    def __init__(self, is_arriving: bool = False) -> None:
-        self.waits: dict[Wait, None] = {}
-        self.is_arriving = is_arriving
-
-
 class Waits:
     """Which requests wait, for which blocks, and for how long they still may.
 
@@ -53,7 +43,10 @@ class Waits:
         self.most_claimed = max(1, min(ceil(num_blocks * share), num_blocks - left))
         self._slots = slots
         self._clock = clock
-        self._claims: dict[OffloadKey, _Claim] = {}
+        self._claims: dict[OffloadKey, dict[Wait, None]] = {}
+        """Each claimed block, with the waits that claim it."""
+        self.promoted: Collection[OffloadKey] = ()
+        """Blocks whose promotions are in flight, which are claimed with or without a wait. ``Promotions`` has them."""
         self._new: dict[OffloadKey, None] = {}
         """What ``take_new`` will return."""
         self._waiting: dict[Request, Wait] = {}
@@ -163,9 +156,9 @@ class Waits:
         if claim is None:
             if len(self._claims) >= self.most_claimed:
                 return False
-            claim = self._claims[key] = _Claim()
+            claim = self._claims[key] = {}
             self._new[key] = None
-        claim.waits[wait] = None
+        claim[wait] = None
         wait.answers[key] = answer
         if answer is None:
             self._add_open(wait, 1, self._clock())
@@ -174,11 +167,8 @@ class Waits:
     def promote(self, keys: Sequence[OffloadKey], wait: Wait | None) -> None:
         """Promotions of ``keys`` begin, for ``wait`` or, with ``None``, for nobody. The caller checked the limits, and
         that no request claims them yet."""
-        claims = self._claims
         for key in keys:
-            claims[key] = claim = _Claim(is_arriving=True)
-            if wait is not None:
-                claim.waits[wait] = None
+            self._claims[key] = {} if wait is None else {wait: None}
         if wait is not None:
             wait.answers.update(dict.fromkeys(keys))
             self._add_open(wait, len(keys), self._clock())
@@ -255,9 +245,8 @@ class Waits:
         num_open = 0
         for key in keys:
             num_open += wait.answers.pop(key) is None
-            claim = self._claims[key]
-            del claim.waits[wait]
-            self._drop_if_unclaimed(key, claim)
+            del self._claims[key][wait]
+            self._drop_if_unclaimed(key)
         wait.version += 1
         self._add_open(wait, -num_open, self._clock())
 
@@ -291,13 +280,14 @@ class Waits:
             claim = self._claims.get(key)
             if claim is None:
                 continue
-            for wait in claim.waits:
+            for wait in claim:
                 if wait.answers[key] is None:
                     wait.answers[key] = True
                     wait.num_arrived += 1
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
+            self._drop_if_unclaimed(key)
 
     def ask_anew(self, keys: Collection[OffloadKey]) -> None:
         """These blocks are here: whoever waits for an answer of a tier to one of them asks anew, and finds it. In a
@@ -306,13 +296,6 @@ class Waits:
         for question in self._untracked:
             if question.progress is not None and not question.untracked.keys().isdisjoint(found):
                 question.progress = None
-
-    def end_promotions(self, keys: Iterable[OffloadKey]) -> None:
-        """The promotions of ``keys`` are no longer in flight."""
-        for key in keys:
-            claim = self._claims[key]
-            claim.is_arriving = False
-            self._drop_if_unclaimed(key, claim)
 
     def left(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """Blocks were evicted, or did not arrive: no request claims them any more. With a ``verdict`` they are misses
@@ -325,7 +308,7 @@ class Waits:
             if claim is None:
                 continue
             self._new.pop(key, None)
-            for wait in claim.waits:
+            for wait in claim:
                 was_open = wait.answers.pop(key) is None
                 wait.version += 1
                 self._add_open(wait, -was_open, now_s)
@@ -334,8 +317,8 @@ class Waits:
                 elif wait.sources.pop(key, None) is not None:
                     wait.lost.add(key)
 
-    def _drop_if_unclaimed(self, key: OffloadKey, claim: _Claim) -> None:
-        if not claim.waits and not claim.is_arriving:
+    def _drop_if_unclaimed(self, key: OffloadKey) -> None:
+        if not self._claims[key] and key not in self.promoted:
             del self._claims[key]
             self._new.pop(key, None)
 
@@ -407,19 +390,19 @@ class Waits:
         """Recomputes the claims from ``requests``, all there are, the promotions in flight, and the blocks that are
         here."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
-        assert {key for key, claim in self._claims.items() if claim.is_arriving} == arriving
+        assert arriving <= self._claims.keys()
         assert self._new.keys() <= self._claims.keys()
         assert len(self._claims) <= self.most_claimed
         for key, claim in self._claims.items():
-            assert claim.waits or claim.is_arriving
-            assert all(key in wait.answers for wait in claim.waits)
+            assert claim or key in arriving
+            assert all(key in wait.answers for wait in claim)
         for request, wait in self._waiting.items():
             assert request.wait is wait
             assert wait.has_begun
             assert wait.request is request
             assert (wait.answered_s is None) or not wait.num_open
             for key, answer in wait.answers.items():
-                assert wait in self._claims[key].waits
+                assert wait in self._claims[key]
                 block = self._slots.get(key)
                 assert block is not None
                 assert answer == (block.is_ready or None), f"{key!r} is answered {answer}"
