@@ -73,7 +73,7 @@ class OffloadingConnectorWorker:
         """Starts the final stores, flushes, then starts the loads. Other stores wait until ``end_step``."""
         # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
         # may name them.
-        self._start_waiting_stores()
+        self.end_step()
         # A flush may name these too. What they read was computed by steps that have been submitted.
         for job in meta.final_stores:
             self._start(job)
@@ -95,7 +95,9 @@ class OffloadingConnectorWorker:
 
     def end_step(self) -> None:
         """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
-        self._start_waiting_stores()
+        stores, self._waiting_stores = self._waiting_stores, []
+        for job in stores:
+            self._start(job)
 
     def suspend(self) -> None:
         """The engine is about to unmap its KV cache. Returns when no transfer uses it; those that are asked for until
@@ -134,11 +136,6 @@ class OffloadingConnectorWorker:
         self._open.clear()
         for handler in dict.fromkeys(handlers.values()):
             self._guard("shutdown", handler.shutdown)
-
-    def _start_waiting_stores(self) -> None:
-        stores, self._waiting_stores = self._waiting_stores, []
-        for job in stores:
-            self._start(job)
 
     def _start(self, job: TransferJob) -> None:
         if self._is_suspended:
