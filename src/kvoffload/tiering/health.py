@@ -20,6 +20,7 @@ __all__ = ["StoreHealth"]
 _log = logging.getLogger(__name__)
 
 _PROBED_BLOCKS = 3
+"""Blocks that a probe asks for. One that can be read is enough."""
 
 
 class StoreHealth:

@@ -23,8 +23,11 @@ _SHARD_BLOCKS = 4_096
 _FORGOTTEN_AT_ONCE = 64
 """The part of a full shard that is forgotten to make room: one key in this many."""
 _UNSEEN_AT_ONCE = 256
+"""Keys that a step forgets after a scan: a bound on the time of a step."""
 _MIN_EVENT_KEYS = 65_536
+"""Keys of an exact index that wait for somebody to take their events, or ..."""
 _EVENT_SHARE = 8
+"""... one for so many present ones, if these are more. Beyond them the events are dropped, and a scan follows."""
 
 
 class PresenceIndex:

@@ -14,6 +14,7 @@ from kvoffload.tiering.stores.base import BlockStore
 __all__ = ["Questions"]
 
 _FIRST_CHUNK = 8
+"""Keys that are asked for first. Of a new prompt nearly all are missing."""
 _GROWTH = 4
 """Each chunk is this many times as large as the one before."""
 _MOST_IN_CHUNKS = 1024
@@ -21,7 +22,9 @@ _MOST_IN_CHUNKS = 1024
 _SLICE = 256
 """Keys of one call, where no chunks are."""
 _MAX_ASKING = 262_144
+"""Keys without an answer, at some 100 bytes each. Beyond them a block is a miss."""
 _MAX_SKIPPED = 65_536
+"""Keys that are remembered as skipped. All are forgotten beyond it, which costs a question in chunks."""
 
 
 class Questions:

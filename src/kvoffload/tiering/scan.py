@@ -18,6 +18,7 @@ __all__ = ["StoreScan"]
 _log = logging.getLogger(__name__)
 
 _KEYS_PER_STEP = 64
+"""Keys that a step takes in: a bound on the time of a step."""
 _MAX_BATCHES = 64
 """Batches of ``_KEYS_PER_STEP`` keys that wait for steps. A scan that has found more rests until half are taken in."""
 _DURATION_SHARE = 4

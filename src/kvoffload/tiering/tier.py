@@ -32,7 +32,9 @@ __all__ = ["MOST_THREADS", "StoreTier", "TierLimits"]
 _log = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 65_536
+"""Keys whose use the store has yet to be told. Beyond them uses are forgotten."""
 _TOUCH_INTERVAL_S = 1.0
+"""Uses of a second are told in one call of the thread for upkeep."""
 MOST_THREADS = 1024
 """Of a tier, for reads and as many for writes. No device has as deep a queue, and each takes memory from the engine."""
 

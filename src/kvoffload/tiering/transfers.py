@@ -21,9 +21,11 @@ from kvoffload.tiering.stores.base import BlockStore
 __all__ = ["StoreTransfers", "slice_blocks"]
 
 _SLICE_BYTES = 4 << 20
+"""Bytes of a slice at most, so that none keeps a thread long."""
 _LEAST_STORE_BYTES = 1 << 20
 """Smaller stores gain less from another thread than it costs to wake it."""
 _MAX_SLICE_BLOCKS = 64
+"""Blocks of a slice at most. A store that declares ``batch_blocks`` has its own number for both."""
 
 
 def slice_blocks(store: BlockStore, block_bytes: int) -> int:

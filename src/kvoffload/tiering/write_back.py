@@ -14,10 +14,15 @@ from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 __all__ = ["WriteBack"]
 
 _MOST_WATCHED = 4096
+"""Blocks of the largest window. A review looks at each of them."""
 _PER_STEP = 512
+"""Blocks that a step looks up for a tier, and writes if it lacks them: a bound on the time of a step."""
 _PER_JOB = 64
+"""Blocks of a job. The pins of one last until all of it has ended."""
 _STEPS_TO_FIND_OUT = 5
+"""Steps in which a tier may find out whether it has a block. Then the block waits for the next review."""
 _TOLERATED = 0.05
+"""Share of the reservations that may evict an unwritten block. Above it the window doubles."""
 
 
 class _Target:
