@@ -100,7 +100,7 @@ class Whole:
             max_wait_s=chance.choice([0.5, 5.0]),
             cascade=[chance.choice(["on_store", "on_evict"]) for _ in self.tiers],
             block_worth=self._worth() if chance.random() < 0.5 else None,
-            promotion_share=chance.choice([0.2, 0.4, 0.75, 1.0]),
+            promotion_share=chance.choice([0.4, 0.75, 1.0]),
             clock=self.clock,
         )
         self.trace = folder / "trace.jsonl"

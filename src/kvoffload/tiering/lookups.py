@@ -129,7 +129,7 @@ class Lookups:
             self._stop_late(wait, keys)
         question = wait.questions.get(keys[0])
         if question is not None and not (is_due and is_planned) and self._holds(wait, question, keys):
-            self._waits.ask_again(wait, question)
+            self._waits.expect(wait, question, True)
             return wait.answers_to(question)
         return self._ask_anew(wait, keys, ends, is_due=is_due and is_planned)
 
@@ -184,7 +184,7 @@ class Lookups:
                 self._cut_at_failure(request, question)
             question.progress = progress
             if plan is not None:
-                self._probe(request, keys, plan)
+                self._probe(wait, keys, plan)
                 if is_due:
                     self._look_again(wait)
         answers = question.answers
@@ -251,7 +251,7 @@ class Lookups:
             request.verdicts[key] = Miss.DECLINED
         self._waits.decline(wait, keys, ready)
 
-    def _probe(self, request: Request, keys: Sequence[OffloadKey], plan: Plan) -> None:
+    def _probe(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan) -> None:
         """Measures each tier of which blocks are declined, if that is due, with the first of them."""
         probed: set[int] = set()
         for _, _, blocks, tiers in plan.declined:
@@ -260,7 +260,7 @@ class Lookups:
                     probed.add(tier)
                     declined = [keys[at] for at in blocks[: self._planner.probe_blocks(tier)]]
                     absent = [key for key in dict.fromkeys(declined) if self._primary.slots.get(key) is None]
-                    self._promotions.probe(self._tiers[tier], absent, request)
+                    self._promotions.probe(self._tiers[tier], absent, wait)
 
     # ------------------------------------------------------------------------------------------------- reserve
 

@@ -116,7 +116,7 @@ class Promotions:
         """
         turns = [tier for tier, num_blocks in sources for _ in range(num_blocks)] if len(sources) > 1 else []
         request = wait.request
-        hits = self._waits.hits_of(request)
+        hits = wait.hits
         at, most = start, _READ_AT
         while at < stop:
             room = self._waits.room_beside(hits)
@@ -149,10 +149,10 @@ class Promotions:
                 self.submit(request.context)
         return at
 
-    def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Request) -> None:
+    def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Wait) -> None:
         """Promotes ``keys``, for which no request waits, if there is room beside what ``asking`` was answered."""
         keys = keys[: self._waits.room_beside(())]
-        slots = self._reserve(keys, self.probe_context, self._waits.hits_of(asking)) if keys else None
+        slots = self._reserve(keys, self.probe_context, asking.hits) if keys else None
         if slots is not None:
             if tier not in self._probed:
                 self._probed.add(tier)

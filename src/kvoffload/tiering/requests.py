@@ -7,7 +7,7 @@ the answer to each block, and what was planned. ``Waits`` alone writes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from math import inf
@@ -149,6 +149,11 @@ class Wait:
         if not self.has_begun:
             return 0.0
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
+
+    @property
+    def hits(self) -> Collection[OffloadKey]:
+        """Blocks that it was answered ``True`` in this step, while it has not begun. In order."""
+        return () if self.has_begun else self.answers.keys()
 
     @property
     def is_open(self) -> bool:

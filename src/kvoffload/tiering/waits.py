@@ -92,11 +92,6 @@ class Waits:
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
         return waited_s >= request.patience_s
 
-    def hits_of(self, request: Request) -> Collection[OffloadKey]:
-        """Blocks that the request was answered ``True`` in this step, while it did not wait. In order."""
-        wait = self._asking.get(request)
-        return () if wait is None else wait.answers.keys()
-
     def room_beside(self, hits: Collection[OffloadKey]) -> int:
         """How many unclaimed blocks may be promoted beside ``hits``, which a request will claim when it begins to
         wait."""
@@ -187,23 +182,19 @@ class Waits:
             question.progress = None
         question.version, question.num_arrived = wait.version, wait.num_arrived
         if (before := wait.questions.get(question.keys[0])) is not None:
-            self._await(wait, before, False)
+            self.expect(wait, before, False)
             self._untracked.pop(before, None)
             question.was_answered = before.was_answered and not before.untracked.keys().isdisjoint(question.untracked)
         wait.questions[question.keys[0]] = question
         if question.untracked:
             self._untracked[question] = wait
-        self._await(wait, question, True)
-
-    def ask_again(self, wait: Wait, question: Question) -> None:
-        """The request is given the same answers again."""
-        self._await(wait, question, True)
+        self.expect(wait, question, True)
 
     def forget_untracked(self, request: Request) -> None:
         """The request asks anew. What it does not ask for again in this step it does not wait for."""
         if request.wait is not None:
             for question in request.wait.questions.values():
-                self._await(request.wait, question, False)
+                self.expect(request.wait, question, False)
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """A plan was made for ``keys``, of which ``marks`` are not begun. Its times count from ``seen_s``."""
@@ -250,7 +241,8 @@ class Waits:
         wait.version += 1
         self._add_open(wait, -num_open, self._clock())
 
-    def _await(self, wait: Wait, question: Question, is_awaited: bool) -> None:
+    def expect(self, wait: Wait, question: Question, is_awaited: bool) -> None:
+        """The request waits for the untracked blocks of ``question``, or no longer."""
         if not question.untracked or question.is_awaited == is_awaited:
             return
         question.is_awaited = is_awaited
@@ -363,7 +355,7 @@ class Waits:
             return
         for question, wait in [*self._untracked.items()]:
             if question.is_awaited and not question.was_answered and is_answered(wait.request, question):
-                self._await(wait, question, False)
+                self.expect(wait, question, False)
                 question.progress, question.was_answered = None, True
                 del self._untracked[question]
         if now_s < self._due_s:
