@@ -120,7 +120,7 @@ def test_a_block_that_does_not_arrive_is_a_miss_for_every_waiter() -> None:
 
 def test_a_probe_has_no_waiter_and_what_it_brings_may_be_evicted() -> None:
     parts = Parts()
-    parts.promotions.probe(parts.tier, keys(1, 2), parts.request("a"))
+    parts.promotions.probe(parts.tier, keys(1, 2), parts.waits.of(parts.request("a")))
     parts.check_invariants()
     assert len(parts.waits.claimed) == 2, "while it is in flight"
     parts.promotions.submit()
