@@ -102,7 +102,7 @@ class OffloadingConnectorWorker:
     def suspend(self) -> None:
         """The engine is about to unmap its KV cache. Returns when no transfer uses it; those that are asked for until
         ``resume`` fail. Idempotent. Raises what a handler raises: the memory must stay then."""
-        self._start_waiting_stores()
+        self.end_step()
         for handler, open_ids in self._open.items():
             handler.wait(tuple(open_ids))
         self._is_suspended = True
