@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+# Objects in memory are frozen before the first test and after each file: with those of torch among them, each full
+# collection takes half a second, and some hundred tests ask for one.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Modules stay: without them each ``gc.collect()`` of a test takes a hundredth of its time."""
+    _freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()

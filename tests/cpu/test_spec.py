@@ -168,11 +168,8 @@ def test_no_record_of_a_slot_is_made_after_the_start(spec_name: str) -> None:
     made = spec(spec_name=spec_name)
     manager, request = made.get_manager(), ReqContext("r")
     gc.freeze()
-    try:
-        output = manager.prepare_store(keys(1, 2, 3), request)
-        assert output is not None
-        manager.complete_store(output.keys_to_store, request)
-        assert not any(type(each) is BlockStatus for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
+    output = manager.prepare_store(keys(1, 2, 3), request)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, request)
+    assert not any(type(each) is BlockStatus for each in gc.get_objects())
     made.shutdown()
