@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> Path:
     """Three sessions that grow, turn after turn."""
     path = tmp_path / "chat.jsonl"
     lines: list[dict[str, Any]] = []
-    for turn in range(1, 41):
+    for turn in range(1, 25):
         session = turn % 3
         ids = [0, *(100 * session + block for block in range(1, turn + 1))]
         lines.append(
@@ -116,12 +116,12 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
     outs = [word for name in ("o.json", "o.png", "o.html") for word in ("--out", tmp_path / name)]
     code, out, _ = run(capsys, *common, "--cpu", "10%,30%,3GiB", "--disk", "50%", *outs)
     assert code == 0
-    (title,) = [line for line in out.splitlines() if line.startswith("chat: 40 requests")]
+    (title,) = [line for line in out.splitlines() if line.startswith("chat: 24 requests")]
     assert title.endswith("within reach")
     assert "best overall is" in out
     (report,) = json.loads((tmp_path / "o.json").read_text())
     assert [(each["policy"], each["cpu_blocks"]) for each in report["runs"]] == [
-        (policy, blocks) for policy in ("lru", "density") for blocks in (11, 35, 48)
+        (policy, blocks) for policy in ("lru", "density") for blocks in (7, 21, 48)
     ]
     for each in report["runs"]:
         assert 0 < each["hit_rate"] <= each["optimum_hit_rate"] <= report["reachable_hit_rate"] < 1
@@ -340,7 +340,7 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"servers": 2, "shared": {"link": "1GB"}}, "Shared of the file of --fleet lacks 'size'"),
         ({"servers": 2, "shared": {"size": "1KiB"}}, "less than one block"),
         ({"servers": 2, "shared": {"size": "nan%"}}, "is not a share"),
-        ({"servers": 2, "shared": {"size": "1%,2%"}}, "is one size"),
+        ({"servers": 2, "shared": {"size": "10%,20%"}}, "is one size"),
         ({"servers": 2, "shared": ["1TiB"]}, "must be a mapping with a size, or none"),
         ({"servers": 2, "shared": {"size": "50%", "away": [[9, 3]]}}, "end it after it begins"),
         ({"servers": 2, "deaths": [{"server": 1}]}, "lacks 'from_s'"),
@@ -528,7 +528,7 @@ def test_a_fleet(trace: Path, tmp_path: Path, fleet: Fleet, capsys: pytest.Captu
     assert len(found["fleets"]) == 2 * 2 * 2
     assert {each["config"]["servers"] for each in found["fleets"]} == {2, 3}
     with_shared = [each for each in found["fleets"] if each["config"]["shared"]]
-    assert max(each["hit_rate"] for each in found["fleets"]) > 0.5
+    assert max(each["hit_rate"] for each in found["fleets"]) > 0.3
     assert {each["config"]["shared"]["server_bytes_per_s"] for each in with_shared} == {10e9}
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org", "").replace("http://purl.org", "").replace(

@@ -21,6 +21,7 @@ from tests.integration.served_tiers import ServedTiers
 from kvoffload.cli import main
 
 CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.long
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium; `make test-remote` installs it")
 
 FRAME = """<!doctype html><meta charset=utf-8><body style="margin:0">

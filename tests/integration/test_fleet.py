@@ -141,7 +141,7 @@ class Mortal(NamedTuple):
     start: Callable[[], None]
 
 
-@pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=needs_mooncake)])
+@pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.long])])
 def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
     server: Any
     if request.param == "redis":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from bench.placement import MODES, FilledManager, Memory, Replayed, replay
 from tests.engines.reference.zoo import VOCAB, tiny_model
+from tests.sizes import by_size
 from tests.tiering.rig import prefix, quiesce
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -173,7 +174,7 @@ def test_a_burst_costs_what_is_counted_and_nothing_else(tmp_path: Path) -> None:
     setup.manager.shutdown()
 
 
-@pytest.mark.parametrize("cascade", MODES)
+@pytest.mark.parametrize("cascade", by_size(["on_evict"], MODES))
 def test_an_engine_generates_the_same_tokens_and_finds_its_blocks_after_a_restart(cascade: str, tmp_path: Path) -> None:
     """Device, host memory and disk are each smaller than the chat."""
     model = tiny_model("llama")

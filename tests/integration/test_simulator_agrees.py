@@ -198,7 +198,7 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
     assert (sum(below for _, below in found) > 0) == (gpu_blocks < 1000)
 
 
-@pytest.mark.parametrize("cascade", ["on_store", "on_evict"])
+@pytest.mark.parametrize("cascade", by_size(["on_store"], ["on_store", "on_evict"]))
 @pytest.mark.parametrize(
     ("gpu_blocks", "cpu_blocks", "disk_blocks"),
     by_size([(0, 64, 130)], [(0, 30, 60), (0, 64, 130), (70, 50, 50), (0, 40, 1000)]),
@@ -250,7 +250,7 @@ def test_the_same_hits_of_a_model_with_states_and_a_disk(
 
 def test_what_an_engine_recorded_is_what_it_served(tmp_path: Path) -> None:
     """Recorded by the connector, loaded and simulated: the same hits again."""
-    trace = conversations(30, seed=7)
+    trace = conversations(15, seed=7)
     path = tmp_path / "served.jsonl"
     hits = served(trace, 60, record_trace=str(path), eviction_policy="lru")
     recorded = load_trace(path)

@@ -13,8 +13,8 @@ from tests.sizes import by_size
 
 ROOT = Path(__file__).parents[2]
 NOT_PERMITTED = 77  # as in the script
-STRIDE = by_size(quick=16, thorough=1)
-KILLS = by_size(quick=10, thorough=400)
+STRIDE = by_size(quick=32, thorough=1)
+KILLS = by_size(quick=6, thorough=400)
 
 
 SMALL, PAGED = 3000, 65536

@@ -149,7 +149,7 @@ def test_without_hints_the_same_blocks_are_evicted_as_ever(
     assert Recorder.evicted.hexdigest()[:16] == EVICTED[name, percent]
 
 
-@pytest.mark.parametrize("percent", [2, 10])
+@pytest.mark.parametrize("percent", by_size([10], [2, 10]))
 def test_hints_that_are_not_in_use_change_nothing(recorder: str, percent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are in other classes then, but those are worth the same."""
     monkeypatch.setattr(HintScore, "favours_hints", False)
@@ -202,15 +202,16 @@ def test_hints_take_at_most_a_tenth_more_memory() -> None:
     assert peaks[1] <= 1.1 * peaks[0]
 
 
+@pytest.mark.long
 def test_sessions_with_known_returns() -> None:
     """True hints close a third of the gap to the optimum. Wrong ones cost at most a point."""
-    trace = synthesize("chat", by_size(quick=700, thorough=4000), seed=1)
+    trace = synthesize("chat", 4000, seed=1)
     true = true_hints(trace)
     assert true.next_uses is not None
     turned = true.next_uses.copy()
     turned[len(turned) // 2 :] = np.array([UNKNOWN, NEVER, LATER, SOON])[turned[len(turned) // 2 :]]
     shuffled = np.random.default_rng(1).permutation(true.next_uses)
-    for percent in by_size((5,), (1, 2, 5, 10)):
+    for percent in (1, 2, 5, 10):
         capacity = trace.num_unique * percent // 100
         without = points(trace, capacity)
         best = 100 * optimum(trace, [capacity])[0].hit_blocks / trace.num_accesses

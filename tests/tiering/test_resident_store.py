@@ -195,6 +195,7 @@ class TestEvents:
         assert len(rig.held) == SLOTS
 
 
+@pytest.mark.long
 def test_store_and_tier_take_150_bytes_per_block(tmp_path: Path) -> None:
     """Of a large store that was found at the start. Payloads are holes, as nobody reads them."""
     num_slots, num_slabs, size = 16_000, 2, 65536

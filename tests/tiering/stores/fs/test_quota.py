@@ -32,7 +32,7 @@ HOUR_NS = 3600 * 10**9
 def test_a_large_quota_holds_within_a_tenth_and_the_oldest_go(
     open_store, tmp_path: Path, num_stores: int, num_namespaces: int
 ) -> None:
-    max_blocks = by_size(8, 16) * NUM_FANS
+    max_blocks = by_size(3, 16) * NUM_FANS
     stores = [
         open_store(TINY, f"n{number % num_namespaces}", room_for(max_blocks, TINY))
         for number in range(num_stores * num_namespaces)
@@ -51,7 +51,7 @@ def test_a_large_quota_holds_within_a_tenth_and_the_oldest_go(
     )
 
 
-@pytest.mark.parametrize("max_blocks", [1, 2, 5, 40])
+@pytest.mark.parametrize("max_blocks", by_size([1, 2, 5, 12], [1, 2, 5, 40]))
 def test_a_quota_of_few_blocks_is_kept_over_all_directories(open_store, tmp_path: Path, max_blocks: int) -> None:
     stores, numbers = [open_store(max_bytes=room_for(max_blocks)) for _ in range(3)], itertools.count()
     for batch in range(3 * max_blocks):
