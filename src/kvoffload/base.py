@@ -48,6 +48,7 @@ __all__ = [
     "SharedPage",
     "StepWork",
     "TransferResult",
+    "Weighed",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "make_offload_key",
@@ -254,6 +255,28 @@ class StepWork(NamedTuple):
 # ------------------------------------------------------------------------------------------------ control plane
 
 
+class Weighed(NamedTuple):
+    """Blocks of one tier for a request that waits, and what they were weighed against. Times are what was expected."""
+
+    tier: str
+    num_blocks: int
+    expected_s: float
+    """Until they are in host memory."""
+    others_s: Mapping[str, float]
+    """The same from each other tier that has all of them."""
+    computing_s: float | None
+    """Of their tokens; ``None``: the engine's speed is not known."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "tier": self.tier,
+            "blocks": self.num_blocks,
+            "expected_s": round(self.expected_s, 6),
+            "others_s": {name: round(seconds, 6) for name, seconds in self.others_s.items()},
+            "computing_s": None if self.computing_s is None else round(self.computing_s, 6),
+        }
+
+
 class OffloadingManager(ABC):
     """Decides what is stored, kept and evicted. Lives in the scheduler process; every call is on its thread.
 
@@ -369,6 +392,10 @@ class OffloadingManager(ABC):
         """The blocks that were promoted while the request waits for them, with the tier that they came from. To be read
         before they are loaded."""
         return {}
+
+    def weighed(self, req_context: ReqContext) -> Sequence[Weighed]:
+        """Why its blocks come from these tiers, one entry for each. To be read before they are loaded."""
+        return ()
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         """Why the request did not get each of ``keys``; ``None``: the block is here or below. Only known in full while

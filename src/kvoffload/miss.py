@@ -51,6 +51,7 @@ class Miss(StrEnum):
     TIER_OFF = "tier off", "The tier's circuit breaker was open."
     NO_ROOM = "no room", "All slots were in use when they were to be promoted."
     PROMOTION_SHARE = "promotion_share", "Waiting requests may claim no more of host memory."
+    SLOW_ANSWER = "slow answer", "Their tier answers later than such a prompt can wait: it is asked for longer ones."
     DECLINED = "declined by cost", "Loading them would have taken longer than computing."
     UNKNOWN = "unknown", "No loss was recorded."
 

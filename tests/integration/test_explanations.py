@@ -20,7 +20,7 @@ from kvoffload.base import ReqContext, make_offload_key
 from kvoffload.connector.observer import DEVICE
 from kvoffload.sim.explain import read_explanations
 from kvoffload.sim.trace_files import load_trace
-from kvoffload.testing import GatedStore, ManualClock
+from kvoffload.testing import FakeTier, GatedStore, ManualClock
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.options import build_tier
@@ -347,6 +347,18 @@ def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytes
     explanation = recorded.last()
     assert explanation["found"] == {"device": 0}
     assert explanation["missed"] == {"declined by cost": WHOLE, "tail": 1}
+
+
+def test_a_tier_that_answers_too_late(make: MakeRecorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = BlockWorth(PAGE_BYTES, (BLOCK_TOKENS,), 1e9)
+    recorded = make(make_tier=lambda view, lost: FakeTier(view, at_once=True), block_worth=worth)
+    recorded.ask(1)
+    recorded.fill()
+    (tier,) = recorded.served.manager.secondary_tiers
+    monkeypatch.setattr(tier, "lookup", lambda key, context: None)
+    recorded.served.manager._planner.link(0).answers._seconds.append(1.0)
+    recorded.ask(1)
+    assert recorded.last()["missed"] == {"slow answer": WHOLE, "tail": 1}
 
 
 def test_out_of_patience(make: MakeRecorded) -> None:

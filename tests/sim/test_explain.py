@@ -22,6 +22,7 @@ from kvoffload.sim.explain import (
     what_ifs,
 )
 from kvoffload.sim.page import draw_explanation
+from kvoffload.sim.report import explanation_tables
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import TraceError
 
@@ -32,7 +33,7 @@ def line(at_ms: float, found: dict[str, int], missed: dict[str, int], **more: An
     story = {
         "found": found,
         "missed": missed,
-        **{name: more.pop(name) for name in ("lost_s", "waited_s") if name in more},
+        **{name: more.pop(name) for name in ("lost_s", "waited_s", "weighed") if name in more},
     }
     total = sum(found.values()) + sum(missed.values())
     return {
@@ -191,6 +192,23 @@ def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
     found = result.gpu_hit_tokens + result.cpu_hit_tokens + result.disk_hit_tokens
     assert most.more_tokens == found - as_it_was.result.cpu_hit_tokens
     assert most.saved_s == most.more_tokens / 1000
+
+
+def test_what_tiers_were_weighed_against_is_told_by_medians(tmp_path: Path) -> None:
+    def weighed(expected_s: float, redis_s: float) -> list[dict[str, Any]]:
+        return [
+            {"tier": "disk", "blocks": 2, "expected_s": expected_s, "others_s": {"redis": redis_s}, "computing_s": 1}
+        ]
+
+    path = write(
+        tmp_path / "t.jsonl",
+        line(0, {"disk": 32}, {"tail": 1}, weighed=weighed(0.012, 0.04)),
+        line(1, {"disk": 32}, {"tail": 1}, weighed=weighed(0.014, 0.02)),
+        line(2, {"disk": 32}, {"tail": 1}, weighed=weighed(0.002, 0.05)),
+        line(3, {"CPU": 32}, {"tail": 1}),
+    )
+    table = explanation_tables(read_explanations(path), [])["Why from there"]
+    assert table.rows == [["disk", "3", "12 ms", "redis 40 ms, computing 1 s"]]
 
 
 def test_every_cause_has_its_advice() -> None:

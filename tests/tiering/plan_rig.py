@@ -140,6 +140,8 @@ class PlanRig:
             clock=self.clock,
         )
         self._count = 0
+        self.keys: list[OffloadKey] = []
+        """Of the last request."""
         if are_measured:
             for tier in range(len(self.tiers)):
                 self._learn(tier)
@@ -157,10 +159,10 @@ class PlanRig:
         for each, answer_s in zip(self.tiers, other, strict=True):
             each.answer_s = answer_s
 
-    def serve(self, world: World) -> Served:
-        """One request, from its arrival to its first token, and until the tiers are idle again."""
+    def ask(self, world: World) -> ReqContext:
+        """A request arrives, and asks once."""
         self._count += 1
-        keys = [make_offload_key(f"{self._count}-{at:06}".encode(), 0) for at in range(world.num_blocks)]
+        keys = self.keys = [make_offload_key(f"{self._count}-{at:06}".encode(), 0) for at in range(world.num_blocks)]
         begin_s = self.clock()
         for at, tier in enumerate(self.tiers):
             tier.keys = {keys[block] for block in world.has[at]}
@@ -169,6 +171,12 @@ class PlanRig:
                 tier.change = begin_s + world.changes[at][0], world.changes[at][1]
         context = ReqContext(f"r{self._count}")
         self.manager.on_new_request(context)
+        self.manager.lookup_prefix(keys, context)
+        return context
+
+    def serve(self, world: World) -> Served:
+        """One request, from its arrival to its first token, and until the tiers are idle again."""
+        begin_s, context, keys = self.clock(), self.ask(world), self.keys
         while None in (answers := self.manager.lookup_prefix(keys, context)):
             self.manager.on_schedule_end()
             self._pass(self.step_s)

@@ -20,6 +20,8 @@ from tests.tiering.plan_rig import (
     random_world,
 )
 
+from kvoffload.miss import Miss
+
 ALL = frozenset(range(400))
 NONE = frozenset[int]()
 HEAD = frozenset(range(200))
@@ -89,6 +91,23 @@ def test_an_answer_that_takes_longer_than_computing_is_not_waited_for() -> None:
     rig = PlanRig([(COMPUTE_S / 50, 0.2)])
     assert rig.serve(World(8, [frozenset(range(8))])).waited_s == 0.0
     assert rig.serve(World(400, [ALL])).num_hit == 400, "a longer prompt waits for it"
+
+
+def test_a_request_is_told_why_its_blocks_come_from_there() -> None:
+    rig = PlanRig([(COMPUTE_S / 40, None), (COMPUTE_S / 10, None)])
+    context = rig.ask(World(100, [frozenset(range(100)), frozenset(range(50))]))
+    fast, slow = rig.manager.weighed(context)
+    assert (fast.tier, slow.tier, fast.num_blocks + slow.num_blocks) == ("tier0", "tier1", 100)
+    assert fast.expected_s == pytest.approx(fast.num_blocks * COMPUTE_S / 40, rel=0.2)
+    assert fast.others_s == {}, "the other one has not all of them"
+    assert slow.others_s == {"tier0": pytest.approx(slow.num_blocks * COMPUTE_S / 40, rel=0.2)}
+    assert slow.computing_s == pytest.approx(slow.num_blocks * COMPUTE_S)
+
+
+def test_a_block_whose_tier_answers_too_late_is_a_miss_for_that_reason() -> None:
+    rig = PlanRig([(COMPUTE_S / 50, 0.2)])
+    context = rig.ask(World(8, [frozenset(range(8))]))
+    assert {loss and loss.miss for loss in rig.manager.explain(rig.keys, context)} == {Miss.SLOW_ANSWER}
 
 
 @given(st.integers(0, 1 << 32), st.booleans())

@@ -94,6 +94,10 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
         "waits_s": {
             phase: {"requests": len(seconds), **percentiles(seconds)} for phase, seconds in summary.waits_s.items()
         },
+        "weighed_s": {
+            tier: {place: percentiles(seconds) for place, seconds in by_place.items()}
+            for tier, by_place in summary.weighed_s.items()
+        },
         "what_if": [
             {"change": each.change, "more_tokens": each.more_tokens, "saved_s": each.saved_s, **asdict(each.result)}
             for each in asked

@@ -14,6 +14,7 @@ from kvoffload.base import (
     OffloadKey,
     PrepareStoreOutput,
     RequestOffloadingContext,
+    Weighed,
 )
 from kvoffload.boundary import Boundary, guarded, up_to_a_miss
 from kvoffload.errors import TransferError
@@ -99,5 +100,6 @@ class GuardedManager(Boundary, OffloadingManager):
     get_stats = guarded(OffloadingManager.get_stats, dict, checked_stats)
     holds = guarded(OffloadingManager.holds, lambda keys: [False] * len(keys), _for_each)
     sources = guarded(OffloadingManager.sources, lambda *_: {}, lambda found, *_: dict(found))
+    weighed = guarded(OffloadingManager.weighed, lambda *_: [], lambda found, *_: [*map(Weighed._make, found)])
     explain = guarded(OffloadingManager.explain, lambda keys, *_: [None] * len(keys), _for_each)
     shutdown = guarded(OffloadingManager.shutdown, _nothing)

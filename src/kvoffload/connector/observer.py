@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from kvoffload.base import OffloadingManager, OffloadKey
+from kvoffload.base import OffloadingManager, OffloadKey, Weighed
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import EngineRequest
 from kvoffload.connector.epochs import Epoch, Epochs
@@ -62,6 +62,8 @@ class Explanation:
     """For causes with a time, such as evictions: how long ago, as the mean over the tokens."""
     promoted_bytes: dict[str, int] = field(default_factory=dict)
     """What lower tiers brought to host memory while it waited, by tier."""
+    weighed: Sequence[Weighed] = ()
+    """Why from these tiers."""
     loaded_bytes: int = 0
     """What its load copied to the device, on all ranks."""
 
@@ -86,6 +88,7 @@ class Explanation:
             "lost_s": {cause: round(seconds, 1) for cause, seconds in self.lost_s.items()},
             "waited_s": {phase: round(seconds, 6) for phase, seconds in self.waited_s.items()},
             "promoted_bytes": self.promoted_bytes,
+            "weighed": [each.as_json() for each in self.weighed],
             "loaded_bytes": self.loaded_bytes,
         }
 
@@ -202,6 +205,7 @@ class Observer:
         explanation = self._open.get(request)
         if explanation is not None and not explanation.found and explanation.phase != "queue":
             explanation.enter("queue", self._clock())
+            explanation.weighed = self._manager.weighed(request.context)
             blocks = Counter(self._manager.sources(request.context).values())
             explanation.promoted_bytes = {tier: number * self._block_bytes for tier, number in blocks.items()}
 

@@ -25,6 +25,7 @@ from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
 
 __all__ = [
+    "COMPUTING",
     "Explanations",
     "Machine",
     "MachineTier",
@@ -38,6 +39,7 @@ __all__ = [
     "where_names",
 ]
 
+COMPUTING = "computing"
 _INTERVALS = 48
 """Parts of the trace's time for which the course is kept."""
 
@@ -90,11 +92,19 @@ class Machine(msgspec.Struct, frozen=True):
         return "on_evict" if modes == {"on_evict"} else None
 
 
+class _Weighed(msgspec.Struct):
+    tier: str
+    expected_s: float
+    others_s: dict[str, float] = {}
+    computing_s: float | None = None
+
+
 class _Explanation(msgspec.Struct):
     found: dict[str, int]
     missed: dict[str, int]
     lost_s: dict[str, float] = {}
     waited_s: dict[str, float] = {}
+    weighed: list[_Weighed] = []
 
 
 class _Line(msgspec.Struct):
@@ -123,6 +133,9 @@ class Explanations:
     """For causes with a time, how many seconds before they were missed: the mean over tokens."""
     waits_s: dict[str, list[float]]
     """By what requests waited for, the seconds of each that did."""
+    weighed_s: dict[str, dict[str, list[float]]]
+    """By tier that requests got blocks from: by where these could have come from, ``computing`` included, the seconds
+    that were expected of it for each request."""
     course: list[tuple[float, dict[str, int]]]
     """For each interval, its end in seconds and the tokens by where they were; computed ones are ``computed``."""
     hints: dict[str, int]
@@ -178,6 +191,7 @@ def read_explanations(path: Path) -> Explanations:
     missed: dict[str, int] = {}
     lost: dict[str, float] = {}
     waits: dict[str, list[float]] = {}
+    weighed: dict[str, dict[str, list[float]]] = {}
     for _, each in timed:
         for where, tokens in each.found.items():
             found[where] = found.get(where, 0) + tokens
@@ -187,6 +201,12 @@ def read_explanations(path: Path) -> Explanations:
                 lost[cause] = lost.get(cause, 0.0) + tokens * each.lost_s[cause]
         for phase, seconds in each.waited_s.items():
             waits.setdefault(phase, []).append(seconds)
+        for one in each.weighed:
+            all_s = {one.tier: one.expected_s, **one.others_s}
+            if one.computing_s is not None:
+                all_s[COMPUTING] = one.computing_s
+            for where, seconds in all_s.items():
+                weighed.setdefault(one.tier, {}).setdefault(where, []).append(seconds)
     return Explanations(
         requests=len(lines),
         explained=len(timed),
@@ -195,6 +215,7 @@ def read_explanations(path: Path) -> Explanations:
         missed=dict(sorted(missed.items(), key=lambda item: -item[1])),
         lost_s={cause: total / missed[cause] for cause, total in lost.items()},
         waits_s=waits,
+        weighed_s=weighed,
         course=_course(timed),
         hints=dict(Counter(next_use for next_use, _ in hinted)),
         hinted_tokens=sum(sum(each.found.values()) + sum(each.missed.values()) for _, each in hinted),

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any, NamedTuple
 
 from kvoffload.sim.driver import SimResult
@@ -398,10 +399,16 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         [phase, f"{len(seconds):,}", *map(format_seconds, percentiles(seconds).values())]
         for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1]))
     ]
+    sources = [
+        [tier, f"{len(by_place[tier]):,}", format_seconds(median(by_place[tier])), _beaten(tier, by_place)]
+        for tier, by_place in sorted(summary.weighed_s.items())
+    ]
+    why_there = {"Why from there": Table(["from", "requests", "expected", "would have taken"], sources)}
     return {
         "Where the tokens came from": Table(
             ["where", "tokens", "share"], [[word, f"{tokens:,}", share(tokens)] for word, tokens in where]
         ),
+        **(why_there if sources else {}),
         "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "what it means"], causes),
         "What would have saved most, by the simulator": Table(
             ["change", "found", "more tokens", "saved prefill", "machine"],
@@ -409,6 +416,12 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         ),
         "What requests waited for": Table(["for", "requests", "p50", "p90", "longest"], waits),
     }
+
+
+def _beaten(tier: str, by_place: Mapping[str, Sequence[float]]) -> str:
+    """What was expected of the other places, by their medians. The next best comes first."""
+    others = sorted((median(seconds), place) for place, seconds in by_place.items() if place != tier)
+    return ", ".join(f"{place} {format_seconds(seconds)}" for seconds, place in others) or "-"
 
 
 def _what_if(asked: WhatIf, tokens: int) -> list[str]:

@@ -231,6 +231,12 @@ class Lookups:
             verdicts.update(dict.fromkeys(new, Miss.DECLINED))
         if not survey.place_at(plan.stop).is_unknown or plan.is_lost:
             verdicts[keys[plan.stop]] = Miss.DECLINED
+        else:
+            at = plan.stop
+            for place, num_blocks in cut(survey.segments, at):
+                if place.is_unknown:
+                    verdicts.update(dict.fromkeys(keys[at : at + num_blocks], Miss.SLOW_ANSWER))
+                at += num_blocks
         return plan
 
     def _stop_late(self, wait: Wait, keys: Sequence[OffloadKey]) -> None:

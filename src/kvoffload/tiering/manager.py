@@ -18,6 +18,7 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
     StepWork,
+    Weighed,
 )
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
@@ -29,6 +30,7 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
+from kvoffload.tiering.plans import FOREVER
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
@@ -252,6 +254,27 @@ class TieringOffloadingManager(OffloadingManager):
     def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         request = self._requests.get(req_context.req_id)
         return {} if request is None or request.wait is None else request.wait.sources
+
+    def weighed(self, req_context: ReqContext) -> Sequence[Weighed]:
+        request = self._requests.get(req_context.req_id)
+        chosen = [] if request is None or request.wait is None else request.wait.chosen
+        found: list[Weighed] = []
+        for tier in dict.fromkeys(each.tier for each in chosen):
+            own = [each for each in chosen if each.tier == tier]
+            names = set.intersection(*({*each.seconds} for each in own))
+            seconds = {self._tiers[name].name: max(each.seconds[name] for each in own) for name in sorted(names)}
+            expected_s = seconds.pop(self._tiers[tier].name, 0.0)
+            computing_s = sum(each.computing_s for each in own)
+            found.append(
+                Weighed(
+                    self._tiers[tier].name,
+                    sum(each.num_blocks for each in own),
+                    expected_s,
+                    seconds,
+                    computing_s if computing_s < FOREVER else None,
+                )
+            )
+        return found
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         losses = super().explain(keys, req_context)

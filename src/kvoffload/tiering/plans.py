@@ -6,12 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from kvoffload.tiering.segments import HERE, MOST_PIECES, Place, Segment, gathered, scattered
+from kvoffload.tiering.segments import HERE, MOST_PIECES, Place, Segment, gathered, scattered, side_by_side
 from kvoffload.tiering.worth import Choice, Pace, Run, choose, spread
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "NOTHING",
     "PATIENCE",
     "PORTION_S",
+    "Chosen",
     "Declined",
     "LinkState",
     "Plan",
@@ -100,6 +102,16 @@ class SoFar(NamedTuple):
 NOTHING = SoFar()
 
 
+class Chosen(NamedTuple):
+    """What a plan begins to read from one tier, and what it was weighed against."""
+
+    tier: int
+    num_blocks: int
+    seconds: dict[int, float]
+    """Until they are here, from this tier or from any other that has all of them."""
+    computing_s: float
+
+
 class Plan(NamedTuple):
     """How much of a range of blocks is loaded, and from where."""
 
@@ -117,6 +129,7 @@ class Plan(NamedTuple):
     """Leading blocks that are here."""
     is_lost: bool = False
     """It ends a wait before all that was planned has come."""
+    chosen: tuple[Chosen, ...] = ()
 
 
 def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None = None, so_far: SoFar = NOTHING) -> Plan:
@@ -190,6 +203,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         segments if pieces is survey else scattered(survey, pieces, segments),
         here,
         is_lost,
+        options.chosen(segments),
     )
 
 
@@ -286,6 +300,25 @@ class _Options:
         reachable = sum(run.num_blocks for run in itertools.takewhile(lambda run: run.sources, runs))
         least_s = LEAST_GAIN * (reachable - begun.num_blocks) * self._speeds.block_compute_s
         return best if best.saved_s - begun.saved_s >= least_s or best.num_blocks <= begun.num_blocks else begun
+
+    def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
+        """What ``segments`` begin to read."""
+        counts, others = Counter[int](), dict[int, set[int]]()
+        for place, source, num_blocks in side_by_side(self._survey, segments):
+            if place.is_below and source.tiers:
+                tier = source.tiers[0]
+                counts[tier] += num_blocks
+                others[tier] = others.get(tier, {*place.tiers}) & {*place.tiers}
+        paces = {tier: self._speeds.links[tier].pace for names in others.values() for tier in names}
+        return tuple(
+            Chosen(
+                tier,
+                count,
+                {name: pace.seconds(count) for name in others[tier] if (pace := paces[name]) is not None},
+                count * self._speeds.block_compute_s,
+            )
+            for tier, count in counts.items()
+        )
 
     @property
     def _num(self) -> int:

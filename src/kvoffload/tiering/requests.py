@@ -14,7 +14,7 @@ from math import inf
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
-from kvoffload.tiering.plans import Plan
+from kvoffload.tiering.plans import Chosen, Plan
 from kvoffload.tiering.segments import Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
@@ -80,6 +80,7 @@ class Wait:
         "answered_s",
         "answers",
         "began_s",
+        "chosen",
         "deadline_s",
         "declined",
         "due_s",
@@ -120,6 +121,8 @@ class Wait:
         """Answers ``None``, those for unknown blocks of questions included."""
         self.sources: dict[OffloadKey, str] = {}
         """Blocks that were promoted while it waits for them, with the tier that they came from."""
+        self.chosen: list[Chosen] = []
+        """What its plans began to read."""
         self.lost: set[OffloadKey] = set()
         """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
         self.declined: set[OffloadKey] = set()

@@ -7,7 +7,18 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["HERE", "MOST_PIECES", "Place", "Segment", "cut", "gathered", "marks", "scattered", "waited_tiers"]
+__all__ = [
+    "HERE",
+    "MOST_PIECES",
+    "Place",
+    "Segment",
+    "cut",
+    "gathered",
+    "marks",
+    "scattered",
+    "side_by_side",
+    "waited_tiers",
+]
 
 MOST_PIECES = 64
 """A plan takes some 30 us for each of its pieces. Surveys of more are gathered into about so many."""
@@ -68,7 +79,7 @@ def marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) 
     of a plan are on their way."""
     found: list[Segment] = []
     last, total = HERE, 0
-    for place, chosen, num_blocks in _side_by_side(survey, survey if segments is None else segments):
+    for place, chosen, num_blocks in side_by_side(survey, survey if segments is None else segments):
         mark = place if place.is_below and (segments is None or chosen.is_unknown) else HERE
         if mark is not last and mark != last:
             if total:
@@ -119,7 +130,7 @@ def scattered(survey: Sequence[Segment], pieces: Sequence[Segment], segments: Se
     """The leading blocks of ``survey`` with the sources that ``segments`` have for ``pieces``, into which it was
     gathered: as many as ``segments`` are."""
     shares: dict[Place, list[tuple[Place, int]]] = {}
-    for place, chosen, num_blocks in _side_by_side(pieces, segments):
+    for place, chosen, num_blocks in side_by_side(pieces, segments):
         shares.setdefault(place, []).append((chosen, num_blocks))
     for each in shares.values():
         each.reverse()
@@ -148,7 +159,7 @@ def scattered(survey: Sequence[Segment], pieces: Sequence[Segment], segments: Se
     return tuple(found)
 
 
-def _side_by_side(one: Sequence[Segment], other: Sequence[Segment]) -> Iterator[tuple[Place, Place, int]]:
+def side_by_side(one: Sequence[Segment], other: Sequence[Segment]) -> Iterator[tuple[Place, Place, int]]:
     """The places of the same blocks, as far as both lists go."""
     rest = iter(other)
     second, left = HERE, 0

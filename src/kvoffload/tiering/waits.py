@@ -201,6 +201,7 @@ class Waits:
         if wait.plan is None:
             wait.num_here = plan.num_here
         wait.plan, wait.planned, wait.marks = plan, frozenset(keys), marks
+        wait.chosen += plan.chosen
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
 
