@@ -256,6 +256,25 @@ def test_a_request_that_stays_on_the_device_stores_nothing_more() -> None:
     assert rig.ask(rig.arrive(Request("o", 17))) == (0, False)
 
 
+@pytest.mark.parametrize("loads", [True, False], ids=["the load succeeds", "it fails"])
+def test_what_a_request_computes_upon_a_load_from_before_an_update_is_found_by_nobody(loads: bool) -> None:
+    rig = Rig()
+    rig.manager.reset_cache = lambda: None  # type: ignore[method-assign]
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 17))
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, range(30, 35), external=8)
+    (load,) = rig.step().loads
+    rig.scheduler.change_weights(device_is_empty=False)
+    rig.end(load, success=loads)
+    rig.alloc(request, range(30, 35))
+    assert rig.step(rig.run(request, range(30, 35), computed=8 * loads)).stores == ()
+    rig.finish(request)
+    assert rig.step().final_stores == ()
+    rig.scheduler.open_epoch()
+    assert rig.ask(rig.arrive(Request("o", 17))) == (0, False)
+
+
 def test_events_have_the_engines_hashes_on_both_sides_of_a_reset() -> None:
     rig = Rig()
     rig.store_prefix(8, "p")
