@@ -163,3 +163,25 @@ def test_two_servers_that_name_their_weights_share_a_tier_across_a_reset(tmp_pat
         tokens, hits = second.answers()
         assert tokens == expected(1)
         assert hits > 0
+
+
+def test_what_a_request_computes_by_old_and_new_weights_is_found_by_nobody(tmp_path: Path) -> None:
+    """A request that runs across the reset goes on upon KV of the old weights. The blocks that it fills after the reset
+    follow, by their hashes, those that others compute anew."""
+
+    def answer(server: Server, tokens: list[int]) -> list[int]:
+        request = server.engine.add_request(tokens, SamplingParams(max_tokens=6))
+        server.engine.drain()
+        return request.output_token_ids
+
+    with Server(config(tmp_path)) as server, Server(None, seed=1) as right:
+        across = server.engine.add_request(PROMPTS[0], SamplingParams(max_tokens=24))
+        while len(across.output_token_ids) < 4:
+            server.engine.step()
+        server.replace_weights(1)
+        server.engine.reset_cache()
+        server.engine.drain()
+        longer = [*PROMPTS[0], *across.output_token_ids]
+        for tokens in (PROMPTS[0], longer, longer):
+            assert answer(server, tokens) == answer(right, tokens)
+            server.engine.check_invariants()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from kvoffload.config import GroupKind, KVGroupLayout
@@ -37,6 +38,7 @@ class KVCache:
         self._pools = tuple(BlockPool(num_blocks) for _ in groups)
         self._tables: dict[str, tuple[list[int], ...]] = {}
         self._named: dict[str, int] = {}
+        """Leading blocks of each request that others find, or that nobody is to find."""
         self._prefix_caching = prefix_caching
 
     def __repr__(self) -> str:
@@ -159,6 +161,8 @@ class KVCache:
             pool.release([block for block in table if block != NO_BLOCK])
 
     def forget_all(self) -> None:
+        """Nobody finds what was computed, nor what requests that have blocks will compute upon it."""
+        self._named = dict.fromkeys(self._named, sys.maxsize)
         for pool in self._pools:
             pool.forget_all()
 
