@@ -362,7 +362,10 @@ def _start(root: Path, num_slots: int) -> list[Row]:
     begun = time.perf_counter()
     store = DiskStore(root, 65536, max_bytes=1 << 40)
     opened_s = time.perf_counter() - begun
-    num_blocks = sum(len(keys) for keys in islice(store.scan(), 1)) and store.stats().used_bytes // layout.block_bytes
+    num_blocks = (
+        sum(len(keys) for keys in islice(filter(None, store.scan()), 1))
+        and store.stats().used_bytes // layout.block_bytes
+    )
     seconds = time.perf_counter() - begun
     store.close()
     case = f"start with {num_blocks:,} blocks, lookups from {opened_s:.2f} s on"

@@ -47,7 +47,31 @@ def wait_for_upkeep(rig: Rig) -> None:
         time.sleep(0.001)
 
 
+class LateKeys(StoreWrapper):
+    """A store that has nothing to list for some scans' batches."""
+
+    num_empty = 3
+
+    def scan(self) -> Iterator[Sequence[OffloadKey]]:
+        while self.num_empty:
+            self.num_empty -= 1
+            yield ()
+        yield from self.inner.scan()
+
+
 class TestScans:
+    def test_a_store_that_has_nothing_for_now_is_asked_again_in_later_steps(self, make) -> None:
+        rig = make()
+        rig.below(keys_of(*range(100)))
+        rig.store = store = LateKeys(rig.store)
+        rig.start()
+        for left in (2, 1, 0):
+            wait_for_upkeep(rig)
+            assert store.num_empty == left
+            rig.step()
+        rig.until(lambda: rig.tier._scan.is_complete)
+        assert len(rig.tier._index) == 100
+
     def test_a_step_takes_in_a_bounded_part_of_what_a_scan_has_found(self, make) -> None:
         rig = make(max_blocks=10_000)
         rig.below(keys_of(*range(5_000)))

@@ -15,6 +15,7 @@ import shutil
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +36,7 @@ from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.quota import check_memory
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directories_of, directory_of
 from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers
@@ -65,7 +67,18 @@ _FASTEST = 10**15
 
 _UNLIMITED = "unlimited"
 
-_BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESHUTDOWN, errno.EUCLEAN, errno.ENOTCONN)
+_BROKEN = (
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.EROFS,
+    errno.ESHUTDOWN,
+    errno.EUCLEAN,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+)
+_LOOK_S = 5.0
+"""How long a disk may take to say how large it is."""
 
 _LARGE = 2
 """A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
@@ -370,26 +383,36 @@ class DiskOptions(_DirectoryOptions, frozen=True, kw_only=True):
         ]
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        if len(disks := self.each_disk()) == 1:
-            return _DirectoryOptions.open_store(disks[0], block_bytes, namespace)
-        stores, failure = list[BlockStore](), None
-        try:
-            for disk in disks:
-                disk.check(block_bytes)
-                try:
-                    stores.append(_DirectoryOptions.open_store(disk, block_bytes, namespace))
-                except (ConfigError, OSError) as exc:
-                    if not _is_broken(exc):
-                        raise
-                    failure = exc
-                    logger.warning("tier %r goes on without %s until a restart: %s", self.label, disk.directory, exc)
-        except BaseException:
+        """Opens the disks at the same time. One that is broken, or does not answer in time, is left out if there are
+        others."""
+        disks, stores, failures = self.each_disk(), list[BlockStore](), list[BaseException]()
+
+        def open_one(disk: DiskOptions) -> BlockStore:
+            disk.check(block_bytes)
+            return _DirectoryOptions.open_store(disk, block_bytes, namespace)
+
+        opened = in_time([partial(open_one, disk) for disk in disks], self.timeout_s, lambda store: store.close())
+        for disk, outcome in zip(disks, opened, strict=True):
+            if not isinstance(outcome, BaseException):
+                stores.append(outcome)
+                continue
+            if isinstance(outcome, TimeoutError):
+                outcome = _caused(
+                    ConfigError(
+                        f"{disk.directory} did not open within {self.timeout_s:g} s (timeout_s of the {self.label!r} "
+                        "tier): look at its disk, or choose another directory."
+                    ),
+                    outcome,
+                )
+            failures.append(outcome)
+        mistakes = [failure for failure in failures if not _is_broken(failure)]
+        if failures and (mistakes or not stores):
             for store in stores:
                 store.close()
-            raise
-        if failure is not None and not stores:
-            raise failure
-        return Striped(stores, self.threads)
+            raise (mistakes or failures)[0]
+        for failure in failures:
+            logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
+        return Striped(stores, self.threads) if len(disks) > 1 else stores[0]
 
     def check_place(self, beside_bytes: int = 0) -> None:
         """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
@@ -588,14 +611,20 @@ def _existing(path: str) -> str:
 
 def _sizes(paths: Iterable[str]) -> list[int]:
     """Bytes of their file systems. One that cannot tell counts as the others do on average."""
-    sizes = list[int]()
-    for path in paths:
-        try:
-            sizes.append(shutil.disk_usage(_existing(path)).total)
-        except OSError:  # what it is, opening it will tell
-            sizes.append(0)
+    calls = [partial(_size, path) for path in paths]
+    # What one is that tells nothing, opening it will tell.
+    sizes = [size if isinstance(size, int) else 0 for size in in_time(calls, _LOOK_S)]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1)
     return [size or average or 1 for size in sizes]
+
+
+def _size(path: str) -> int:
+    return shutil.disk_usage(_existing(path)).total
+
+
+def _caused(error: ConfigError, cause: BaseException) -> ConfigError:
+    error.__cause__ = cause
+    return error
 
 
 def _is_broken(error: BaseException | None) -> bool:

@@ -48,7 +48,7 @@ class StoreScan:
         """Batches that were taken in."""
         self._budget = _KEYS_PER_STEP
         """Keys that this step may still take in."""
-        self._listing: Iterator[None] | None = None
+        self._listing: Iterator[bool] | None = None
         """The scan that has not ended. Only the upkeep thread goes on with it."""
         self._rests = False
         self._duration_s = 0.0
@@ -97,22 +97,23 @@ class StoreScan:
         assert listing is not None
 
         def go_on(start: int, stop: int) -> list[bool]:
-            for _ in listing:
-                if len(self._found) >= _MAX_BATCHES or self._runner.is_closing:
+            for has_keys in listing:
+                if not has_keys or len(self._found) >= _MAX_BATCHES or self._runner.is_closing:
                     return [False]
             return [True]
 
         task = IoTask(IoQueue.UPKEEP, 1, go_on, ended=lambda result: self._stopped(listing, result))
         self._runner.submit(task, 1)
 
-    def _list_keys(self) -> Iterator[None]:
-        """In the upkeep thread. The keys of the store come in batches small enough for one step."""
+    def _list_keys(self) -> Iterator[bool]:
+        """In the upkeep thread. The keys of the store come in batches small enough for one step. ``False``: the store
+        has none for now."""
         for batch in self._store.scan():
             for first in range(0, len(batch), _KEYS_PER_STEP):
                 self._found.append(batch[first : first + _KEYS_PER_STEP])
-            yield
+            yield bool(batch)
 
-    def _stopped(self, listing: Iterator[None], result: IoResult) -> None:
+    def _stopped(self, listing: Iterator[bool], result: IoResult) -> None:
         """It rests, has ended or has failed."""
         if listing is not self._listing:
             return  # another one has begun

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -250,6 +251,32 @@ def test_what_another_disk_still_has_is_not_lost(rig: Rig) -> None:
     assert sorted(key for keys in rig.store.scan() for key in keys) == sorted({*first, *second} - {first[1]})
 
 
+def test_a_disk_that_hangs_while_it_is_scanned_keeps_no_other_from_being_scanned(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = rig.fill()
+    is_there = False
+
+    def scan(real: Callable[[], Iterator[Sequence[OffloadKey]]] = rig.disks[0].scan) -> Iterator[Sequence[OffloadKey]]:
+        while not is_there:
+            yield ()
+        yield from real()
+
+    monkeypatch.setattr(rig.faults[0], "scan", scan)
+    found = rig.store.scan()
+    assert sorted(key for keys in itertools.takewhile(bool, found) for key in keys) == sorted(second)
+    assert next(found) == ()
+    is_there = True
+    assert sorted(key for keys in found for key in keys) == sorted(first)
+
+
+def test_a_disk_that_is_being_loaded_says_so(rig: Rig) -> None:
+    upkeep = rig.disks[0]._upkeep
+    with upkeep.lock:  # without which nothing is loaded
+        upkeep.is_loaded.clear()
+        assert next(rig.disks[0].scan()) == ()
+
+
 def test_a_copy_that_is_bad_is_read_from_the_other_disk(rig: Rig) -> None:
     first, _ = rig.fill()
     assert write(rig.disks[1], first[0]) == [True]
@@ -321,6 +348,39 @@ def test_a_disk_that_is_broken_at_the_start_is_left_out_and_a_mistake_is_refused
     assert read(store, *keys_of(1, 2)) == [True, True]
     assert ("goes on without" in caplog.text) == (error is not None)
     store.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("others", [["b"], []])
+def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: list[str]
+) -> None:
+    options = tier([tmp_path / name for name in ("a", *others)], timeout_s=2.0)
+    may_open, is_closed = threading.Event(), threading.Event()
+    make: Callable[..., None] = DiskStore.__init__
+    close: Callable[[DiskStore], None] = DiskStore.close
+
+    def hang(self: DiskStore, root: str, *args: object, **rest: object) -> None:
+        if root.endswith("/a"):
+            may_open.wait()
+        make(self, root, *args, **rest)
+
+    def note(self: DiskStore) -> None:
+        close(self)
+        is_closed.set()
+
+    monkeypatch.setattr(DiskStore, "__init__", hang)
+    if others:
+        store = options.open_store(SIZE, "ns")
+        assert "a did not open within 2 s" in caplog.text
+        assert write(store, *keys_of(1, 2)) == [True, True]
+        store.close()
+    else:
+        with pytest.raises(ConfigError, match="a did not open within 2 s"):
+            options.open_store(SIZE, "ns")
+    monkeypatch.setattr(DiskStore, "close", note)
+    may_open.set()
+    assert is_closed.wait(60), "nobody uses what opens too late"
 
 
 @pytest.mark.parametrize("max_bytes", ["8MiB", ["4MiB", "4MiB"], None])

@@ -90,8 +90,8 @@ class BlockStore(ABC):
         """Yields the keys that are here, in batches of some thousand at most, without reading payloads. Runs at the
         start, and every ``rescan_s``, on a thread of its own, while other threads call the store: a block written
         meanwhile may be missing, and a block yielded may be gone. The tier takes the next batch when it has room for
-        its keys, in an idle engine hours later. Each key comes once, but where only the server knows
-        them all and may name one again.
+        its keys, in an idle engine hours later. An empty batch says that there is nothing for now: the tier asks
+        again in a later step. Each key comes once, but where only the server knows them all and may name one again.
         """
         return iter(())
 

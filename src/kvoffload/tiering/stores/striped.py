@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -121,13 +122,29 @@ class Striped(BlockStore):
             thread.join()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        for position, disk in enumerate(self._disks):
-            with suppress(StoreError, OSError):
-                for keys in disk.store.scan():
-                    left = list(range(len(keys)))
-                    for other in self._disks[:position]:  # each key comes once
-                        found = set(other.find(keys, left))
-                        left = [at for at in left if at not in found]
+        scans = deque((position, disk.store.scan()) for position, disk in enumerate(self._disks))
+        num_waiting = 0
+        while scans:
+            position, scan = scans.popleft()
+            try:
+                keys = next(scan, None)
+            except (StoreError, OSError):
+                continue
+            if keys is None:
+                continue
+            if not keys:  # the others first: it may be a disk that hangs
+                scans.append((position, scan))
+                if (num_waiting := num_waiting + 1) < len(scans):
+                    continue
+                yield ()
+            num_waiting = 0
+            if keys:
+                scans.appendleft((position, scan))
+                left = list(range(len(keys)))
+                for other in self._disks[:position]:  # each key comes once
+                    found = set(other.find(keys, left))
+                    left = [at for at in left if at not in found]
+                if left:
                     yield [keys[at] for at in left]
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

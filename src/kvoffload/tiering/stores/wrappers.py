@@ -160,9 +160,11 @@ class Rotating(StoreWrapper):
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         for position, store in enumerate(self._all):
             for keys in store.scan():
+                left = keys
                 for newer in self._all[:position]:  # each key comes once
-                    keys = [key for key, is_there in zip(keys, newer.contains(keys), strict=True) if not is_there]
-                yield keys
+                    left = [key for key, is_there in zip(left, newer.contains(left), strict=True) if not is_there]
+                if left or not keys:
+                    yield left
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         for store in self._all:

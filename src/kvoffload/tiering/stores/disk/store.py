@@ -36,6 +36,8 @@ __all__ = ["DiskStore"]
 
 _BESIDE_BYTES = 1 << 20
 """The least size of a block whose checksum is made while it is being written to a disk."""
+_LOADING_S = 0.05
+"""How long a scan waits at once for what the store still loads."""
 _JUDGED_AT_MOST = 4
 """Reads of a neighbour's block that does not verify while its entry stays as it is."""
 
@@ -148,7 +150,8 @@ class DiskStore(RootedStore):
             self._beside.shutdown()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        self._upkeep.is_loaded.wait()
+        while not self._upkeep.is_loaded.wait(_LOADING_S):
+            yield ()
         yield from self._slabs.keys()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on disks that may hang, without hanging with them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+__all__ = ["in_time"]
+
+T = TypeVar("T")
+
+
+def in_time(
+    calls: Sequence[Callable[[], T]], timeout_s: float, unused: Callable[[T], object] = lambda result: None
+) -> list[T | BaseException]:
+    """Runs ``calls`` at the same time, each in a thread of its own, and returns what each returned or raised, a
+    ``TimeoutError`` for those that have not ended after ``timeout_s``. What such a call returns later goes to
+    ``unused``, in its thread."""
+    lock, is_over = threading.Lock(), False
+    outcomes: list[T | BaseException] = [TimeoutError(errno.ETIMEDOUT, "no answer in time") for _ in calls]
+
+    def run(at: int) -> None:
+        try:
+            result = calls[at]()
+        except BaseException as exc:  # noqa: BLE001 - the caller raises it
+            with lock:
+                if not is_over:
+                    outcomes[at] = exc
+            return
+        with lock:
+            if not is_over:
+                outcomes[at] = result
+                return
+        unused(result)
+
+    threads = [
+        threading.Thread(target=run, args=(at,), name="kvoffload-disk-open", daemon=True) for at in range(len(calls))
+    ]
+    deadline_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    with lock:
+        is_over = True
+    return outcomes
