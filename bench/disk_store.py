@@ -70,7 +70,7 @@ def run(short: bool) -> list[Row]:
 
 
 @dataclass
-class _Speed:
+class Speed:
     bytes_per_s: float
     cpu_s: float
 
@@ -158,7 +158,7 @@ def _in_threads(
     call: Call,
     batches: list[tuple[list[OffloadKey], list[memoryview]]],
     num_threads: int = THREADS,
-) -> _Speed:
+) -> Speed:
     """``call`` over all batches, which the threads take in turn."""
     left, lock = iter(batches), threading.Lock()
     start, failed = threading.Barrier(num_threads + 1), []
@@ -182,10 +182,10 @@ def _in_threads(
         thread.join()
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     assert not failed, "the store lost blocks"
-    return _Speed(sum(row.nbytes for _, rows in batches for row in rows) / seconds, cpu)
+    return Speed(sum(row.nbytes for _, rows in batches for row in rows) / seconds, cpu)
 
 
-def _fio(file: Path, direction: str, size: int, span: int, total: int) -> _Speed | None:
+def fio(file: Path, direction: str, size: int, span: int, total: int) -> Speed | None:
     """fio over ``total`` bytes of a file of ``span`` bytes; ``None`` if it is not installed."""
     if not shutil.which("fio"):
         return None
@@ -194,7 +194,7 @@ def _fio(file: Path, direction: str, size: int, span: int, total: int) -> _Speed
     done = subprocess.run([*command.split(), "--output-format=json"], capture_output=True, text=True, check=True)
     job = json.loads(done.stdout)["jobs"][0]
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return _Speed(float(job[direction.removeprefix("rand")]["bw_bytes"]), cpu_s)
+    return Speed(float(job[direction.removeprefix("rand")]["bw_bytes"]), cpu_s)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     if importlib.util.find_spec("vllm"):
         stores["vllm"] = _VllmFiles(place / f"vllm{size}", blocks)
 
-    def measure(name: str, keys: list[OffloadKey], direction: str, batch: int, *, is_scattered: bool) -> _Speed:
+    def measure(name: str, keys: list[OffloadKey], direction: str, batch: int, *, is_scattered: bool) -> Speed:
         store = stores[name]
         if isinstance(store, _VllmFiles) and direction == "write":
             store.forget()
@@ -233,17 +233,17 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
         for name in stores:
             measure(name, keys[name], "write", run_blocks, is_scattered=False)
     reference = place / f"fio{size}"
-    _fio(reference, "write", 1 << 20, span, span * THREADS)
+    fio(reference, "write", 1 << 20, span, span * THREADS)
     cases = [
         _Case(direction, f"{direction} {what}, {label}", batch)
         for what, batch in (("single blocks", 1), ("runs", run_blocks))
         for direction in ("write", "read")
     ]
-    found: dict[str, list[dict[str, _Speed]]] = {case.label: [] for case in cases}
+    found: dict[str, list[dict[str, Speed]]] = {case.label: [] for case in cases}
     for _ in range(1 if short else 5):
         for case in cases:
             speeds = {}
-            if (theirs := _fio(reference, f"rand{case.direction}", size, span, total)) is not None:
+            if (theirs := fio(reference, f"rand{case.direction}", size, span, total)) is not None:
                 speeds["fio"] = theirs
             for name in stores:
                 if case.direction == "write":
@@ -312,7 +312,7 @@ def _pool(short: bool) -> list[Row]:
     return rows
 
 
-def _rows(case: _Case, found: list[dict[str, _Speed]], num_blocks: int, target: str) -> list[Row]:
+def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: str) -> list[Row]:
     speed = statistics.median(one["slabs"].bytes_per_s for one in found) / 1e9
     micros = statistics.median(one["slabs"].cpu_s for one in found) / num_blocks * 1e6
     rows = []

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLPerf Storage's KV-cache benchmark over a tier of kvoffload, with ``fio`` beside it::
+
+    python -m bench.mlperf_kvcache CHECKOUT/kv_cache_benchmark --cache-dir DIR \\
+        --tier '{"type": "disk", "path": "DIR/kvoffload"}' [its own options]
+
+``CHECKOUT`` is a copy of mlcommons/storage (Apache 2.0): its code runs as it is, but for the backend of its lowest
+tier, whose place ``TierBackend`` takes. Without ``--tier`` that stays, a file for each entry, written by numpy.
+
+An entry, all KV of a prompt, becomes blocks of ``--block-bytes``, which move in the batches and as many at once as
+below host memory. The benchmark chooses where entries are and what is evicted, so that the tier needs no quota.
+Not among ``BENCHES``: its sources are elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib
+import json
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.disk_store import fio
+from kvoffload.base import OffloadKey, make_offload_key
+from kvoffload.tiering.options import StoreOptions, parse_tier
+from kvoffload.units import parse_bytes
+
+Array = np.ndarray[Any, Any]
+
+_BATCH_BYTES, _BATCH_BLOCKS = 4 << 20, 64
+"""Of one call, as ``StoreTier`` has it."""
+
+
+class TierBackend:
+    """What the benchmark calls a ``StorageBackend``. Any thread may call it, several at once."""
+
+    def __init__(self, options: StoreOptions, block_bytes: int, timing: Callable[..., Any], base_path: str) -> None:
+        """``timing`` makes the benchmark's times of a call; ``base_path`` is where it looks how large the disk is."""
+        self.base_path = Path(base_path)
+        self._store = options.open_store(block_bytes, "mlperf")
+        self._block_bytes, self._timing = block_bytes, timing
+        self._batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // block_bytes))
+        self._threads = ThreadPoolExecutor(options.threads or self._store.requests_in_flight)
+        self._local = threading.local()
+        self._entries: dict[str, tuple[list[OffloadKey], np.dtype[Any], tuple[int, ...]]] = {}
+
+    def write(self, key: str, data: Array) -> Any:
+        begun = time.perf_counter()
+        flat = data.reshape(-1).view(np.uint8)
+        keys = _keys(key, -(-flat.nbytes // self._block_bytes))
+        batches = range(0, len(keys), self._batch)
+        if not all(list(self._threads.map(functools.partial(self._write, keys, flat), batches))):
+            raise OSError(f"The tier did not write {key}.")
+        self._entries[key] = keys, data.dtype, data.shape
+        return self._took(begun)
+
+    def _write(self, keys: list[OffloadKey], flat: Array, first: int) -> bool:
+        """One batch, by way of whole pages: the entry begins anywhere."""
+        if not hasattr(self._local, "pages"):
+            self._local.pages = mmap.mmap(-1, self._batch * self._block_bytes)
+        begin, names = first * self._block_bytes, keys[first : first + self._batch]
+        part = flat[begin : begin + len(names) * self._block_bytes]
+        np.frombuffer(self._local.pages, np.uint8)[: part.nbytes] = part
+        return all(self._store.write(names, self._blocks(memoryview(self._local.pages), 0, len(names))))
+
+    def read(self, key: str) -> tuple[Array, Any]:
+        begun = time.perf_counter()
+        keys, dtype, shape = self._entries[key]
+        pages = memoryview(mmap.mmap(-1, len(keys) * self._block_bytes))
+
+        def fill(first: int) -> bool:
+            names = keys[first : first + self._batch]
+            return all(self._store.read_into(names, self._blocks(pages, first, len(names))))
+
+        if not all(list(self._threads.map(fill, range(0, len(keys), self._batch)))):
+            raise OSError(f"The tier did not read {key}.")
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.frombuffer(pages, dtype, count).reshape(shape), self._took(begun)
+
+    def delete(self, key: str) -> None:
+        if key in self._entries:
+            self._store.discard(self._entries.pop(key)[0])
+
+    def clear(self) -> None:
+        for key in list(self._entries):
+            self.delete(key)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.clear()
+        self._store.close()
+
+    def _blocks(self, pages: memoryview, first: int, count: int) -> list[memoryview]:
+        size = self._block_bytes
+        return [pages[at * size : (at + 1) * size] for at in range(first, first + count)]
+
+    def _took(self, begun: float) -> Any:
+        seconds = time.perf_counter() - begun
+        return self._timing(total=seconds, device=seconds, host=0.0)
+
+
+class Counted:
+    """A backend, with what its calls moved and took. The benchmark counts a read that raises as a hit that took no
+    time."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.num_bytes = {"read": 0, "write": 0}
+        self.seconds: dict[str, list[float]] = {"read": [], "write": []}
+        self.failures: list[str] = []
+        self.has_ended = False
+        """The benchmark does not wait for its users."""
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def write(self, key: str, data: Array) -> Any:
+        timing = self._try(self.backend.write, key, data)
+        self._add("write", data.nbytes, timing)
+        return timing
+
+    def read(self, key: str) -> tuple[Array, Any]:
+        data, timing = self._try(self.backend.read, key)
+        self._add("read", data.nbytes, timing)
+        return data, timing
+
+    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as exc:
+            if not self.has_ended:
+                self.failures.append(f"{call.__name__} of {arguments[0]}: {exc!r}")
+            raise
+
+    def _add(self, direction: str, num_bytes: int, timing: Any) -> None:
+        with self._lock:
+            self.num_bytes[direction] += num_bytes
+            self.seconds[direction].append(timing.total)
+
+
+def _keys(name: str, count: int) -> list[OffloadKey]:
+    return [make_offload_key(hashlib.sha256(f"{name}/{number}".encode()).digest(), 0) for number in range(count)]
+
+
+def run_benchmark(sources: Path, arguments: list[str], options: StoreOptions | None, block_bytes: int) -> Counted:
+    """Runs the benchmark of ``sources`` with its own ``arguments``. Returns its lowest tier, closed."""
+    sys.path.insert(0, str(sources))
+    cache: Any = importlib.import_module("kv_cache.cache")
+    cli: Any = importlib.import_module("kv_cache.cli")
+    make = cache.NVMeBackend
+    if options is not None:
+        make = functools.partial(TierBackend, options, block_bytes, cache.StorageBackend.IOTiming)
+    made: list[Counted] = []
+
+    def counted(base_path: str) -> Counted:
+        made.append(Counted(make(base_path=base_path)))
+        return made[-1]
+
+    cache.NVMeBackend = counted
+    sys.argv = ["kv-cache.py", *arguments]
+    cli.main()
+    (tier,) = made
+    tier.has_ended = True
+    if options is not None:
+        tier.close()
+    else:
+        tier.clear()
+    return tier
+
+
+def report(tier: Counted, name: str, directory: Path, block_bytes: int) -> Iterator[str]:
+    """Lines of what the tier's calls took, with ``fio``'s speed on the same disk."""
+    file, span = directory / "fio", 64 * block_bytes
+    fio(file, "write", 1 << 20, span, 4 * span)
+    for direction, seconds in tier.seconds.items():
+        if not seconds:
+            continue
+        reference = fio(file, f"rand{direction}", block_bytes, span, 4 * span)
+        beside = "" if reference is None else f"; fio {reference.bytes_per_s / 1e9:.2f} GB/s"
+        p50, p95 = np.percentile(seconds, (50, 95)) * 1e3
+        yield (
+            f"{name}, {direction}: {len(seconds)} entries, {tier.num_bytes[direction] / 1e9:.2f} GB, "
+            f"{tier.num_bytes[direction] / sum(seconds) / 1e9:.2f} GB/s a call, p50 {p50:.0f} ms, p95 {p95:.0f} ms"
+            f"{beside}"
+        )
+    file.unlink(missing_ok=True)
+    yield from (f"{name}, failed: {failure}" for failure in tier.failures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sources", type=Path, help="kv_cache_benchmark of a copy of mlcommons/storage")
+    parser.add_argument("--tier", type=json.loads, help="an entry of kvoffload's secondary_tiers")
+    parser.add_argument("--block-bytes", type=parse_bytes, default=4 << 20)
+    parser.add_argument("--cache-dir", type=Path, required=True)
+    ours, theirs = parser.parse_known_args()
+    ours.cache_dir.mkdir(parents=True, exist_ok=True)
+    options = ours.tier and parse_tier(ours.tier, ours.block_bytes)
+    tier = run_benchmark(ours.sources, [*theirs, "--cache-dir", str(ours.cache_dir)], options, ours.block_bytes)
+    for line in report(tier, ours.tier["type"] if ours.tier else "its own files", ours.cache_dir, ours.block_bytes):
+        print(line)
+    sys.exit(1 if tier.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
