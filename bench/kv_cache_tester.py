@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """kv-cache-tester's replay of coding agents against vLLM on its CPU platform, without kvoffload and with it::
 
-    .venv-vllm/bin/python -m bench.kv_cache_tester CHECKOUT TRACE... [--scale 8] [--duration 60] [-- its own options]
+    .venv-vllm/bin/python -m bench.kv_cache_tester --sources CHECKOUT --traces 0012,0019 [-- OPTIONS OF ITS OWN]
 
-``CHECKOUT`` is a copy of callanjfox/kv-cache-tester (Apache 2.0), which needs pandas and plotly; a TRACE is the name of
-one of its traces, such as 0012. The model is small and random, with a token for each byte, and a CPU is slow: prompts
-and answers have 1/``--scale`` of the trace's tokens. Nothing of that is for a real node, where ``vllm serve`` and
-``trace_replay_tester.py`` run as they are. Not among ``BENCHES``: the development environment has no vLLM.
+``CHECKOUT`` is a copy of callanjfox/kv-cache-tester (Apache 2.0), which needs pandas and plotly. The model is small and
+random, with a token for each byte, and a CPU is slow: prompts and answers have 1/``--scale`` of the trace's tokens.
+Nothing of that is for a real node, where ``vllm serve`` and ``trace_replay_tester.py`` run as they are. Not among
+``BENCHES``: the development environment has no vLLM.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def get(url: str) -> str | None:
         return None
 
 
-def replay(checkout: Path, url: str, model: Path, traces: Path, out: Path, duration_s: int, more: list[str]) -> None:
+def replay(sources: Path, url: str, model: Path, traces: Path, out: Path, duration_s: int, more: list[str]) -> None:
     command = [
         sys.executable,
-        str(checkout / "trace_replay_tester.py"),
+        str(sources / "trace_replay_tester.py"),
         "--api-endpoint",
         url,
         "--tokenizer",
@@ -127,11 +127,12 @@ def figures(out: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("traces", nargs="+")
+    parser.add_argument("--sources", type=Path, required=True, help="a copy of kv-cache-tester")
+    parser.add_argument("--traces", required=True, help="numbers of its traces, such as 0012,0019")
     parser.add_argument("--scale", type=int, default=8)
     parser.add_argument("--duration", type=int, default=60, help="seconds for each server")
-    ours, more = parser.parse_known_args()
+    parser.add_argument("own", nargs="*", help="options of trace_replay_tester.py, after --")
+    ours = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -139,13 +140,13 @@ def main() -> None:
         for each in places:
             each.mkdir()
         write_model(model)
-        for trace in ours.traces:
-            text = (ours.checkout / "traces" / f"trace_{trace}.json").read_text()
+        for trace in ours.traces.split(","):
+            text = (ours.sources / "traces" / f"trace_{trace}.json").read_text()
             (traces / f"trace_{trace}.json").write_text(json.dumps(scaled(json.loads(text), ours.scale)))
         for what in ("without kvoffload", "with kvoffload"):
             out = place / what.split()[0]
             with server(model, place / f"{out.name} server", what.startswith("with ")) as url:
-                replay(ours.checkout, url, model, traces, out, ours.duration, more)
+                replay(ours.sources, url, model, traces, out, ours.duration, ours.own)
                 found = re.findall(r"^kvoffload_hit_tokens_total\S* (\S+)", get(f"{url}/metrics") or "", re.MULTILINE)
             of_host = "".join(f", {float(tokens):.0f} of them from host memory" for tokens in found)
             print(f"{what}: {figures(out)}{of_host}", flush=True)

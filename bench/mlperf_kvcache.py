@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLPerf Storage's KV-cache benchmark over a tier of kvoffload, with ``fio`` beside it::
 
-    python -m bench.mlperf_kvcache CHECKOUT/kv_cache_benchmark --cache-dir DIR \\
-        --tier '{"type": "disk", "path": "DIR/kvoffload"}' [its own options]
+    python -m bench.mlperf_kvcache --sources CHECKOUT/kv_cache_benchmark --cache-dir DIR \\
+        --tier '{"type": "disk", "path": "DIR/kvoffload"}' -- OPTIONS OF ITS OWN
 
 ``CHECKOUT`` is a copy of mlcommons/storage (Apache 2.0): its code runs as it is, but for the backend of its lowest
 tier, whose place ``TierBackend`` takes. Without ``--tier`` that stays, a file for each entry, written by numpy.
@@ -200,14 +200,15 @@ def report(tier: Counted, name: str, directory: Path, block_bytes: int) -> Itera
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("sources", type=Path, help="kv_cache_benchmark of a copy of mlcommons/storage")
+    parser.add_argument("--sources", type=Path, required=True, help="kv_cache_benchmark of a copy of mlcommons/storage")
     parser.add_argument("--tier", type=json.loads, help="an entry of kvoffload's secondary_tiers")
     parser.add_argument("--block-bytes", type=parse_bytes, default=4 << 20)
     parser.add_argument("--cache-dir", type=Path, required=True)
-    ours, theirs = parser.parse_known_args()
+    parser.add_argument("own", nargs="*", help="the benchmark's own options, after --")
+    ours = parser.parse_args()
     ours.cache_dir.mkdir(parents=True, exist_ok=True)
     options = ours.tier and parse_tier(ours.tier, ours.block_bytes)
-    tier = run_benchmark(ours.sources, [*theirs, "--cache-dir", str(ours.cache_dir)], options, ours.block_bytes)
+    tier = run_benchmark(ours.sources, [*ours.own, "--cache-dir", str(ours.cache_dir)], options, ours.block_bytes)
     for line in report(tier, ours.tier["type"] if ours.tier else "its own files", ours.cache_dir, ours.block_bytes):
         print(line)
     sys.exit(1 if tier.failures else 0)
