@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ class Counted:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.num_bytes = {"read": 0, "write": 0}
-        self.seconds: dict[str, list[float]] = {"read": [], "write": []}
+        self.calls: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
+        """When each began and ended."""
         self.failures: list[str] = []
         self.has_ended = False
         """The benchmark does not wait for its users."""
@@ -126,27 +128,32 @@ class Counted:
         return getattr(self.backend, name)
 
     def write(self, key: str, data: Array) -> Any:
-        timing = self._try(self.backend.write, key, data)
-        self._add("write", data.nbytes, timing)
-        return timing
+        return self._call("write", key, data)
 
     def read(self, key: str) -> tuple[Array, Any]:
-        data, timing = self._try(self.backend.read, key)
-        self._add("read", data.nbytes, timing)
-        return data, timing
+        found: tuple[Array, Any] = self._call("read", key)
+        return found
 
-    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, direction: str, *arguments: Any) -> Any:
+        begun = time.perf_counter()
         try:
-            return call(*arguments)
+            answer = getattr(self.backend, direction)(*arguments)
         except Exception as exc:
             if not self.has_ended:
-                self.failures.append(f"{call.__name__} of {arguments[0]}: {exc!r}")
+                self.failures.append(f"{direction} of {arguments[0]}: {exc!r}")
             raise
-
-    def _add(self, direction: str, num_bytes: int, timing: Any) -> None:
         with self._lock:
-            self.num_bytes[direction] += num_bytes
-            self.seconds[direction].append(timing.total)
+            self.calls[direction].append((begun, time.perf_counter()))
+            self.num_bytes[direction] += (answer[0] if direction == "read" else arguments[1]).nbytes
+        return answer
+
+    def busy_s(self) -> float:
+        """Seconds in which at least one call was under way."""
+        total = last = 0.0
+        for begun, ended in sorted(chain(*self.calls.values())):
+            total += max(0.0, ended - max(begun, last))
+            last = max(last, ended)
+        return total
 
 
 def _keys(name: str, count: int) -> list[OffloadKey]:
@@ -180,20 +187,17 @@ def run_benchmark(sources: Path, arguments: list[str], options: StoreOptions | N
 
 
 def report(tier: Counted, name: str, directory: Path, block_bytes: int) -> Iterator[str]:
-    """Lines of what the tier's calls took, with ``fio``'s speed on the same disk."""
+    """Lines of what the tier's calls moved and took, with ``fio``'s speed on the same disk."""
+    moved = sum(tier.num_bytes.values()) / 1e9
+    yield f"{name}: {moved / tier.busy_s():.2f} GB/s while calls were under way"
     file, span = directory / "fio", 64 * block_bytes
     fio(file, "write", 1 << 20, span, 4 * span)
-    for direction, seconds in tier.seconds.items():
-        if not seconds:
-            continue
-        reference = fio(file, f"rand{direction}", block_bytes, span, 4 * span)
-        beside = "" if reference is None else f"; fio {reference.bytes_per_s / 1e9:.2f} GB/s"
-        p50, p95 = np.percentile(seconds, (50, 95)) * 1e3
-        yield (
-            f"{name}, {direction}: {len(seconds)} entries, {tier.num_bytes[direction] / 1e9:.2f} GB, "
-            f"{tier.num_bytes[direction] / sum(seconds) / 1e9:.2f} GB/s a call, p50 {p50:.0f} ms, p95 {p95:.0f} ms"
-            f"{beside}"
-        )
+    for direction, calls in tier.calls.items():
+        speed = fio(file, f"rand{direction}", block_bytes, span, 4 * span)
+        beside = "" if speed is None else f"; fio {speed.bytes_per_s / 1e9:.2f} GB/s"
+        p50, p95 = np.percentile([ended - begun for begun, ended in calls] or [0.0], (50, 95)) * 1e3
+        entries = f"{len(calls)} entries, {tier.num_bytes[direction] / 1e9:.2f} GB"
+        yield f"{name}, {direction}: {entries}, p50 {p50:.0f} ms, p95 {p95:.0f} ms{beside}"
     file.unlink(missing_ok=True)
     yield from (f"{name}, failed: {failure}" for failure in tier.failures)
 

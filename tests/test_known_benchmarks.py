@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,16 +50,19 @@ def test_an_entry_that_is_gone_is_a_failure_and_no_fast_hit(backend: TierBackend
     counted.write("deleted", entry(3, 300))
     backend._store.discard(backend._entries["lost"][0])
     counted.delete("deleted")
-    reads: list[tuple[str, Callable[[], object]]] = [
-        (key, lambda key=key: counted.read(key)) for key in ("lost", "deleted")
-    ]
-    for _, read in reads:
+    for key in ("lost", "deleted"):
         with pytest.raises((OSError, KeyError)):
-            read()
+            counted.read(key)
     counted.read("kept")
     assert [failure.split(":")[0] for failure in counted.failures] == ["read of lost", "read of deleted"]
-    assert len(counted.seconds["read"]) == 1
+    assert len(counted.calls["read"]) == 1
     assert counted.num_bytes == {"read": entry(1, 300).nbytes, "write": 3 * entry(1, 300).nbytes}
+
+
+def test_calls_side_by_side_count_once(backend: TierBackend) -> None:
+    counted = Counted(backend)
+    counted.calls = {"read": [(1.0, 4.0), (2.0, 3.0)], "write": [(3.5, 5.0), (7.0, 8.0)]}
+    assert counted.busy_s() == 5.0
 
 
 def test_lookups_are_chains_of_whole_blocks(tmp_path: Path) -> None:
@@ -78,16 +81,12 @@ def test_lookups_are_chains_of_whole_blocks(tmp_path: Path) -> None:
 def test_a_scaled_replay_keeps_what_prompts_share() -> None:
     ids = list(range(100))
     request = {"in": 6400, "out": 5, "hash_ids": ids}
-    trace = {
-        "tool_tokens": 1600,
-        "system_tokens": 800,
-        "requests": [request, request | {"hash_ids": ids[:50], "in": 3200}],
-    }
-    trace["requests"].append({"type": "subagent", "tool_tokens": 80, "system_tokens": 8, "requests": [request]})
-    small = scaled(trace, 8)
+    shorter = request | {"hash_ids": ids[:50], "in": 3200}
+    agent = {"type": "subagent", "tool_tokens": 80, "system_tokens": 8, "requests": [request]}
+    small = scaled({"tool_tokens": 1600, "system_tokens": 800, "requests": [request, shorter, agent]}, 8)
     assert (small["tool_tokens"], small["system_tokens"]) == (200, 100)
-    one, other, agent = small["requests"]
+    one, other, inner = small["requests"]
     assert (one["in"], one["out"]) == (800, 1)
     assert len(one["hash_ids"]) == 800 // 64
     assert other["hash_ids"] == one["hash_ids"][:6]
-    assert agent["requests"] == [one]
+    assert inner["requests"] == [one]
