@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -221,3 +221,23 @@ def test_a_tier_that_knows_a_block_only_while_nobody_asks_costs_no_more_than_the
         rig.clock.advance(1.0)
     else:
         pytest.fail("it waits for ever")
+
+
+@pytest.mark.parametrize("num_blocks", [100, 400])
+def test_unknown_blocks_beyond_what_may_be_claimed_are_looked_at_once_in_an_ask(num_blocks: int) -> None:
+    """There was a survey for each of them, over all that follow."""
+    rig = Rig(40)
+    rig.below(prefix(30))
+    assert rig.ask(prefix(30), rig.start("has all that may be claimed")) == [None] * 30
+    blocks, request = prefix(num_blocks, of="u"), rig.start("r")
+    rig.tier.answers |= dict.fromkeys(blocks)
+    slots, num_keys = rig.primary.slots, 0
+
+    def get_all(keys: Collection[OffloadKey]) -> Any:
+        nonlocal num_keys
+        num_keys += len(keys)
+        return slots.policy.get_all(keys)
+
+    slots.get_all = get_all  # type: ignore[method-assign]
+    assert rig.manager.lookup_prefix(blocks, request) == [None] * num_blocks
+    assert num_keys <= 2 * num_blocks

@@ -78,19 +78,19 @@ class Places:
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """What is somewhere of ``keys``, up to the first that is nowhere; ``None``: that is not known yet."""
-        places = self._where(request, keys, is_peek=True)
+        places, is_end = self._where(request, keys, is_peek=True)
         answers = [None if place.is_unknown else True for place in places]
-        return answers if len(places) == len(keys) else [*answers, False]
+        return [*answers, False] if is_end else answers
 
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
         """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
 
         Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
-        first that must be waited for need no claims.
+        first that must be waited for need no claims, and unknown ones have none.
         """
         own = len(request.wait.answers) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
-        places = self._where(request, keys, most)
+        places, is_end = self._where(request, keys, most)
         segments: list[Segment] = []
         last, begin = HERE, 0
         for at, place in enumerate(places):
@@ -100,32 +100,34 @@ class Places:
                 last, begin = place, at
         if len(places) > begin:
             segments.append(Segment(last, len(places) - begin))
-        is_cut = len(places) >= most and any(segment.place != HERE for segment in segments)
-        return Survey(segments, len(places) < len(keys) and not is_cut)
+        return Survey(segments, is_end)
 
     def _where(
         self, request: Request, keys: Sequence[OffloadKey], most: float = inf, *, is_peek: bool = False
-    ) -> list[Place]:
-        """The place of each of ``keys``, up to the first that is nowhere. ``most`` of them, and more only if all before
-        are here. What ``is_peek`` finds below is remembered."""
+    ) -> tuple[list[Place], bool]:
+        """The place of each of ``keys``, and whether the next one is nowhere. ``most`` of them besides unknown ones,
+        and more only if all before are here. What ``is_peek`` finds below is remembered."""
         found: list[Place] = []
         blocks = self._primary.slots.get_all(keys)
-        are_here = True
-        while (at := len(found)) < len(keys) and (are_here or at < most):
+        are_here, num_unknown = True, 0
+        while (at := len(found)) < len(keys) and (are_here or at - num_unknown < most or found[-1].is_unknown):
             if (block := blocks[at]) is not None:
                 found.append(HERE if block.is_ready else self._promotions.place_of(keys[at]))
                 are_here = are_here and found[-1] == HERE
                 continue
             are_here = False
             stop = next((end for end in range(at, len(keys)) if blocks[end] is not None), len(keys))
-            absent = keys[at : int(min(stop, max(most, at + 1)))]
+            # Few may be claimed, but after an unknown block there are mostly more.
+            least = _RUN if found and found[-1].is_unknown else 1
+            absent = keys[at : int(min(stop, at + max(most - at + num_unknown, least)))]
             places = self.below(request, absent)
             if is_peek:
                 self._peeked.update(zip(absent, [*places, None], strict=False))
             found += places
+            num_unknown += sum(place.is_unknown for place in places)
             if len(places) < len(absent):
-                break
-        return found
+                return found, True
+        return found, False
 
     def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Place]:
         """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
@@ -236,13 +238,13 @@ class Places:
             return False
         keys = [*question.untracked]
         for part in (keys[:1], keys[1:]):  # a tier mostly has no answer to the first one yet
-            places = self._where(request, part)
+            places, is_end = self._where(request, part)
             blocks = self._primary.slots.get_all(part[: len(places)])
             if any(block is not None and not block.is_ready for block in blocks):
                 return False
             if any(tier in question.waited for place in places for tier in place.unknown):
                 return False
-            if len(places) < len(part):
+            if is_end:
                 return True
         return True
 
