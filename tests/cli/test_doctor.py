@@ -15,6 +15,8 @@ from tests.cpu.copy import fake_cuda
 
 from kvoffload.cli import main
 from kvoffload.cli.doctor import Effort, examine
+from kvoffload.cpu.copy.self_check import CopiesHang
+from kvoffload.doctor.findings import verdict
 
 TINY = Effort(check_s=0, pages=(4 << 10, 64 << 10), device_bytes=1 << 20, host_bytes=1 << 20, repeats=1)
 
@@ -77,6 +79,15 @@ def test_host_copies_are_timed_without_a_device(monkeypatch: pytest.MonkeyPatch)
     report = examine(0, None, TINY)
     assert [page.page_bytes for page in report.pages] == [4 << 10, 64 << 10]
     assert report.job_s is None
+
+
+def test_copies_that_hang_while_they_are_timed_are_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*arguments: object) -> None:
+        raise CopiesHang("Copies did not end.")
+
+    monkeypatch.setattr("kvoffload.cli.doctor.cuda_device", lambda _: (None, "this machine has no driver"))
+    monkeypatch.setattr("kvoffload.cli.doctor.page_speed", hang)
+    assert verdict(examine(0, None, TINY)).startswith("Fault: Copies did not end: serve without kvoffload")
 
 
 def test_more_memory_than_there_is_ends_with_1(

@@ -13,8 +13,10 @@ from tests.cpu.copy.fake_cuda import FakeCuda, cuda
 from kvoffload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy import cuda as backend
-from kvoffload.cpu.copy import self_check
+from kvoffload.cpu.copy import lane, self_check
 from kvoffload.cpu.copy.plan import CopyLayout
+from kvoffload.cpu.copy.self_check import CopiesHang
+from kvoffload.doctor import copies as doctor
 from kvoffload.doctor.copies import (
     DevicePlace,
     Handlers,
@@ -101,10 +103,49 @@ def test_copies_that_hang_are_what_is_wrong_and_nothing_waits_for_them(
     assert "did not end within" in checked.wrong
     cuda.calls.fake_let_all_go()
     for copies in kept:
-        assert all(lane.close() for lane in copies.lanes.values())
+        assert all(each.close() for each in copies.lanes.values())
     assert cuda.count("faults") == 0, "their memory was freed"
     cuda.calls.fake_forget_registrations()
     cuda.driver.destroy_stream(idle)
+
+
+@pytest.fixture
+def device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[DevicePlace]:
+    """Of a device that a test lets hang after its first copies. Nobody waits for it, nor frees what it may use."""
+    monkeypatch.setattr(self_check, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lane, "DRAIN_S", 0.2)
+    kept: list[Any] = []
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)
+    monkeypatch.setattr(doctor, "_MEMORY_OF_COPIES_THAT_HANG", kept)
+    idle = cuda.driver.create_stream()
+    yield DevicePlace(cuda.device(idle))
+    assert kept
+    assert cuda.count("faults") == 0, "memory was freed under a copy"
+    cuda.calls.fake_let_all_go()
+    cuda.settle()
+    cuda.calls.fake_forget_registrations()
+
+
+def test_jobs_that_hang_after_the_first_check_end_a_measurement(cuda: FakeCuda, device: DevicePlace) -> None:
+    def measure() -> None:
+        with device.rig(layers=2, page_bytes=4096, num_blocks=8) as rig:
+            cuda.calls.fake_hold(rig.store._lane.stream, 1)  # type: ignore[attr-defined]
+            rig.submit_store([1], [2])
+            rig.finish()
+
+    with pytest.raises(CopiesHang):
+        measure()
+
+
+def test_large_copies_that_hang_end_a_measurement(cuda: FakeCuda, device: DevicePlace) -> None:
+    def measure() -> None:
+        cuda.calls.fake_hold_new_streams(1)
+        with device.large_copies(1 << 16) as large:
+            cuda.calls.fake_hold_new_streams(0)
+            large.both()
+
+    with pytest.raises(CopiesHang):
+        measure()
 
 
 # ------------------------------------------------------------------------------------------------------ wrong bytes

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +26,7 @@ from kvoffload.doctor.copies import (
 from kvoffload.doctor.findings import Finding, Severity, findings, verdict
 from kvoffload.doctor.report import Checked, PageSpeed, Report
 from kvoffload.doctor.system import device_facts, host_facts, versions
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, TransferError
 from kvoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -101,18 +101,20 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
     with progress({"checks": 1 + len(effort.pages) + 3 * is_timed_device}, "steps") as advance:
         checked = check_copies_under_load(place, effort.check_s)
         advance("checks")
-        if checked.wrong is None:
-            for page_bytes in effort.pages:
+        try:
+            for page_bytes in effort.pages if checked.wrong is None else ():
                 num_bytes = min(job_bytes, _MOST_PAGES * page_bytes)
                 pages.append(page_speed(place, page_bytes, num_bytes, _LAYERS, effort.repeats))
                 advance("checks")
-        if checked.wrong is None and cuda is not None and is_timed_device:
-            job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
-            advance("checks")
-            pinned = pinning_speed(cuda, _affordable(effort.pinned_bytes, host.available_bytes))
-            advance("checks")
-            slowdown = matmul_slowdown(place, 64 << 10, job_bytes, _LAYERS)
-            advance("checks")
+            if checked.wrong is None and cuda is not None and is_timed_device:
+                job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
+                advance("checks")
+                pinned = pinning_speed(cuda, _affordable(effort.pinned_bytes, host.available_bytes))
+                advance("checks")
+                slowdown = matmul_slowdown(place, 64 << 10, job_bytes, _LAYERS)
+                advance("checks")
+        except TransferError as exc:  # they were right before
+            checked = replace(checked, wrong=str(exc))
     return Report(
         versions=versions(),
         host=host,

@@ -25,7 +25,7 @@ from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandle
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import MOVER, make_host_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
-from kvoffload.cpu.copy.self_check import CopiesHang, check_copies
+from kvoffload.cpu.copy.self_check import CopiesHang, check_copies, wait_for_copies
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.doctor.report import Checked, PageSpeed, Speed
 from kvoffload.doctor.timing import interleaved_medians, thread_medians
@@ -59,6 +59,8 @@ class Rig:
     load: OffloadingHandler
     view: memoryview
     layout: CopyLayout
+    ends_of: Callable[[OffloadingHandler, list[int]], list[TransferResult]]
+    """Waits for jobs."""
     _num_jobs: int = 0
     _open: dict[OffloadingHandler, list[int]] = field(default_factory=dict)
 
@@ -79,11 +81,11 @@ class Rig:
         self._submit(self.load, (CPULoadStoreSpec(slots), _gpu(blocks)))
 
     def finish(self) -> int:
-        """Waits for all jobs, and returns the bytes that they copied. Raises ``TransferError`` if one failed."""
+        """Waits for all jobs, and returns the bytes that they copied. Raises ``TransferError`` if one failed, or does
+        not end."""
         results: list[TransferResult] = []
         for handler, job_ids in self._open.items():
-            handler.wait(job_ids)
-            results += handler.get_finished()
+            results += self.ends_of(handler, job_ids)
             job_ids.clear()
         if not all(result.success for result in results):
             raise TransferError("A copy failed.")
@@ -135,7 +137,7 @@ class Place(ABC):
             handlers = self._make_handlers(view, layout)
             for handler in handlers.values():
                 stack.callback(handler.shutdown)
-            rig = Rig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], view, layout)
+            rig = Rig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], view, layout, self._ends_of)
             rig.submit_load(range(num_blocks), range(num_blocks))
             rig.finish()
             self._settle()
@@ -154,6 +156,9 @@ class Place(ABC):
 
     @abstractmethod
     def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers: ...
+
+    @abstractmethod
+    def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]: ...
 
     def _settle(self) -> None:
         """After the first copy: returns when copies are as fast as they become."""
@@ -191,6 +196,10 @@ class HostPlace(Place):
 
     def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers:
         return make_host_handlers(CanonicalKVCaches([], []), view, layout, self._threads)
+
+    def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]:
+        handler.wait(job_ids)
+        return handler.get_finished()
 
     def _settle(self) -> None:
         MOVER.wait()
@@ -239,16 +248,20 @@ class DevicePlace(Place):
             streams = [driver.create_stream() for _ in range(2)]
             for stream in streams:
                 stack.callback(driver.destroy_stream, stream)
-                stack.callback(driver.synchronize, stream)
             ways = [(addresses[0], on_device[0]), (on_device[1], addresses[1])]
 
             def run(*directions: int) -> None:
                 for number in directions:
                     driver.copy(*ways[number], num_bytes, streams[number])
                 for number in directions:
-                    driver.synchronize(streams[number])
+                    stream = streams[number]
+                    wait_for_copies(lambda: driver.is_idle(stream), nap_s=0)  # noqa: B023 - called in this round
 
-            yield _LargeDeviceCopies(run)
+            try:
+                yield _LargeDeviceCopies(run)
+            except CopiesHang:
+                _MEMORY_OF_COPIES_THAT_HANG.extend((on_host, stack.pop_all()))
+                raise
 
     @contextmanager
     def computing(self) -> Iterator[Callable[[], None]]:
@@ -259,8 +272,8 @@ class DevicePlace(Place):
                 for value in range(8):
                     driver.fill(address, value, num_bytes, self._device.compute_stream())
 
-            with _unless_copies_hang(lambda: driver.synchronize(self._device.compute_stream())):
-                yield fill
+            yield fill
+            wait_for_copies(lambda: driver.is_idle(self._device.compute_stream()))
 
     @contextmanager
     def _allocated(self, num_bytes: int) -> Iterator[int]:
@@ -272,6 +285,19 @@ class DevicePlace(Place):
         from kvoffload.cpu.copy.cuda import make_cuda_handlers
 
         return make_cuda_handlers(CanonicalKVCaches([], []), view, layout, self._device)
+
+    def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]:
+        results: list[TransferResult] = []
+
+        def have_ended() -> bool:
+            results.extend(handler.get_finished())
+            return len(results) == len(job_ids)
+
+        wait_for_copies(have_ended)
+        return results
+
+
+_MEMORY_OF_COPIES_THAT_HANG: list[object] = []
 
 
 @contextmanager
@@ -391,8 +417,12 @@ def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) 
             for _ in range(products):
                 torch.mm(left, right, out=out)
             end.record()
-        while not end.query():
+
+        def has_ended() -> bool:
             while_running()
+            return bool(end.query())
+
+        wait_for_copies(has_ended, nap_s=0)
         return float(start.elapsed_time(end)) / 1e3
 
     with place.rig(layers, page_bytes, 4 * num_blocks) as rig:

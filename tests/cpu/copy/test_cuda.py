@@ -375,6 +375,29 @@ def test_a_device_that_hangs_amid_a_large_job_is_not_waited_for_at_shutdown(
     cuda.calls.fake_forget_registrations()
 
 
+def test_a_shutdown_puts_nothing_into_a_full_queue_of_a_device_that_hangs(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", [])
+    rig = make_rig(cuda)
+    monkeypatch.setattr(lane, "DRAIN_S", 0.2)
+    stream = rig.stream_of(rig.store)
+    cuda.calls.fake_hold(stream, 1)
+    cuda.limit_queue(stream, 4)
+    with cuda.engine():
+        for job_id in range(4):
+            rig.put(job_id, rig.store, [job_id], [job_id])
+        rig.store.shutdown()
+        rig.load.shutdown()
+        assert (cuda.count("engine_copies"), cuda.count("engine_waits")) == (0, 0)
+    assert rig.store.get_finished() == []
+    cuda.calls.fake_let_all_go()
+    rig.store._lane._thread.join(60)  # type: ignore[attr-defined]
+    cuda.settle()
+    rig.close()
+    cuda.calls.fake_forget_registrations()
+
+
 def test_a_device_that_hangs_is_not_waited_for_at_shutdown_and_its_memory_is_kept(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,22 +237,20 @@ class Lane:
             time.sleep(_POLL_S)
 
     def close(self) -> bool:
-        """Submits what is queued, and waits for all of it, but not for ever. ``False`` if something of it may still
-        run."""
+        """Waits until what is queued is submitted and has ended, but not for ever. ``False`` if something of it may
+        still run. Does not submit: with a device that hangs that may never return."""
         with self._changed:
             self._is_closing = True
-            last = self._queue[-1] if self._queue else None
             self._changed.notify_all()
-        if last is not None and not self._health.is_broken:
-            self.hurry(last)
         deadline_s = time.monotonic() + DRAIN_S
+        if self._thread is not None:
+            self._thread.join(DRAIN_S)
+            if self._thread.is_alive():
+                return False
         while not self._is_idle():
             if time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
-        if self._thread is not None:
-            self._thread.join(DRAIN_S)
-            return not self._thread.is_alive()
         return True
 
     def release(self) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.errors import TransferError
 
-__all__ = ["CopiesHang", "check_copies"]
+__all__ = ["CopiesHang", "check_copies", "wait_for_copies"]
 
 _SWAPS = 9  # odd: the slots end up swapped
 _MAX_BYTES = 256 << 20  # of one group's copies: some milliseconds
@@ -40,6 +40,18 @@ def check_copies(
         num_gpu_blocks = min((page.num_blocks for page in pages), default=0)
         if len(_own_slots(layout)) >= 4 and num_gpu_blocks >= 2 * layout.factor:
             _Chain(store, load, kv_view, layout, group).run(np.random.default_rng([seed, group]))
+
+
+def wait_for_copies(have_ended: Callable[[], bool], nap_s: float = 50e-6) -> None:
+    """Returns once ``have_ended`` says so. Raises ``CopiesHang`` where that takes longer than any copy."""
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while not have_ended():
+        if time.monotonic() > deadline_s:
+            raise CopiesHang(
+                f"Copies between the device and host memory did not end within {_TIMEOUT_S:.0f} s; serve without "
+                "kvoffload, and report what `kvoffload doctor` says."
+            )
+        time.sleep(nap_s)
 
 
 def _own_slots(layout: CopyLayout) -> range:
@@ -119,23 +131,15 @@ class _Chain:
 
     def _finish(self) -> None:
         """Waits for all jobs. Raises ``TransferError`` if one failed or did not end."""
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        for success in self._results(deadline_s):
-            if not success:
+        for handler, job_ids in self._job_ids.items():
+            wait_for_copies(lambda: self._have_ended(handler, job_ids))  # noqa: B023 - called before the next round
+
+    def _have_ended(self, handler: OffloadingHandler, job_ids: set[int]) -> bool:
+        for result in handler.get_finished():
+            job_ids.discard(result.job_id)
+            if not result.success:
                 raise TransferError(
                     "Copies between the device and host memory fail at start; serve without kvoffload, and report the "
                     "error before this one and what `kvoffload doctor` says."
                 )
-
-    def _results(self, deadline_s: float) -> Iterator[bool]:
-        for handler, job_ids in self._job_ids.items():
-            while job_ids:
-                for result in handler.get_finished():
-                    job_ids.discard(result.job_id)
-                    yield result.success
-                if job_ids and time.monotonic() > deadline_s:
-                    raise CopiesHang(
-                        f"Copies between the device and host memory did not end within {_TIMEOUT_S:.0f} s at start; "
-                        "serve without kvoffload, and report what `kvoffload doctor` says."
-                    )
-                time.sleep(50e-6)
+        return not job_ids
