@@ -31,7 +31,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.base import Direction
 from kvoffload.cpu.copy.driver import CudaError, Driver, Event, Stream, load_driver
+from kvoffload.cpu.copy.gather import GATHER_BELOW, Gatherer
+from kvoffload.cpu.copy.lane import PIECE_BYTES, PIECE_RUNS
+from kvoffload.cpu.copy.plan import Runs
 from kvoffload.cpu.memory_limits import available_bytes
 from kvoffload.cpu.populate import populate
 from kvoffload.doctor.findings import least_ratio
@@ -272,6 +276,52 @@ def speed(probe: Probe) -> None:
                 probe.say(way=way, page=page, copies=driver.copies_by, ratio=ratio, processor_us_per_copy=us)
 
 
+def gather(probe: Probe) -> None:
+    """Small pages of a slot through a buffer in device memory, against batched and single copies of the same pages: are
+    the bytes right, and is it faster?"""
+    driver, size = probe.driver, probe.sizes.large_bytes // 4
+    (source, sent), (target, back) = probe.host(size), probe.host(size)
+    device = driver.allocate(2 * size)
+    gatherer = Gatherer(driver, PIECE_BYTES, below=1 << 30)
+    no_borders = np.empty(0, dtype=np.int64)
+
+    def copy(runs: Runs, direction: Direction, how: str) -> None:
+        driver.copies_per_call = 1 if how == "single" else 4096
+        for piece in runs.pieces(PIECE_BYTES, PIECE_RUNS):
+            rest = piece
+            if how == "gathered":
+                rest = gatherer.copy(piece, direction, no_borders, probe.stream)
+                assert not len(rest.lengths), "the driver refused the kernel"
+            ends = (rest.host, rest.device) if direction is Direction.STORE else (rest.device, rest.host)
+            driver.copy_runs(*ends, rest.lengths, probe.stream)
+
+    for page in (page for page in probe.sizes.pages if page <= 64 << 10):
+        layers = min(64, size // page // 2)
+        slots, random = size // page // layers, np.random.default_rng(page)
+        on_host = (random.permutation(slots)[:, None] * (layers * page) + np.arange(layers) * page).ravel()
+        on_device = random.permutation(2 * size // page)[: len(on_host)].astype(np.int64) * page
+        runs = Runs(device + on_device, source + on_host, np.full(len(on_host), page, dtype=np.int64))
+        runs = runs.in_order_of(runs.host)
+        returning = Runs(runs.device, runs.host - source + target, runs.lengths)
+        for loaded_how, stored_how in (("gathered", "batched"), ("batched", "gathered")):
+            sent[:] = random.integers(0, 256, size, dtype=np.uint8)
+            back[:] = 0
+            copy(runs, Direction.LOAD, loaded_how)
+            copy(returning, Direction.STORE, stored_how)
+            driver.synchronize(probe.stream)
+            num_bytes = runs.num_bytes
+            wrong = int((sent[:num_bytes] != back[:num_bytes]).sum())
+            probe.say(page=page, loaded=loaded_how, stored=stored_how, wrong=wrong)
+        for direction in Direction:
+            ends = (target, device) if direction is Direction.STORE else (device, target)
+            large_s = probe.seconds(lambda: driver.copy(*ends, size, probe.stream))[2]  # noqa: B023
+            for how in ("gathered", "batched", "single"):
+                processor_s, total_s, _ = probe.seconds(lambda: copy(returning, direction, how))  # noqa: B023
+                ratio = round(returning.num_bytes / total_s / (size / large_s), 2)
+                us = round(processor_s * 1e6 / len(on_host), 2)
+                probe.say(way=direction.value, page=page, how=how, ratio=ratio, processor_us_per_copy=us)
+
+
 def pinning(probe: Probe) -> None:
     """Seconds per GiB: of pages that are there and of pages that are not, huge and small, and of shared memory."""
     available = available_bytes()
@@ -361,6 +411,7 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "behind": (behind_compute, 40),
     "beside": (beside, 60),
     "speed": (speed, 90),
+    "gather": (gather, 60),
     "pinning": (pinning, 60),
     "events": (events, 20),
     "leaving": (leaving, 40),
@@ -418,7 +469,7 @@ def run_child(
 
 def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, str, str]]:
     """What, expected, seen, what to change. Expectations: note 2, from reports of others."""
-    rows = found.get("bytes", [])
+    rows = found.get("bytes", []) + found.get("gather", [])
     if rows:
         wrong = sum(row.get("wrong", 0) for row in rows)
         yield "wrong bytes", "0", str(wrong), "" if not wrong else "serve without kvoffload; report this file"
@@ -464,6 +515,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
                 str(row["ratio"]),
                 advice,
             )
+    yield from _gathering(found.get("gather", []))
     for row in found.get("pinning", []):
         if "register_s_per_gib" in row:
             what = "shared" if row.get("shared") else f"huge={row['huge']}, {row['threads']} threads"
@@ -475,6 +527,22 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             )
     for row in found.get("leaving", []):
         yield "a process ends amid copies", "well", row["ended"], "" if row["ended"] == "well" else "report this file"
+
+
+def _gathering(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
+    """By page, the worse of both ways. It pays for pages up to the first that it does not make faster by a fifth."""
+    ratios: dict[tuple[int, str], float] = {}
+    for row in rows:
+        if "how" in row:
+            key = row["page"], row["how"]
+            ratios[key] = min(row["ratio"], ratios.get(key, row["ratio"]))
+    pays = True
+    for page in sorted({page for page, _ in ratios}):
+        gathered, batched, single = (ratios.get((page, how), 0.0) for how in ("gathered", "batched", "single"))
+        pays &= gathered >= 1.2 * max(batched, single)
+        seen = f"{gathered}, batched {batched}, single {single} of a large copy"
+        advice = f"{GATHER_BELOW}={page + 1}" if pays else ""
+        yield f"gathered pages of {page >> 10} KiB", "faster below 28 KiB", seen, advice
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from kvoffload.base import (
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.driver import load_driver
+from kvoffload.cpu.copy.gather import GATHER_BELOW
 from kvoffload.cpu.copy.pinning import PinnedRegion
 from kvoffload.cpu.gpu_worker import make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
@@ -115,6 +116,32 @@ def test_the_next_use_of_a_slot_waits_for_the_transfer_before(rig: Rig) -> None:
     assert rig.slot(3) == {7}
     torch.cuda.synchronize()
     assert rig.pool[2].unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("below", [0, 8192])
+def test_small_pages_come_back_gathered_and_one_by_one(monkeypatch: pytest.MonkeyPatch, below: int) -> None:
+    monkeypatch.setenv(GATHER_BELOW, str(below))
+    layers, page = 64, 4096
+    pools = [torch.randint(0, 256, (16, page), dtype=torch.uint8, device="cuda") for _ in range(layers)]
+    refs = [CanonicalKVCacheRef(layer, page) for layer in range(layers)]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pool, page) for pool in pools], [refs])
+    region = SharedOffloadRegion.anonymous(8, layers * page)
+    view = region.create_kv_memoryview()
+    handlers = make_handlers(caches, view, factor=1)
+    store, load = handlers["GPU", "CPU"], handlers["CPU", "GPU"]
+    slots = [5, 2, 7]
+    store.transfer_async(1, (GPULoadStoreSpec([0, 3, 6], [3], [0]), CPULoadStoreSpec(slots)))
+    load.transfer_async(2, (CPULoadStoreSpec(slots), GPULoadStoreSpec([9, 12, 10], [3], [0])))
+    store.wait([1])
+    load.wait([2])
+    assert all(result.success for result in (*store.get_finished(), *load.get_finished()))
+    for layer, pool in enumerate(pools):
+        assert torch.equal(pool[[0, 3, 6]], pool[[9, 12, 10]])
+        in_slots = np.asarray(view)[slots, layer * page : (layer + 1) * page]
+        np.testing.assert_array_equal(pool[[0, 3, 6]].cpu().numpy(), in_slots)
+    store.shutdown()
+    load.shutdown()
+    region.close()
 
 
 def test_memory_that_is_pinned_already_is_refused_and_leaves_no_error_behind() -> None:
