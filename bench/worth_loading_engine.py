@@ -37,8 +37,9 @@ from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams, build_random_model
-from kvoffload.tiering.options import STORES, DiskOptions
+from kvoffload.tiering.options import STORES
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 
 TOKENS_PER_S = 2500

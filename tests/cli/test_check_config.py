@@ -24,7 +24,7 @@ from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_fil
 from kvoffload.cpu import memory_limits
 from kvoffload.errors import CapacityError, ConfigError
 from kvoffload.specs import read_config
-from kvoffload.tiering.options import DiskOptions
+from kvoffload.tiering.stores.disk.options import DiskOptions
 
 GOLDEN = Path(__file__).with_name("bad_configs.jsonl")
 REDIS = {"type": "redis", "url": "redis://127.0.0.1:1/0"}

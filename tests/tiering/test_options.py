@@ -10,7 +10,8 @@ import pytest
 
 from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.options import STORES, FileSystemOptions, build_tier, parse_tier, parse_tiers
+from kvoffload.tiering.options import STORES, build_tier, parse_tier, parse_tiers
+from kvoffload.tiering.stores.fs.options import FileSystemOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 

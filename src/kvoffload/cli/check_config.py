@@ -21,7 +21,8 @@ from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_mem
 from kvoffload.engines.vllm.arguments import check_file
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
 from kvoffload.specs import read_config
-from kvoffload.tiering.options import DiskOptions, SealedOptions, StoreOptions, parse_tiers
+from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tiers
+from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import format_bytes
 

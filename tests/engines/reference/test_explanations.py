@@ -21,8 +21,9 @@ from kvoffload.engines.reference import Engine, EngineOptions, Request, Sampling
 from kvoffload.errors import StoreError
 from kvoffload.sim.explain import read_explanations
 from kvoffload.testing import FaultyStore, GatedStore
-from kvoffload.tiering.options import STORES, FileSystemOptions
+from kvoffload.tiering.options import STORES
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs.options import FileSystemOptions
 
 BLOCK_TOKENS = 4
 SLOTS = 16

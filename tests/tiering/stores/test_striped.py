@@ -19,10 +19,11 @@ from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
-from kvoffload.tiering.options import DiskOptions, parse_tier, parse_tiers
+from kvoffload.tiering.options import parse_tier, parse_tiers
 from kvoffload.tiering.stores import striped as striped_module
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.striped import Striped
 

@@ -31,6 +31,7 @@ __all__ = [
     "NamespaceUsage",
     "RootedStore",
     "access_to",
+    "check_apart",
     "check_control",
     "check_directory",
     "check_locks",
@@ -487,3 +488,12 @@ def _owner_of_ours(root: str) -> int:
             os.rmdir(path)
     except OSError:
         return -1
+
+
+def check_apart(one: str, other: str, what: str) -> None:
+    """Raises ``ConfigError`` if one is the other, or in it."""
+    outer, inner = sorted((os.path.realpath(one), os.path.realpath(other)))
+    if inner == outer:
+        raise ConfigError(f"{what} the directory {outer}; give each one of its own, or drop one.")
+    if os.path.commonpath((outer, inner)) == outer:
+        raise ConfigError(f"{what} directories of which {inner} is inside of another's, {outer}; move one of them.")

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys of a ``disk`` tier."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from kvoffload.cpu.memory_limits import memory_file_system
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.disk.format import SlabFormat
+from kvoffload.tiering.stores.disk.quota import check_memory
+from kvoffload.tiering.stores.disk.store import DiskStore
+from kvoffload.tiering.stores.in_time import in_time
+from kvoffload.tiering.stores.local import DirectoryOptions
+from kvoffload.tiering.stores.root import check_apart
+from kvoffload.tiering.stores.striped import Striped
+from kvoffload.units import parse_bytes
+
+__all__ = ["DiskOptions"]
+
+logger = logging.getLogger(__name__)
+
+_BROKEN = (
+    errno.EIO,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.EROFS,
+    errno.ESHUTDOWN,
+    errno.EUCLEAN,
+    errno.ENOTCONN,
+    errno.ETIMEDOUT,
+)
+_LOOK_S = 5.0
+"""How long a disk may take to say how large it is."""
+
+
+class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
+    """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which several servers of one
+    host may share, but not several hosts. On a memory file system, such as ``/dev/shm``, it is a pool that the engines
+    of a machine share.
+
+    ``{"type": "disk", "path": ["/mnt/nvme0/kv", "/mnt/nvme1/kv"], "max_bytes": "400GiB"}``: several disks. Each block
+    lies on one of them, and a disk that fails costs the blocks that it has."""
+
+    path: str | list[str]
+    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
+    missing. A list has a directory on each of several disks, in any order."""
+    max_bytes: int | str | list[int | str] | None = None
+    """Quota on all that is below ``path``; then the blocks that were used least recently are written over. Of several
+    disks together, each by its size, or in a list for each of them. Required on a memory file system. Default: all but
+    a tenth of the disk."""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return tuple(os.path.expanduser(path) for path in ([self.path] if isinstance(self.path, str) else self.path))
+
+    @property
+    def bound_bytes(self) -> int | None:
+        if isinstance(self.max_bytes, list):
+            return sum(parse_bytes(size, f"max_bytes of the {self.type!r} tier") for size in self.max_bytes)
+        return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
+
+    def check(self, block_bytes: int | None = None) -> None:
+        if not self.directories:
+            raise ConfigError(f"path of the {self.type!r} tier is an empty list; name a directory.")
+        if isinstance(self.max_bytes, list) and len(self.max_bytes) != len(self.directories):
+            raise ConfigError(
+                f"max_bytes of the {self.type!r} tier has {len(self.max_bytes)} sizes for {len(self.directories)} "
+                "paths; give one for each, or one for all of them together."
+            )
+        DirectoryOptions.check(self, block_bytes)
+        for one, other in itertools.combinations(self.directories, 2):
+            check_apart(one, other, f"Two paths of the {self.type!r} tier have")
+
+    def each_disk(self) -> list[DiskOptions]:
+        """The same for each of its disks alone. A quota for all is shared out by the sizes of their file systems."""
+        paths, quotas = self.directories, list[int | str | None]()
+        if isinstance(self.max_bytes, list):
+            quotas += self.max_bytes
+        elif len(paths) == 1 or self.bound_bytes is None:
+            quotas += [self.max_bytes] * len(paths)
+        else:
+            sizes = _sizes(paths)
+            quotas += [self.bound_bytes * size // sum(sizes) for size in sizes]
+        return [
+            msgspec.structs.replace(self, path=path, max_bytes=quota) for path, quota in zip(paths, quotas, strict=True)
+        ]
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        """Opens the disks at the same time. One that is broken, or does not answer in time, is left out if there are
+        others."""
+        disks, stores, failures = self.each_disk(), list[BlockStore](), list[BaseException]()
+
+        def open_one(disk: DiskOptions) -> BlockStore:
+            disk.check(block_bytes)
+            return DirectoryOptions.open_store(disk, block_bytes, namespace)
+
+        opened = in_time([partial(open_one, disk) for disk in disks], self.timeout_s, lambda store: store.close())
+        for disk, outcome in zip(disks, opened, strict=True):
+            if not isinstance(outcome, BaseException):
+                stores.append(outcome)
+                continue
+            if isinstance(outcome, TimeoutError):
+                outcome = _caused(
+                    ConfigError(
+                        f"{disk.directory} did not open within {self.timeout_s:g} s (timeout_s of the {self.label!r} "
+                        "tier): look at its disk, or choose another directory."
+                    ),
+                    outcome,
+                )
+            failures.append(outcome)
+        mistakes = [failure for failure in failures if not _is_broken(failure)]
+        if failures and (mistakes or not stores):
+            for store in stores:
+                store.close()
+            raise (mistakes or failures)[0]
+        for failure in failures:
+            logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
+        return Striped(stores, self.threads) if len(disks) > 1 else stores[0]
+
+    def check_place(self, beside_bytes: int = 0) -> None:
+        """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
+        of something else, or ``max_bytes`` is not given."""
+        for disk in self.each_disk():
+            place = os.path.abspath(disk.directory)
+            if disk.max_bytes is None and (kind := memory_file_system(_existing(place))) is not None:
+                raise ConfigError(
+                    f"path of the {self.label!r} tier, {place}, is memory ({kind}): give max_bytes, which is for "
+                    "all engines with this path together."
+                )
+            check_memory(place, disk.bound_bytes, beside_bytes)
+
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
+        self.check_place()
+        return DiskStore(
+            self.directory,
+            block_bytes,
+            namespace,
+            self.bound_bytes,
+            durability=self.durability,
+            mode=self.mode,
+            secret=secret,
+        )
+
+    @property
+    def quota(self) -> str:
+        if self.max_bytes is None:
+            return "all but a tenth of the disk" if len(self.directories) == 1 else "all but a tenth of each disk"
+        return super().quota
+
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        return len(self.directories) * SlabFormat("", block_bytes).slab_bytes(2)
+
+
+def _existing(path: str) -> str:
+    """``path``, or the next directory above it that is there."""
+    return str(next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists()))
+
+
+def _sizes(paths: Iterable[str]) -> list[int]:
+    """Bytes of their file systems. One that cannot tell counts as the others do on average."""
+    calls = [partial(_size, path) for path in paths]
+    # What one is that tells nothing, opening it will tell.
+    sizes = [size if isinstance(size, int) else 0 for size in in_time(calls, _LOOK_S)]
+    average = sum(sizes) // max(sum(size > 0 for size in sizes), 1)
+    return [size or average or 1 for size in sizes]
+
+
+def _size(path: str) -> int:
+    return shutil.disk_usage(_existing(path)).total
+
+
+def _caused(error: ConfigError, cause: BaseException) -> ConfigError:
+    error.__cause__ = cause
+    return error
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    """Whether a disk is to blame, and nobody's configuration."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _BROKEN:
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys of an ``fs`` tier."""
+
+from __future__ import annotations
+
+import os
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.fs.format import BlockFormat
+from kvoffload.tiering.stores.fs.store import FileSystemStore
+from kvoffload.tiering.stores.local import DirectoryOptions
+from kvoffload.units import parse_bytes
+
+__all__ = ["FileSystemOptions"]
+
+_UNLIMITED = "unlimited"
+
+
+class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
+    """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with
+    one file per block. On a local disk ``disk`` is faster."""
+
+    path: str
+    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
+    missing."""
+    max_bytes: int | str | None = None
+    """Quota on all files below ``path``, which holds within a tenth; the oldest blocks are deleted. Give all hosts the
+    same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""
+
+    def check(self, block_bytes: int | None = None) -> None:
+        DirectoryOptions.check(self, block_bytes)
+        if self.max_bytes is None:
+            raise ConfigError(
+                f"max_bytes of the {self.type!r} tier is missing: give a quota for all hosts together, for example "
+                f"'200GiB', or {_UNLIMITED!r}."
+            )
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return (os.path.expanduser(self.path),)
+
+    @property
+    def bound_bytes(self) -> int | None:
+        if self.max_bytes is None or self.max_bytes == _UNLIMITED:
+            return None
+        return parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier", _UNLIMITED)
+
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
+        return FileSystemStore(
+            self.directory,
+            block_bytes,
+            namespace,
+            self.bound_bytes,
+            durability=self.durability,
+            mode=self.mode,
+            secret=secret,
+        )
+
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        return 2 * BlockFormat("", block_bytes).file_bytes

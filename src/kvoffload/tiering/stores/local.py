@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration keys that stores in directories of a host share."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiering.options import SealedOptions
+from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.root import directories_of, directory_of
+from kvoffload.tiering.stores.wrappers import OtherKeys
+
+__all__ = ["DirectoryOptions"]
+
+
+class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
+    """A store in a directory of this host's file systems."""
+
+    locality: ClassVar[str | None] = "LOCAL"
+
+    durability: Literal["none", "fsync"] = "none"
+    """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
+    recent blocks, which are then misses."""
+    mode: Literal["private", "group"] = "private"
+    """``"group"`` lets the group that owns ``path`` read and write the blocks, too."""
+
+    @property
+    def directory(self) -> str:
+        """The only one of ``directories``."""
+        (directory,) = self.directories
+        return directory
+
+    def check(self, block_bytes: int | None = None) -> None:
+        SealedOptions.check(self, block_bytes)
+        for directory in self.directories:
+            if not directory:
+                raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
+            if directory.startswith("~"):
+                raise ConfigError(
+                    f"path of the {self.type!r} tier names the home of a user who is not known: {directory}."
+                )
+            if not os.path.isabs(directory):
+                raise ConfigError(
+                    f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {directory!r}."
+                )
+        max_bytes = self.bound_bytes
+        if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
+            raise ConfigError(
+                f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
+            )
+
+    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        store = super().open_store(block_bytes, namespace)
+        own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
+        if not (others := sorted(directories_of(self.directory, namespace) - own)):
+            return store
+        noticed = OtherKeys(store, lambda: others, f"tier {self.label!r}: {self.directory}")
+        noticed.look()
+        return noticed
+
+    @abstractmethod
+    def _two_blocks_bytes(self, block_bytes: int) -> int:
+        """Bytes on disk of the smallest store that is of use."""
