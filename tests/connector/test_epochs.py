@@ -159,6 +159,9 @@ def test_the_steps_of_one_update_are_one_epoch() -> None:
     epochs.use()
     epochs.change()
     assert epochs.get_stats() == {("cache_resets", "own"): 2}
+    unused = Epochs(config())
+    unused.change()
+    assert unused.get_stats() == {("cache_resets", "own"): 1}
 
 
 def test_in_a_closed_epoch_nothing_is_stored_until_the_device_is_empty() -> None:
