@@ -208,7 +208,7 @@ class Lookups:
     ) -> Plan:
         """Decides how many of ``keys`` are loaded, and from where, which is the wait's plan from now on. Those from
         ``stop`` on are declined already."""
-        verdicts = wait.request.verdicts
+        request = wait.request
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
         so_far, seen_s = SoFar(len(keys)), self._clock()
         if wait.deadline_s is not None:
@@ -226,16 +226,16 @@ class Lookups:
         self.num_ended_early += plan.is_lost
         self._waits.decline(wait, keys, plan.stop)
         for tier, reason, blocks, _ in plan.declined:
-            new = [key for at in blocks if verdicts.get(key := keys[at]) is not Miss.DECLINED]
+            new = [key for at in blocks if request.verdicts.get(key := keys[at]) is not Miss.DECLINED]
             self._planner.count_declined(tier, reason, len(new))
-            verdicts.update(dict.fromkeys(new, Miss.DECLINED))
+            self._waits.refuse(request, new, Miss.DECLINED)
         if not survey.place_at(plan.stop).is_unknown or plan.is_lost:
-            verdicts[keys[plan.stop]] = Miss.DECLINED
+            self._waits.refuse(request, [keys[plan.stop]], Miss.DECLINED)
         else:
             at = plan.stop
             for place, num_blocks in cut(survey.segments, at):
                 if place.is_unknown:
-                    verdicts.update(dict.fromkeys(keys[at : at + num_blocks], Miss.SLOW_ANSWER))
+                    self._waits.refuse(request, keys[at : at + num_blocks], Miss.SLOW_ANSWER)
                 at += num_blocks
         return plan
 
@@ -254,7 +254,7 @@ class Lookups:
         for place in below:
             tier = next(iter(place.tiers or place.unknown), None)
             self._planner.count_declined(tier, "late", wait.num_open_of(keys[ready:stop]))
-            request.verdicts[key] = Miss.DECLINED
+            self._waits.refuse(request, [key], Miss.DECLINED)
         self._waits.decline(wait, keys, ready)
 
     def _probe(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan) -> None:

@@ -140,10 +140,7 @@ class Places:
             if key not in peeked and key not in lost and verdicts.get(key) is not Miss.PROMOTION_FAILED:
                 continue
             found += self._ask(request, keys[first:at])
-            if len(found) < at or verdicts.get(key) is Miss.PROMOTION_FAILED:
-                return found
-            if key in lost:
-                verdicts[key] = Miss.NO_ROOM
+            if len(found) < at or key in lost or verdicts.get(key) is Miss.PROMOTION_FAILED:
                 return found
             if (place := peeked.pop(key)) is None:
                 return found

@@ -184,7 +184,7 @@ class Promotions:
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
         if request.verdicts.get(key) not in REFUSALS:  # a request that waits for others asks again in each step
             self.refused[verdict.label] += 1
-        request.verdicts[key] = verdict
+        self._waits.refuse(request, [key], verdict)
 
     def _reserve(
         self, keys: Sequence[OffloadKey], context: ReqContext, hits: Collection[OffloadKey]

@@ -36,7 +36,8 @@ class Request:
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
-    """Why blocks that may be somewhere are misses for this request. Some of them may be found by now."""
+    """Why blocks that may be somewhere are misses for this request. Some of them may be found by now. ``Waits`` alone
+    writes them."""
     open_work: int = 0
     """Blocks between ``prepare_store`` and ``complete_store``, and parked cascades: what may still become a job."""
     is_ending: bool = False

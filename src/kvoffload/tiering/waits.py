@@ -309,6 +309,11 @@ class Waits:
                     wait.request.verdicts[key] = verdict
                 elif wait.sources.pop(key, None) is not None:
                     wait.lost.add(key)
+                    wait.request.verdicts[key] = Miss.NO_ROOM
+
+    def refuse(self, request: Request, keys: Iterable[OffloadKey], verdict: Miss) -> None:
+        """These blocks are misses for the request, as long as nobody brings them."""
+        request.verdicts.update(dict.fromkeys(keys, verdict))
 
     def _drop_if_unclaimed(self, key: OffloadKey) -> None:
         if not self._claims[key] and key not in self.promoted:
@@ -341,7 +346,7 @@ class Waits:
             given_up += [key for key, answer in request.wait.answers.items() if answer is None]
             for question in request.wait.questions.values():
                 given_up += question.untracked if question.is_awaited else ()
-        request.verdicts.update(dict.fromkeys(given_up, Miss.OUT_OF_PATIENCE))
+        self.refuse(request, given_up, Miss.OUT_OF_PATIENCE)
         self.num_expired += bool(given_up) and not request.has_given_up
         request.has_given_up |= bool(given_up)
         self.end(request)
