@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -27,3 +28,38 @@ def test_every_run_names_its_command_its_day_and_its_machine(figures: dict[str, 
     assert {path.stem for path in figures["FOLDER"].glob("*.json")} == runs.keys(), "a file that RUNS does not name"
     for run in runs.values():
         assert all(run[key] for key in ("command", "date", "machine", "revision"))
+
+
+PAGE = """
+```yaml
+# two.yaml
+servers: 2
+routers: [round-robin, session]
+```
+
+```sh
+kvoffload simulate synthetic:chat:1 --fleet two.yaml --max-requests 20 --processes 1
+```
+
+<!-- table of fleets -->
+
+| router | hits % |
+| --- | --- |
+| of long ago | 1 |
+
+A sentence.
+"""
+
+
+def test_tables_of_fleets_are_made_anew_in_place(figures: dict[str, Any], tmp_path: Path) -> None:
+    made = figures["with_fleets"](PAGE, tmp_path)
+    head, mark, rest = made.partition(figures["MARK"])
+    assert head + mark == PAGE.partition("\n| router")[0]
+    assert re.fullmatch(
+        r"\n\| router \| hits % \|.*\n\| --- .*\n\| round-robin .*\n\| session .*\n\nA sentence\.\n", rest
+    )
+
+
+def test_the_page_of_sizes_has_its_tables(figures: dict[str, Any]) -> None:
+    _, *parts = (ROOT / "docs" / "sizing.md").read_text().split(figures["MARK"])
+    assert parts and all(part.startswith("\n| ") for part in parts)
