@@ -6,38 +6,64 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Fork"]
+__all__ = ["Command", "Fork"]
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["tests.stateful.neighbour", "tests.tiering.stores.fs.host"])
+_FORKS.set_forkserver_preload(
+    ["tests.stateful.neighbour", "tests.tiering.stores.fs.host", "tests.s3_server", "moto.server", "moto.s3.urls"]
+)
 
 
-class Fork:
+class _Process:
+    """What both can do. ``pid`` is the process's."""
+
+    pid: int | None
+
+    def stop(self) -> None:
+        """Returns when it stands still."""
+        self._signal(signal.SIGSTOP)
+        state = Path(f"/proc/{self.pid}/stat")
+        while state.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.001)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+
+class Command(_Process, subprocess.Popen[bytes]):
+    """A program instead."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.poll() is None
+
+    def kill(self) -> None:
+        super().kill()
+        self.wait()
+
+
+class Fork(_Process):
     """Runs ``serve``, a function of a module, with the other end of ``pipe`` and with ``arguments``."""
 
     def __init__(self, serve: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = _FORKS.Pipe()
         self._process = _FORKS.Process(target=serve, args=(theirs, *arguments), daemon=True)
         self._process.start()
+        self.pid = self._process.pid
         theirs.close()
 
     @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
-
-    def stop(self) -> None:
-        """Returns when it stands still."""
-        self._signal(signal.SIGSTOP)
-        state = Path(f"/proc/{self._process.pid}/stat")
-        while state.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()
@@ -47,7 +73,3 @@ class Fork:
         """Waits until it has ended."""
         self._process.join()
         self.pipe.close()
-
-    def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from tests.forks import Command, Fork
 from tests.ports import free_port
-from tests.redis_server import PATIENCE_S, wait_until
+from tests.redis_server import wait_until
 
 if TYPE_CHECKING:
     from tests.authority import Authority
@@ -36,6 +36,7 @@ class S3Server:
     def __init__(self, directory: Path, authority: Authority | None = None) -> None:
         self.directory, self._authority = directory, authority
         self.port = free_port()
+        self._log = directory / f"s3-{self.port}.log"
         self.endpoint = f"{'https' if authority else 'http'}://127.0.0.1:{self.port}"
         self.config = {
             "endpoint": self.endpoint,
@@ -52,7 +53,7 @@ class S3Server:
             verify=authority.ca if authority else None,
             config=Config(retries={"max_attempts": 1}, connect_timeout=10, read_timeout=30),
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Fork | Command
         self._ports: set[str] = set()
         self.start()
 
@@ -71,12 +72,13 @@ class S3Server:
             words += ["-master.volumeSizeLimitMB=1024", f"-s3.config={self._write_users()}", *options]
             if self._authority:
                 words += [f"-s3.cert.file={self._authority.server}", f"-s3.key.file={self._authority.server}"]
+            with self._log.open("ab") as log:
+                self._process = Command(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
         else:
-            words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+            words = ["-H", "127.0.0.1", "-p", str(self.port)]
             if self._authority:
                 words += ["--ssl-cert", self._authority.server, "--ssl-key", self._authority.server]
-        with (self.directory / f"s3-{self.port}.log").open("ab") as log:
-            self._process = subprocess.Popen(words, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
+            self._process = Fork(_serve_moto, words, self._log)
         wait_until(self._has_bucket, "the server has a bucket")
 
     def _write_users(self) -> Path:
@@ -93,7 +95,7 @@ class S3Server:
         return path
 
     def _has_bucket(self) -> bool:
-        assert self._process is not None and self._process.poll() is None, self.log()
+        assert self._process.is_alive, self.log()
         try:
             self.client.create_bucket(Bucket=BUCKET)
         except ClientError as exc:
@@ -111,7 +113,7 @@ class S3Server:
         return True
 
     def log(self) -> str:
-        return (self.directory / f"s3-{self.port}.log").read_text(errors="replace")[-4000:]
+        return self._log.read_text(errors="replace")[-4000:] if self._log.exists() else ""
 
     def names(self, prefix: str = "") -> list[str]:
         listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
@@ -127,22 +129,27 @@ class S3Server:
         self.client.delete_object(Bucket=BUCKET, Key=name)
 
     def freeze(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self._process.stop()
 
     def thaw(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._process.go_on()
 
     def kill(self) -> None:
-        assert self._process is not None
         self._process.kill()
-        self._process.wait(PATIENCE_S)
 
     def stop(self) -> None:
         self.client.close()
-        if self._process is not None and self._process.poll() is None:
+        if self._process.is_alive:
             self.kill()
         for port in self._ports:  # SeaweedFS also listens on files, which a kill leaves behind
             for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{port}.sock"):
                 path.unlink(missing_ok=True)
+
+
+def _serve_moto(pipe: Connection, words: list[str], log: Path) -> None:
+    from moto.server import main
+
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(words)
