@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 
 import pytest
 
@@ -33,6 +34,17 @@ def test_every_page_is_there_and_what_was_written_stays(monkeypatch: pytest.Monk
     assert _resident_pages(memory) == 64
     assert memory[5] == 7
     assert sum(memory[:]) == 7
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_pages_are_made_near_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch, is_known: bool) -> None:
+    allowed = os.sched_getaffinity(0)
+    near = {max(allowed)} if is_known else {1 << 20}
+    seen: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: seen.append(cores))
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    populate.populate(_address(memory), len(memory), near=near)
+    assert seen == [near if is_known else allowed]
 
 
 def test_what_cannot_be_done_ahead_is_said_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

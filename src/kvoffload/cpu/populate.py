@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["populate"]
@@ -14,8 +16,11 @@ _PIECE_BYTES = 256 << 20
 _THREADS = 16
 
 
-def populate(address: int, num_bytes: int, num_threads: int | None = None) -> bool:
-    """Has the kernel allocate the pages of a mapping, which begins a page. Their bytes stay as they are.
+def populate(
+    address: int, num_bytes: int, num_threads: int | None = None, near: AbstractSet[int] = frozenset()
+) -> bool:
+    """Has the kernel allocate the pages of a mapping, which begins a page. Their bytes stay as they are. Threads run on
+    the cores ``near``, as far as this process may use them.
 
     Zeroing pages is what takes long: one thread does some gigabytes a second. ``False`` where the kernel cannot do it
     ahead or has no room: then pages come when they are touched, or whoever checks for room says what to change.
@@ -26,7 +31,14 @@ def populate(address: int, num_bytes: int, num_threads: int | None = None) -> bo
         length = min(_PIECE_BYTES, num_bytes - start)
         return not libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
+    allowed = os.sched_getaffinity(0)
+    cores = allowed & near or allowed
+
+    def stay() -> None:
+        with contextlib.suppress(OSError):  # cores may go at any time
+            os.sched_setaffinity(0, cores)
+
     if num_threads is None:
-        num_threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(num_threads, "kvoffload-populate") as threads:
+        num_threads = min(_THREADS, len(cores))
+    with ThreadPoolExecutor(num_threads, "kvoffload-populate", initializer=stay) as threads:
         return all([*threads.map(piece, range(0, num_bytes, _PIECE_BYTES))])

@@ -70,7 +70,10 @@ class FakeCuda:
             "cuMemcpyDtoDAsync_v2": (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p),
         }.items():
             getattr(self.calls, name).argtypes = types
-        counts = "faults batches copies kernels pageable registrations streams engine_copies engine_waits"
+        counts = (
+            "faults batches copies fills kernels pageable registrations narrow_registrations streams engine_copies "
+            "engine_waits"
+        )
         for name in counts.split():
             getattr(self.calls, f"fake_num_{name}").restype = ctypes.c_long
         self.path = library
@@ -158,8 +161,8 @@ class FakeCuda:
         self.driver = Driver(str(self.path))
 
     def count(self, what: str) -> int:
-        """Of faults, batches, copies, kernels, pageable, registrations or streams; of the copies or waits that the
-        thread pays that is ``engine``."""
+        """Of faults, batches, copies, fills, kernels, pageable, registrations, streams; of registrations that not every
+        context can use; of the copies or waits that the thread pays that is ``engine``."""
         return int(getattr(self.calls, f"fake_num_{what}")())
 
 

@@ -86,7 +86,7 @@ static int is_trusting; /* for measurements of callers: no call is checked, and 
 static size_t largest_registration = SIZE_MAX, most_registered = SIZE_MAX, total_registered;
 static int driver_version = 13000, broken;
 static struct { char call[64]; int code; long after; } failing;
-static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits, kernels; } counts;
+static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits, kernels, fills, narrow_registrations; } counts;
 static size_t largest_batch = SIZE_MAX;
 static int has_one_address = 1, holds_new_streams;
 static __thread CUcontext current;
@@ -415,6 +415,7 @@ EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size
     if (!stream || place_of((char *)to, size) != KNOWN) return end(CUDA_ERROR_INVALID_VALUE);
     Copy *copy = calloc(1, sizeof *copy);
     *copy = (Copy){(char *)to, NULL, NULL, size};
+    counts.fills++;
     push(stream, (Op){.kind = FILL, .copies = copy, .count = 1, .value = value});
     return end(CUDA_SUCCESS);
 }
@@ -495,6 +496,7 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
     uintptr_t low = (uintptr_t)address / PAGE * PAGE, high = ((uintptr_t)address + size + PAGE - 1) / PAGE * PAGE;
     if (flags & ~7u || !size) return end(CUDA_ERROR_INVALID_VALUE);
     counts.registrations++;
+    counts.narrow_registrations += (flags & 3) != (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
     if (size > largest_registration || total_registered + size > most_registered) return end(CUDA_ERROR_OUT_OF_MEMORY);
     if (touches(registered, low, high)) return end(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     add(&registered, (uintptr_t)address, size);
@@ -831,6 +833,8 @@ EXPORT long fake_num_faults(void) { return faults; }
 EXPORT long fake_num_batches(void) { return counts.batches; }
 EXPORT long fake_num_copies(void) { return counts.copies; }
 EXPORT long fake_num_kernels(void) { return counts.kernels; }
+EXPORT long fake_num_fills(void) { return counts.fills; }
+EXPORT long fake_num_narrow_registrations(void) { return counts.narrow_registrations; }
 EXPORT long fake_num_pageable(void) { return counts.pageable; }
 EXPORT size_t fake_registered_bytes(void) { return total_registered; }
 

@@ -280,6 +280,10 @@ def test_the_engine_pays_for_no_copy_and_waits_for_no_queue(cuda: FakeCuda) -> N
         for job_id in range(20):
             rig.put(2 * job_id, rig.store, everything, everything)
             rig.put(2 * job_id + 1, rig.load, everything, everything)
+        before = cuda.count("copies")
+        cuda.settle()
+        time.sleep(0.02)  # copies would be submitted now, if they did not wait for compute
+        assert cuda.count("copies") == before
         assert rig.store.get_finished() == rig.load.get_finished() == []
         assert (cuda.count("engine_copies"), cuda.count("engine_waits")) == (0, 0)
     for handler, first in ((rig.store, 0), (rig.load, 1)):
@@ -308,7 +312,7 @@ def test_a_large_job_goes_in_pieces_and_few_at_a_time(cuda: FakeCuda, monkeypatc
     rig = make_rig(cuda)
     rig.fill(1)
     blocks, slots = range(0, 16, 2), range(8)
-    before = cuda.count("batches")
+    before, fills = cuda.count("batches"), cuda.count("fills")
     with cuda.held(rig.stream_of(rig.store)):
         rig.put(1, rig.store, blocks, slots)
         deadline_s = time.monotonic() + 60
@@ -317,7 +321,9 @@ def test_a_large_job_goes_in_pieces_and_few_at_a_time(cuda: FakeCuda, monkeypatc
         time.sleep(0.02)  # more would come now, if they were not held back
         assert cuda.count("batches") == before + lane.OPEN_PIECES
     assert collect(rig.store, [1])[1].success
-    assert cuda.count("batches") > before + 8
+    pieces = cuda.count("batches") - before
+    assert pieces > 8
+    assert cuda.count("fills") == fills + pieces - 1, "others' copies get in between"
     for block, slot in zip(blocks, slots, strict=True):
         assert (rig.slots[slot, : rig.pages[0]] == rig.read_page(0, block)).all()
     rig.close()

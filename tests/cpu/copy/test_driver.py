@@ -16,6 +16,7 @@ import pytest
 from tests.cpu.copy.fake_cuda import FakeCuda, build, cuda
 
 from kvoffload.cpu.copy.driver import COPIES_PER_CALL, CudaError, Driver
+from kvoffload.cpu.copy.lane import EventPools
 from kvoffload.errors import ConfigError
 
 __all__ = ["cuda"]
@@ -120,6 +121,21 @@ def test_events_order_streams_and_measure_time(cuda: FakeCuda) -> None:
     for stream in (first, second):
         driver.destroy_stream(stream)
     driver.free(memory)
+
+
+def test_events_for_order_alone_have_no_time(cuda: FakeCuda) -> None:
+    stream, pools = cuda.driver.create_stream(), EventPools(cuda.driver)
+    timed, untimed = pools.timed.moment(), pools.untimed.moment()
+    for moment in (timed, untimed):
+        cuda.driver.record(moment.event, stream)
+    cuda.driver.synchronize(stream)
+    cuda.driver.seconds_between(timed.event, timed.event)
+    with pytest.raises(CudaError, match="cuEventElapsedTime"):
+        cuda.driver.seconds_between(timed.event, untimed.event)
+    timed.release()
+    untimed.release()
+    pools.close()
+    cuda.driver.destroy_stream(stream)
 
 
 def test_errors_name_the_call_and_the_code(cuda: FakeCuda) -> None:

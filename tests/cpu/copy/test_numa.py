@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffload.cpu.copy import numa
-from kvoffload.cpu.copy.numa import node_of_device, prefer_node
+from kvoffload.cpu.copy.numa import cores_of_node, node_of_device, prefer_node
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None), ("5000", None)])
@@ -17,6 +17,14 @@ def test_the_kernel_says_where_a_device_is(tmp_path: Path, text: str, node: int 
     (tmp_path / "0000:65:00.0" / "numa_node").write_text(text)
     assert node_of_device("0000:65:00.0", tmp_path) == node
     assert node_of_device("0000:66:00.0", tmp_path) is None
+
+
+@pytest.mark.parametrize(("text", "cores"), [("0-2,8\n", {0, 1, 2, 8}), ("5\n", {5}), ("\n", set()), ("a-b\n", set())])
+def test_the_kernel_says_which_cores_are_near(tmp_path: Path, text: str, cores: set[int]) -> None:
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text(text)
+    assert cores_of_node(1, tmp_path) == cores
+    assert cores_of_node(2, tmp_path) == set()
 
 
 def test_pages_are_asked_for_on_a_node() -> None:

@@ -19,6 +19,7 @@ def test_a_region_is_pinned_whole_where_the_driver_agrees(cuda: FakeCuda) -> Non
     region = SharedOffloadRegion.anonymous(10, 12 * KIB)
     pinned = PinnedRegion(cuda.driver, region.create_kv_memoryview())
     assert cuda.count("registrations") == 1
+    assert cuda.count("narrow_registrations") == 0, "each context and the device itself can use them"
     assert pinned.borders.tolist() == []
     pinned.unpin()
     pinned.unpin()

@@ -7,7 +7,7 @@ import ctypes
 import platform
 from pathlib import Path
 
-__all__ = ["node_of_device", "prefer_node"]
+__all__ = ["cores_of_node", "node_of_device", "prefer_node"]
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call: the C library has no wrapper, and libnuma is not always there."""
@@ -25,6 +25,16 @@ def node_of_device(pci_bus_id: str, devices: Path = Path("/sys/bus/pci/devices")
     except (OSError, ValueError):
         return None
     return node if 0 <= node < _MAX_NODES else None
+
+
+def cores_of_node(node: int, nodes: Path = Path("/sys/devices/system/node")) -> set[int]:
+    """Those of a NUMA node. Empty where the kernel does not say, or the node has none."""
+    try:
+        ranges = (nodes / f"node{node}" / "cpulist").read_text().strip().split(",")
+        ends = [[int(end) for end in each.split("-")] for each in ranges if each]
+    except (OSError, ValueError):
+        return set()
+    return {core for each in ends for core in range(each[0], each[-1] + 1)}
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.cpu.copy.driver import CudaError, Driver
-from kvoffload.cpu.copy.numa import prefer_node
+from kvoffload.cpu.copy.numa import cores_of_node, prefer_node
 from kvoffload.cpu.memory_limits import available_bytes, limit_bytes
 from kvoffload.cpu.populate import populate
 from kvoffload.errors import CapacityError
@@ -51,7 +51,8 @@ class PinnedRegion:
         if node is not None and prefer_node(self.address, self.num_bytes, node):
             logger.info("Host memory that is not in use yet is asked for from NUMA node %d, that of the device.", node)
         started_s = time.monotonic()
-        if populate(self.address, self.num_bytes):
+        near = frozenset[int]() if node is None else cores_of_node(node)
+        if populate(self.address, self.num_bytes, near=near):
             done = format_bytes(self.num_bytes)
             logger.info("%s of host memory have their pages after %.1f s.", done, time.monotonic() - started_s)
         unit = math.lcm(shape[1], mmap.PAGESIZE)
