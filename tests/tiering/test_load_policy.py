@@ -559,7 +559,7 @@ def test_blocks_that_a_tier_must_find_out_about_are_not_counted_as_declined() ->
         blocks, context = prefix(8, of=f"a{number}-"), machine.start(f"r{number}")
         machine.tier.answers |= dict.fromkeys(blocks)
         assert machine.ask(blocks, context) == [False]
-        assert machine.manager.explain(blocks, context) == [Loss(Miss.NEW)] * 8
+        assert machine.manager.explain(blocks, context) == [Loss(Miss.SLOW_ANSWER)] * 8
         machine.step()
         machine.tier.answers |= dict.fromkeys(blocks, False)
     assert machine.declined() == {}
