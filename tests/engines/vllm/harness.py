@@ -73,6 +73,29 @@ def states_baseline(model: str) -> Baseline:
     return Baseline(run_child("baseline", model=model, family="states", **ONE_BLOCK_A_STEP))
 
 
+def settings(
+    gpu_blocks: int = 400, extra: dict[str, Any] | None = None, transfer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Arguments of a small vLLM; with ``extra``, kvoffload's options, it offloads."""
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1280,
+        "num_gpu_blocks_override": gpu_blocks,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 1 << 28,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 64,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if not loaded_requests_go_first():
+        arguments["async_scheduling"] = False
+    if extra is not None:
+        arguments["kv_transfer_config"] = {**CONNECTOR, **(transfer or {}), "kv_connector_extra_config": extra}
+    return arguments
+
+
 class Engine:
     """vLLM in this process, small."""
 
@@ -87,23 +110,7 @@ class Engine:
     ) -> None:
         from vllm import LLM
 
-        if extra is not None:
-            options["kv_transfer_config"] = {**CONNECTOR, **(transfer or {}), "kv_connector_extra_config": extra}
-        settings: dict[str, Any] = {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 1280,
-            "num_gpu_blocks_override": gpu_blocks,
-            "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": 1 << 28,
-            "max_num_batched_tokens": 512,
-            "max_num_seqs": 64,
-            "disable_log_stats": False,
-            "seed": 0,
-        }
-        if not loaded_requests_go_first():
-            settings["async_scheduling"] = False
-        self.llm = LLM(model, **(settings | options))
+        self.llm = LLM(model, **(settings(gpu_blocks, extra, transfer) | options))
 
     @property
     def core(self) -> Any:
