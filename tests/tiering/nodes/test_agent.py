@@ -113,6 +113,24 @@ def test_stats_are_those_of_all_nodes_once_all_have_spoken() -> None:
         assert store.stats().max_bytes == 2 << 10
 
 
+def test_a_tier_can_probe_with_memory_of_its_own() -> None:
+    class Broken(StoreWrapper):
+        def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+            if is_broken:
+                raise StoreError("gone")
+            return super().read_into(keys, blocks)
+
+    with opened(MemoryStore(SLOT_BYTES), Broken(MemoryStore(SLOT_BYTES))) as (store, two):
+        store.write(keys_of(1), slots(two, 0))
+        foreign = bytearray(b"x" * SLOT_BYTES)
+        is_broken = True
+        with pytest.raises(StoreError, match="node 1: gone"):
+            store.read_into(keys_of(1), [memoryview(foreign)])
+        is_broken = False
+        assert store.read_into(keys_of(1), [memoryview(foreign)]) == [False], "it has no bytes of node 1"
+        assert foreign == b"x" * SLOT_BYTES
+
+
 def test_a_call_that_hangs_on_one_node_holds_up_no_other_call() -> None:
     gate = GatedStore(MemoryStore(SLOT_BYTES))
     with opened(MemoryStore(SLOT_BYTES), gate) as (store, two):
