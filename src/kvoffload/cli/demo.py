@@ -80,7 +80,7 @@ def demo(
         from kvoffload.demo.workload import ChatWorkload
     except ImportError as exc:
         raise MissingExtraError(
-            f"The demo needs kvoffload's extra 'demo': pip install torch transformers llvmlite ({exc})."
+            f"The demo needs kvoffload's extra 'demo': pip install torch transformers ({exc})."
         ) from exc
     setup.use_device(device, threads)
     llm = setup.make_model(model, model_kind, device, layers, hidden, seed)
