@@ -143,6 +143,7 @@ def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
 
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 _TIER: tuple[str, ...] = ("tier",)
+_TIER_DISK = ("tier", "disk")
 _TIER_DIRECTION = ("tier", "direction")
 _BY_DIRECTION = ((), DIRECTIONS)
 
@@ -361,6 +362,14 @@ METRICS: dict[str, Metric] = _table(
             _TIER,
             ((),),
         ),
+        Metric("tier_disk_bytes", _G, "Bytes of the blocks on one disk of several.", _TIER_DISK),
+        Metric(
+            "tier_disk_out",
+            _G,
+            "Whether one disk of several fails or hangs, or did not open: 1 while it is out.",
+            _TIER_DISK,
+        ),
+        Metric("tier_disk_failures", _C, "Calls that failed on one disk of several, or found it hanging.", _TIER_DISK),
         Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", _TIER, ((),)),
         Metric("tier_dropped_blocks", _C, "Blocks not written: too many waited, or writes were off.", _TIER, ((),)),
         Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", _TIER, ((),)),
@@ -427,6 +436,7 @@ METRICS: dict[str, Metric] = _table(
 JOIN: dict[str, Callable[[float, float], float]] = {
     "tier_healthy": min,
     "tier_breaker_open": max,
+    "tier_disk_out": max,
     "tier_breaker_last_trip_timestamp_seconds": max,
     "tier_quota_bytes": min,
     "tier_free_bytes": min,

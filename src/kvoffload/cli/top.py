@@ -228,6 +228,7 @@ _PROBLEMS = {
     "dropped writes": ("tier_dropped_blocks",),
     "failed writes": ("tier_store_failures",),
     "evicted unwritten": ("cascades", "dropped"),
+    "failures of disks": ("tier_disk_failures",),
     "corrupt blocks": ("tier_corrupt_blocks",),
 }
 
@@ -288,7 +289,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
                 tuple(_off(after, name)),
             )
         )
-    problems = {"tiers off": float(sum(bool(tier.off) for tier in tiers))}
+    problems = {"tiers off": float(sum(bool(tier.off) for tier in tiers)), "disks out": after.total("tier_disk_out")}
     problems |= {name: grown(*sample) for name, sample in _PROBLEMS.items()}
     return View(
         seconds=seconds,

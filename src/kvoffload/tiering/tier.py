@@ -302,6 +302,12 @@ class StoreTier(SecondaryTierManager):
             ("tier_queued_blocks", tier, "load"): self._runner.backlog(IoQueue.LOAD),
             ("tier_queued_blocks", tier, "store"): self._runner.backlog(IoQueue.STORE),
         }
+        for disk in store.disks:
+            stats |= {
+                ("tier_disk_bytes", tier, disk.path): disk.used_bytes,
+                ("tier_disk_out", tier, disk.path): int(disk.is_out),
+                ("tier_disk_failures", tier, disk.path): disk.failed_calls,
+            }
         return stats | self._transfers.stats(tier) | self._reads.stats() | self._writes.stats()
 
     # --------------------------------------------------------------------------------------------- results of I/O

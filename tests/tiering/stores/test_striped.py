@@ -15,6 +15,7 @@ import pytest
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
+from kvoffload.metrics import METRICS
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
@@ -26,6 +27,7 @@ from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.striped import Striped
+from kvoffload.tiering.tier import StoreTier
 
 SIZE = 4096
 EIO = OSError(errno.EIO, "the disk does not answer")
@@ -52,7 +54,7 @@ class Rig:
         self.gates = [GatedStore(disk) for disk in self.disks]
         self.faults = [FaultyStore(gate) for gate in self.gates]
         self.clock = ManualClock()
-        self.store = Striped(self.faults, threads, self.clock)
+        self.store = Striped(self.faults, threads, self.clock, paths=("/a", "/b"), missing=("/c",))
 
     def on(self, disk: int, *keys: OffloadKey) -> list[bool]:
         return self.disks[disk].contains(keys)
@@ -138,6 +140,36 @@ def test_a_disk_that_fails_to_read_costs_its_blocks(rig: Rig) -> None:
     rig.clock.advance(2.5)
     assert read(rig.store, *first) == [True] * len(first)
     assert all(key in resident for key in first)
+
+
+def test_each_disk_counts_for_itself(rig: Rig) -> None:
+    first, second = rig.fill()
+    one, other, missing = rig.store.stats().disks
+    assert (one.path, one.used_bytes, one.is_out, one.failed_calls) == ("/a", len(first) * SIZE, False, 0)
+    assert (other.path, other.used_bytes, other.is_out) == ("/b", len(second) * SIZE, False)
+    assert (missing.path, missing.used_bytes, missing.is_out) == ("/c", 0, True)
+    rig.faults[0].broken["read_into"] = EIO
+    for key in first[:3]:
+        read(rig.store, key)
+    assert [(disk.is_out, disk.failed_calls) for disk in rig.store.stats().disks] == [(True, 3), (False, 0), (True, 0)]
+    rig.clock.advance(1.5)
+    assert rig.store.stats().disks[0].is_out, "a disk that is to be tried again is still out"
+    rig.faults[0].broken.clear()
+    assert read(rig.store, first[0]) == [True]
+    assert not rig.store.stats().disks[0].is_out
+
+
+def test_a_tier_reports_its_disks(rig: Rig, tmp_path: Path) -> None:
+    tier = StoreTier(memoryview(bytearray(SIZE)).cast("B", (1, SIZE)), "disk", rig.store)
+    stats = tier.get_stats()
+    assert {sample: value for sample, value in stats.items() if sample[0] == "tier_disk_out"} == {
+        ("tier_disk_out", "disk", "/a"): 0,
+        ("tier_disk_out", "disk", "/b"): 0,
+        ("tier_disk_out", "disk", "/c"): 1,
+    }
+    assert stats["tier_disk_bytes", "disk", "/a"] == stats["tier_disk_failures", "disk", "/a"] == 0
+    assert all(METRICS[sample[0]].fits(sample) for sample in stats)
+    tier.shutdown()
 
 
 def test_if_all_disks_are_out_the_store_fails(rig: Rig) -> None:
@@ -374,6 +406,7 @@ def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
     if others:
         store = options.open_store(SIZE, "ns")
         assert "a did not open within 2 s" in caplog.text
+        assert [disk.is_out for disk in store.stats().disks] == [False, True]
         assert write(store, *keys_of(1, 2)) == [True, True]
         store.close()
     else:

@@ -10,11 +10,23 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["BlockStore", "LossCause", "StoreStats"]
+__all__ = ["BlockStore", "DiskStats", "LossCause", "StoreStats"]
 
 LossCause = Literal["evicted", "corrupt", "removed"]
 """Why a block is gone from a store: the store made room, its bytes were bad or could not be read, or somebody else
 deleted it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """One disk of a store on several."""
+
+    path: str
+    is_out: bool
+    """It fails or hangs, or did not open: its blocks are absent, and new ones go to the others."""
+    used_bytes: int = 0
+    failed_calls: int = 0
+    """Reads and writes that raised, and those that found it hanging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,8 @@ class StoreStats:
     """What its disk has left for more of them; ``None``: the store does not know."""
     other_keys: int = 0
     """Keys that this process does not have, and under which others keep blocks of the same namespace there."""
+    disks: tuple[DiskStats, ...] = ()
+    """Of a store on several."""
 
 
 class BlockStore(ABC):

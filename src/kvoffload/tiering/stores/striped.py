@@ -14,7 +14,7 @@ from functools import partial
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
-from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
+from kvoffload.tiering.stores.base import BlockStore, DiskStats, LossCause, StoreStats
 
 __all__ = ["Striped"]
 
@@ -45,7 +45,11 @@ class Striped(BlockStore):
         stores: Sequence[BlockStore],
         threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        paths: Sequence[str] = (),
+        missing: Sequence[str] = (),
     ) -> None:
+        """``paths``: of the disks, for people; ``missing``: of those that did not open."""
         # One more than all of them have in flight: of two disks neither may have half of the threads.
         self.requests_in_flight = threads or sum(store.requests_in_flight for store in stores) + 1
         self.batch_blocks = min((store.batch_blocks for store in stores if store.batch_blocks), default=None)
@@ -53,6 +57,8 @@ class Striped(BlockStore):
         self.rescan_s = min(rescans, default=None)
         most_calls = max(1, (self.requests_in_flight - 1) // 2)
         self._disks = [_Disk(store, most_calls, clock) for store in stores]
+        self._paths = paths
+        self._missing = tuple(DiskStats(path, is_out=True) for path in missing)
         self._lock = threading.Lock()
         if all(store.resident is not None for store in stores):
             self.resident = _FoundKeys(self._disks)
@@ -167,6 +173,8 @@ class Striped(BlockStore):
             _sum([stats.max_bytes for stats in each]),
             _sum([stats.free_bytes for stats in each]),
             max(stats.other_keys for stats in each),
+            tuple(disk.stats(path, stats) for path, disk, stats in zip(self._paths, self._disks, each, strict=False))
+            + self._missing,
         )
 
     # ---------------------------------------------------------------------------------------------------- helpers
@@ -208,6 +216,11 @@ class _Disk:
         here = self.reads.call(ask) if self.store.resident is None else ask()
         return [at for at, is_here in zip(asked, here or (), strict=False) if is_here]
 
+    def stats(self, path: str, store: StoreStats) -> DiskStats:
+        calls = self.reads, self.writes
+        is_out = any(each.is_out for each in calls)
+        return DiskStats(path, is_out, store.used_bytes or 0, sum(each.num_failed for each in calls))
+
     def wanted_bytes(self) -> float:
         """How much of what is new it should get, beside the others."""
         stats = self.store.stats()
@@ -236,6 +249,7 @@ class _Calls:
         """When each call began, oldest first."""
         self._oldest_s: float | None = None
         self.num_calls = 0
+        self.num_failed = 0
         self.why = ""
         """The last failure, for people."""
 
@@ -247,9 +261,16 @@ class _Calls:
     @property
     def is_fit(self) -> bool:
         """Whether the disk is not out, or is to be tried again now."""
+        return not self._is_stalled and (self._breaker.is_closed or self._breaker.is_probe_due)
+
+    @property
+    def is_out(self) -> bool:
+        return self._is_stalled or not self._breaker.is_closed
+
+    @property
+    def _is_stalled(self) -> bool:
         oldest_s = self._oldest_s
-        is_stalled = oldest_s is not None and self._clock() - oldest_s >= _STALL_S
-        return not is_stalled and (self._breaker.is_closed or self._breaker.is_probe_due)
+        return oldest_s is not None and self._clock() - oldest_s >= _STALL_S
 
     def call(self, call: Callable[[], list[bool] | None]) -> list[bool] | None:
         """What ``call`` returns; ``None`` if it failed, or if the disk is out."""
@@ -278,6 +299,8 @@ class _Calls:
 
     def _begin(self) -> bool:
         if not self._free.acquire(timeout=_STALL_S):
+            with self._lock:
+                self.num_failed += 1
             self.why = f"{self._breaker.name}: its calls hang."
             return False
         with self._lock:
@@ -299,6 +322,7 @@ class _Calls:
             elif self._breaker.failures and self._breaker.record_success():
                 _log.warning("%s works again.", name)
             return
+        self.num_failed += 1
         self.why = str(error)
         if self._breaker.record_failure():
             _log.warning("%s fails; the tier goes on without that disk until it works again: %s", name, error)

@@ -126,7 +126,14 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
             raise (mistakes or failures)[0]
         for failure in failures:
             logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
-        return Striped(stores, self.threads) if len(disks) > 1 else stores[0]
+        if len(disks) == 1:
+            return stores[0]
+        is_open = [not isinstance(outcome, BaseException) for outcome in opened]
+        paths, missing = (
+            [disk.directory for disk, is_so in zip(disks, is_open, strict=True) if is_so is wanted]
+            for wanted in (True, False)
+        )
+        return Striped(stores, self.threads, paths=paths, missing=missing)
 
     def check_place(self, beside_bytes: int = 0) -> None:
         """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
