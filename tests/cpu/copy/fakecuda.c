@@ -14,7 +14,7 @@
  *              than the host breaks when a batch names it.
  *   kernels    Of a program in PTX the one that the backend ships is known, and what it does is done, page by page in any
  *              order. One that reaches outside of device memory breaks the device. Its arguments are read in the call.
- *   errors     A call fails when a test says so. A broken device fails all calls from then on, and runs nothing.
+ *   errors     A call fails when a test says so, and an illegal address breaks the device. A broken device fails all calls from then on, and runs nothing.
  *   contexts   A thread without a current context gets an error.
  *   faults     What CUDA leaves undefined is counted: memory that goes away under a copy, a batch that writes a byte
  *              twice, a handle after its end.
@@ -179,6 +179,7 @@ static CUresult begin_without_context(const char *call) {
     if (failing.code && !strcmp(failing.call, call) && failing.after-- == 0) {
         int code = failing.code;
         failing.code = 0;
+        if (code == CUDA_ERROR_ILLEGAL_ADDRESS) broken = code; /* sticky: all calls fail from now on */
         return (CUresult)code;
     }
     return CUDA_SUCCESS;

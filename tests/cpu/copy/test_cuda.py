@@ -192,6 +192,24 @@ def test_a_broken_device_ends_all_jobs_and_hangs_nothing(cuda: FakeCuda, holds_c
     _close_broken(cuda, rig)
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemcpyBatchAsync", "cuLaunchKernel", "cuMemsetD8Async", "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery"],
+)
+def test_a_sticky_error_of_any_call_ends_all_jobs(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    monkeypatch.setenv(GATHER_BELOW, "16384")
+    rig = make_rig(cuda, layered=True)
+    monkeypatch.setattr(lane, "PIECE_RUNS", 4)
+    cuda.fail(call, code=BROKEN)
+    for job_id in range(4):
+        rig.put(job_id, rig.store, range(4), range(4))
+    assert not any(result.success for result in collect(rig.store, range(4)).values())
+    assert "The CUDA device is broken" in caplog.text
+    _close_broken(cuda, rig)
+
+
 def test_a_device_that_breaks_while_the_host_waits(cuda: FakeCuda) -> None:
     rig = make_rig(cuda)
     cuda.calls.fake_hold(rig.stream_of(rig.store), 1)
