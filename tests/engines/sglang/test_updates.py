@@ -132,6 +132,16 @@ def test_an_updater_that_cannot_be_watched_is_refused(served: ServedWeights, sgl
         watch_from_the_start(is_start=True)
 
 
+def test_pages_of_older_weights_are_known_to_be_gone_after_a_flush(served: ServedWeights) -> None:
+    assert served.is_flushed
+    served.change("v1")
+    assert not served.is_flushed
+    served.clear()
+    assert not served.is_flushed, "SGLang keeps its own pages"
+    served.flush()
+    assert served.is_flushed
+
+
 def test_a_clear_names_what_is_served_and_makes_keys_of_its_own(served: ServedWeights) -> None:
     served.change("v1")
     served.clear()
