@@ -34,7 +34,7 @@ def test_without_need_every_change_is_kept_in_order() -> None:
         (keys(1), True),
         (keys(1), False),
     ]
-    assert (pending.take(), pending.num_folded) == ([], 0)
+    assert pending.take() == []
 
 
 def test_memory_is_bounded_by_what_the_medium_held_and_holds() -> None:
@@ -50,7 +50,6 @@ def test_memory_is_bounded_by_what_the_medium_held_and_holds() -> None:
     assert most <= 2 * (10 + 10) + 2
     fold(resident, pending)
     assert resident == set(keys(*range(50_000, 50_010)))
-    assert 100_000 - most <= pending.num_folded <= 100_000 - 20
 
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 7), min_size=1), st.booleans(), st.integers(0, 9)), max_size=60))

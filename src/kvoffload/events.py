@@ -36,8 +36,6 @@ class PendingEvents:
         self._min_keys = self._fold_at = min_keys
         self._events: list[OffloadingEvent] = []
         self._num_keys = 0
-        self.num_folded = 0
-        """Changes that a taker never saw, because a later one undid them before anybody took them."""
 
     def __repr__(self) -> str:
         return f"PendingEvents({self._medium!r}, {self._num_keys} keys)"
@@ -71,7 +69,6 @@ class PendingEvents:
         # A key whose first change here is that it left was there before.
         gone = [key for key, removed in last.items() if removed and first[key]]
         new = [key for key, removed in last.items() if not removed and not first[key]]
-        self.num_folded += self._num_keys - len(gone) - len(new)
         self._num_keys = len(gone) + len(new)
         changes = ((gone, True), (new, False))
         self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]

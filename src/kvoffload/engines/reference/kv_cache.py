@@ -50,8 +50,7 @@ class KVCache:
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest prefix on the device, in whole blocks, without the last token, which must be computed."""
-        most = (request.num_tokens - 1) // self._block_tokens if self._prefix_caching else 0
-        hashes = request.block_hashes[:most]
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
         for pool, group in zip(self._pools, self._groups, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION:
                 present = next((i for i, name in enumerate(hashes) if pool.find(name) is None), len(hashes))
