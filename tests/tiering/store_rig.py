@@ -12,7 +12,7 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.testing import FaultyStore, GatedStore, ManualClock
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobMetadata, JobResult
-from kvoffload.tiering.runner import IoQueue
+from kvoffload.tiering.runner import IoQueue, TierRunner
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
@@ -97,9 +97,14 @@ class Rig:
             self.step()
             time.sleep(0.001)
 
+    @property
+    def runner(self) -> TierRunner:
+        """The tier's threads and their calls."""
+        return self.tier._runner
+
     def until_idle(self) -> None:
         """Until no call of the store runs or waits."""
-        self.until(lambda: not self.tier._runner.num_open_slices)
+        self.until(lambda: not self.runner.num_open_slices)
 
     def until_answered(self) -> None:
         """Until the store was asked all that it was to be asked."""
@@ -110,7 +115,7 @@ class Rig:
 
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""
-        runner, end = self.tier._runner, time.monotonic() + 120
+        runner, end = self.runner, time.monotonic() + 120
         while not runner.ended and runner.backlog(IoQueue.LOOKUP) + runner.backlog(IoQueue.LOAD):
             assert time.monotonic() < end, "the store hangs"
             time.sleep(0.001)

@@ -253,9 +253,9 @@ class TestCallsThatHang:
             job = rig.submit(job_keys, job_slots, load=load)
         for _ in range(min(len(keys), 4)):
             assert rig.store.arrived.acquire(timeout=30)
-        before = rig.tier._runner.num_overdue()
+        before = rig.runner.num_overdue()
         rig.clock.advance(11)
-        rig.until(lambda: rig.tier._runner.num_overdue() == before + len(keys))
+        rig.until(lambda: rig.runner.num_overdue() == before + len(keys))
         return job
 
     def test_stores_that_hang_leave_lookups_and_loads_their_threads(self, rig: Rig) -> None:
@@ -348,7 +348,7 @@ class TestCallsThatHang:
                 rig.until(lambda: rig.stat("tier_breaker_open", "read") == 0)
             else:
                 assert rig.store_blocks(keys_of(21)).success
-        assert rig.tier._runner.num_overdue() == 2
+        assert rig.runner.num_overdue() == 2
         assert rig.is_in_use
 
     def test_a_block_that_is_parked_until_a_hung_read_ends_is_no_pending_work(self, rig: Rig) -> None:

@@ -119,15 +119,15 @@ def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatc
     rig.gate.close_gate("write")
     rig.submit(keys_of(2), [2], load=False)
     rig.gate.wait_for_arrivals(1)
-    take_results = rig.tier._runner.take_results
+    take_results = rig.runner.take_results
 
     def finish_and_take():
         rig.gate.open_gate()
-        assert rig.tier._runner.drain(30)
+        assert rig.runner.drain(30)
         return take_results()
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.tier._runner, "take_results", finish_and_take)
+        patch.setattr(rig.runner, "take_results", finish_and_take)
         assert [result.success for result in rig.tier.get_finished_jobs()] == [True]
     assert rig.stat("tier_blocks") == 2, "the eviction came when evictions had been taken in"
     rig.step()

@@ -41,7 +41,7 @@ class ManyPages(StoreWrapper):
 
 def wait_for_upkeep(rig: Rig) -> None:
     """Waits until the upkeep thread has nothing to do, and takes nothing in."""
-    runner, end = rig.tier._runner, time.monotonic() + 120
+    runner, end = rig.runner, time.monotonic() + 120
     while runner.backlog(IoQueue.UPKEEP) and not runner.ended:
         assert time.monotonic() < end, "the upkeep thread hangs"
         time.sleep(0.001)
@@ -76,7 +76,7 @@ class TestScans:
         rig = make(max_blocks=10_000)
         rig.below(keys_of(*range(5_000)))
         rig.start()
-        while rig.tier._runner.num_open_slices and not rig.tier._runner.ended:
+        while rig.runner.num_open_slices and not rig.runner.ended:
             time.sleep(0.001)
         seen = [len(rig.tier._index)]
         while seen[-1] < 5_000:
@@ -129,7 +129,7 @@ class TestScans:
         wait_for_upkeep(rig)
         rig.tier.shutdown()
         assert (store.num_pages, store.num_ended) == (4, 1), "the scan has let go of what it held"
-        assert not any(thread.is_alive() for thread in rig.tier._runner._threads)
+        assert not any(thread.is_alive() for thread in rig.runner._threads)
 
     def test_blocks_that_were_deleted_from_outside_are_forgotten(self, make) -> None:
         rig = make()

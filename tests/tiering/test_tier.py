@@ -248,7 +248,7 @@ def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
     rig.tier.shutdown()
     assert "hang in the store" in caplog.text
     rig.gate.open_gate()
-    rig.until(lambda: not any(t.is_alive() for t in rig.tier._runner._threads))
+    rig.until(lambda: not any(t.is_alive() for t in rig.runner._threads))
 
 
 def test_a_second_shutdown_does_nothing(make, monkeypatch) -> None:
@@ -287,7 +287,7 @@ def test_what_raises_at_the_end_of_a_call_hides_no_other_end(make, caplog) -> No
     jobs = [rig.submit(keys_of(number), [number], load=True) for number in range(4)]
     own.is_broken = True
     rig.gate.open_gate()
-    while len(rig.tier._runner.ended) < 4:
+    while len(rig.runner.ended) < 4:
         time.sleep(0.001)
     results = [*rig.tier.get_finished_jobs()]
     own.is_broken = False

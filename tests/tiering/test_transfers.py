@@ -78,13 +78,13 @@ def test_a_store_declares_its_batches_and_how_many_requests_it_serves_at_once(ma
     rig.load_blocks(keys)
     for call in ("write", "read_into"):
         assert [len(keys) for name, keys in rig.store.calls if name == call] == [100, 100, 50]
-    assert rig.tier._runner.num_threads == 1
+    assert rig.runner.num_threads == 1
 
 
 def test_the_threads_of_a_tier_overrule_its_store(make) -> None:
     rig = make(limits=TierLimits(threads=3)).start()
     assert rig.store.requests_in_flight == 4
-    assert rig.tier._runner.num_threads == 3
+    assert rig.runner.num_threads == 3
 
 
 def test_bytes_seconds_and_room_are_counted(make) -> None:

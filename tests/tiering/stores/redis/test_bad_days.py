@@ -21,6 +21,7 @@ from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+from tests.tiering.stores.redis.inside import name_of, servers_of
 from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import StoreError
@@ -49,7 +50,7 @@ def proxy_of() -> Iterator[Callable[[RedisServer], Proxy]]:
         proxy.close()
 
 
-def name_of(server: RedisServer) -> bytes:
+def only_name(server: RedisServer) -> bytes:
     """The only name on the server."""
     with server.client() as client:
         (name,) = client.scan_iter()
@@ -231,7 +232,7 @@ def test_idle_connections_that_a_firewall_forgot_cost_one_deadline_together(
 ) -> None:
     proxy = proxy_of(start_server())
     store = open_store(f"redis://127.0.0.1:{proxy.port}")
-    (node,) = store._servers.split([b"name"])
+    (node,) = servers_of(store).split([b"name"])
     together = threading.Barrier(5)
 
     def ping(wire: Wire) -> bytes:
@@ -256,7 +257,7 @@ def test_idle_connections_that_a_firewall_forgot_cost_one_deadline_together(
 def test_an_idle_connection_that_the_kernel_gave_up_is_no_timeout(
     shared_server: RedisServer, open_store: OpenStore
 ) -> None:
-    (node,) = open_store(shared_server.url)._servers.split([b"name"])
+    (node,) = servers_of(open_store(shared_server.url)).split([b"name"])
     answers: list[int | bytes] = [errno.ETIMEDOUT]
 
     def ping(wire: Wire) -> bytes:
@@ -276,7 +277,7 @@ def test_an_idle_connection_that_the_kernel_gave_up_is_no_timeout(
 def test_the_kernel_looks_after_idle_connections(shared_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(shared_server.url)
     assert store.contains(keys(1)) == [False]
-    ((wire,),) = (node._idle for node in store._servers.split([b"name"]))
+    ((wire,),) = (node._idle for node in servers_of(store).split([b"name"]))
     assert wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert wire.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
@@ -416,7 +417,7 @@ def test_many_threads_keep_one_connection_each(shared_server: RedisServer, open_
         thread.start()
     for thread in threads:
         thread.join()
-    (node,) = store._servers.split([b"name"])
+    (node,) = servers_of(store).split([b"name"])
     assert 1 <= len(node._idle) <= 8
 
 
@@ -456,8 +457,8 @@ def test_blocks_expire_at_their_age(start_server: StartServer, open_store: OpenS
     server = start_server()
     assert write(open_store(server.url, ttl_s=3600), keys(1)) == [True]
     with server.client() as client:
-        assert 3500 < client.ttl(name_of(server)) <= 3600
-        client.pexpire(name_of(server), 1)
+        assert 3500 < client.ttl(only_name(server)) <= 3600
+        client.pexpire(only_name(server), 1)
     store = open_store(server.url)
     wait_until(lambda: store.contains(keys(1)) == [False], "it has expired")
     assert read(store, keys(1)) == [False]
@@ -526,7 +527,7 @@ def test_a_wrong_value_is_a_miss_is_deleted_and_written_anew(
     wanted = keys(1, 2, 3)
     assert write(store, wanted) == [True] * 3
     with shared_server.client() as client:
-        name = store._name(wanted[1])
+        name = name_of(store, wanted[1])
         client.set(name, value_from(client.get(name)))
     assert read(store, wanted) == [True, False, True]
     assert store.stats().corrupt_blocks == 1
@@ -539,7 +540,7 @@ def test_a_wrong_value_is_a_miss_is_deleted_and_written_anew(
 def test_a_key_of_another_kind_is_a_miss_and_is_deleted(shared_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(shared_server.url, prefix="kind")
     with shared_server.client() as client:
-        client.hset(store._name(keys(1)[0]), mapping={"a": 1})
+        client.hset(name_of(store, keys(1)[0]), mapping={"a": 1})
     write(store, keys(2))
     assert read(store, keys(1, 2)) == [False, True]
     assert store.stats().corrupt_blocks == 1
@@ -552,7 +553,7 @@ def test_another_blocks_value_is_a_miss(shared_server: RedisServer, open_store: 
     one, other = keys(1, 2)
     write(store, [one, other])
     with shared_server.client() as client:
-        client.set(store._name(one), client.get(store._name(other)))
+        client.set(name_of(store, one), client.get(name_of(store, other)))
     assert read(store, [one, other]) == [False, True]
 
 
@@ -565,7 +566,7 @@ def test_who_lacks_the_secret_cannot_make_a_block(shared_server: RedisServer, op
     assert ours.contains(keys(1)) == [False]  # other names, so that they never delete each other's blocks
     with shared_server.client() as client:
         for other in (theirs, open_):
-            client.set(ours._name(keys(1)[0]), client.get(other._name(keys(1)[0])))
+            client.set(name_of(ours, keys(1)[0]), client.get(name_of(other, keys(1)[0])))
             assert read(ours, keys(1)) == [False]
 
 

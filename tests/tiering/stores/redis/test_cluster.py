@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from tests.ports import free_port
 from tests.redis_server import RedisCluster, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
-from tests.tiering.stores.redis.hasty import set_deadline
+from tests.tiering.stores.redis.inside import name_of, servers_of, set_deadline
 from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import ConfigError, StoreError
@@ -39,7 +39,7 @@ def by_node(cluster: RedisCluster, store: RedisStore) -> list[list[bool]]:
     for node in cluster.nodes:
         with node.client() as client:
             names = set(client.keys())
-        answers.append([store._name(key) in names for key in WANTED])
+        answers.append([name_of(store, key) in names for key in WANTED])
     return answers
 
 
@@ -60,7 +60,7 @@ def node_id(node: RedisServer) -> str:
 
 def test_slots_are_those_of_the_servers(open_store: OpenStore) -> None:
     store = open_store("redis://127.0.0.1:1", cluster=True)
-    names = [store._name(key) for key in WANTED]
+    names = [name_of(store, key) for key in WANTED]
     assert [slot_of(name) for name in names] == [key_slot(name) for name in names]
     assert len({slot_of(name) for name in names}) > 50  # no tag holds them together
 
@@ -107,7 +107,7 @@ def test_a_refusal_is_heard_while_another_node_is_lost(cluster: RedisCluster, op
 
 def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster, open_store: OpenStore) -> None:
     store = open_store(cluster.url, cluster=True)
-    cluster_nodes = store._servers
+    cluster_nodes = servers_of(store)
     assert isinstance(cluster_nodes, Cluster)
     assert all(write(store, WANTED))
     frozen, kept = cluster.nodes[2], by_node(cluster, store)[2]
@@ -142,7 +142,7 @@ def test_the_nodes_of_a_batch_are_served_side_by_side(
 def test_two_frozen_nodes_do_not_delay_the_third(cluster: RedisCluster, open_store: OpenStore) -> None:
     """The batch ends by the deadline of the frozen ones, and has what the third one answered long before."""
     store = open_store(cluster.url, cluster=True)
-    nodes = store._servers
+    nodes = servers_of(store)
     assert isinstance(nodes, Cluster)
     assert all(write(store, WANTED))
     good = by_node(cluster, store)[0]
@@ -172,7 +172,7 @@ def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: O
 
 def test_a_node_that_hangs_does_not_delay_the_map(cluster: RedisCluster) -> None:
     store = RedisStore(cluster.url, BLOCK_BYTES, cluster=True, timeouts=Timeouts(connect_s=1e6, window_s=1.0))
-    nodes = store._servers
+    nodes = servers_of(store)
     assert isinstance(nodes, Cluster)
     wait_until(lambda: _all_written(store), "all is written")
     frozen = cluster.nodes[0]  # which the URL names
@@ -232,12 +232,12 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
     store = open_store(cluster.url, cluster=True)
     key, new = WANTED[0], keys(1000)[0]
     assert write(store, WANTED) == [True] * len(WANTED)
-    slot = slot_of(store._name(key))
+    slot = slot_of(name_of(store, key))
     source, target = node_of(cluster, slot)
     with source.client() as old, target.client() as fresh:
         fresh.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
         old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
-        old.execute_command("MIGRATE", "127.0.0.1", target.port, store._name(key), 0, 5000)
+        old.execute_command("MIGRATE", "127.0.0.1", target.port, name_of(store, key), 0, 5000)
         # The block is at its new place, and the old one answers ASK.
         assert read(store, WANTED) == [True] * len(WANTED)
         assert store.contains([key, new]) == [True, False]
@@ -245,7 +245,7 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
         old.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
     # The old one answers MOVED.
     assert read(store, WANTED) == [True] * len(WANTED)
-    nodes = store._servers
+    nodes = servers_of(store)
     assert isinstance(nodes, Cluster)
     wait_until(lambda: _owner_after_a_read(store, nodes, slot) == target.port, "the new map is known")
 
@@ -254,14 +254,14 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, clock, exchange = open_store(cluster.url, cluster=True), ManualClock(), Node.exchange
-    nodes, asked = store._servers, list[int]()
+    nodes, asked = servers_of(store), list[int]()
     assert isinstance(nodes, Cluster)
     nodes._clock = clock
     assert all(write(store, WANTED))
     source, frozen = cluster.nodes[0], cluster.nodes[2]
-    missing = next(key for key in keys(*range(1000, 2000)) if slot_of(store._name(key)) < 5461)
-    slot = slot_of(store._name(missing))
-    batch = [key for key in WANTED if slot_of(store._name(key)) < 5461 and slot_of(store._name(key)) != slot]
+    missing = next(key for key in keys(*range(1000, 2000)) if slot_of(name_of(store, key)) < 5461)
+    slot = slot_of(name_of(store, missing))
+    batch = [key for key in WANTED if slot_of(name_of(store, key)) < 5461 and slot_of(name_of(store, key)) != slot]
     answers = [True] * len(batch) + [False]
     with source.client() as old, frozen.client() as fresh:
         fresh.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
@@ -295,7 +295,7 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
 
 def _owner_after_a_read(store: RedisStore, nodes: Cluster, slot: int) -> int:
     assert read(store, WANTED[:1]) == [True]
-    (name,) = (store._name(key) for key in WANTED[:1])
+    (name,) = (name_of(store, key) for key in WANTED[:1])
     (node,) = nodes.split([name])
     return node.address.port
 

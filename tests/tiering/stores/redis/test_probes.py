@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.redis_server import RedisCluster, wait_until
 from tests.tiering.stores.blocks import write
-from tests.tiering.stores.redis.hasty import set_deadline
+from tests.tiering.stores.redis.inside import servers_of, set_deadline
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.clock import ManualClock
@@ -29,7 +29,7 @@ def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
     cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     store, clock = open_store(cluster.url, cluster=True), ManualClock()
-    nodes, lost = store._servers, cluster.nodes[2]
+    nodes, lost = servers_of(store), cluster.nodes[2]
     assert isinstance(nodes, Cluster)
     nodes._clock = clock
     assert all(write(store, WANTED))

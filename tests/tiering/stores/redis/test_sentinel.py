@@ -12,6 +12,7 @@ import redis
 from tests.ports import free_port
 from tests.redis_server import RedisSentinel, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
+from tests.tiering.stores.redis.inside import servers_of
 from tests.tiering.stores.redis.strangers import Mute
 
 from kvoffload.errors import ConfigError, StoreError
@@ -54,7 +55,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 def address_of(store: RedisStore) -> Address:
-    (node,) = store._servers.split([b"name"])
+    (node,) = servers_of(store).split([b"name"])
     return node.address
 
 
@@ -114,8 +115,8 @@ def test_sentinels_that_are_lost_later_cost_nothing(watched: Watched, open_store
     store = open_store(url)
     assert write(store, keys(1)) == [True]  # by the second of them
     watched.sentinel.kill()
-    (node,) = store._servers.split([b"name"])
-    store._servers.record(node, is_good=False)
+    (node,) = servers_of(store).split([b"name"])
+    servers_of(store).record(node, is_good=False)
     assert read(store, keys(1)) == [True]
 
 
@@ -218,6 +219,6 @@ def test_a_cluster_has_no_sentinels(open_store: OpenStore) -> None:
     with pytest.raises(ConfigError, match="give it no sentinels"):
         open_store("redis+sentinel://a:1/kv", cluster=True)
     store = open_store("redis+sentinel://me:hush@a:1/kv")
-    assert isinstance(store._servers, Primary)
+    assert isinstance(servers_of(store), Primary)
     assert "primary kv of the sentinels a:1" in repr(store)
     assert "hush" not in repr(store)
