@@ -194,7 +194,7 @@ def faults(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     engine.drain()
 
     PLAN.fail_load, PLAN.fail_store, PLAN.refuse_to_start, PLAN.lag_polls = 0.3, 0.3, 0.1, 3
-    result["waves"] = [_wave(engine, seed, reset=False) for seed in range(20, 24)]
+    result["waves"] = [_wave(engine, seed, reset=False) for seed in range(20, 22)]
     result["rounds"] = [answers for answers, _ in _failing_rounds(engine, prompts)]
     PLAN.fail_load = PLAN.fail_store = 1.0
     engine.drain()
