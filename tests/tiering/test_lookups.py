@@ -66,6 +66,9 @@ def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
     assert survey(request, keys(1, 2, 30)) == Survey([Segment(below, 1), Segment(unknown, 1)], True)
     assert survey(request, keys(1, 3, 4, 5, 6)) == Survey([Segment(below, 4)], False), "four blocks may be claimed"
     assert survey(request, keys(1, 2)).num_blocks == 2
+    assert parts.begin(parts.request("has all that may be claimed"), 3, 4, 5, 6) == 4
+    arriving = Place((0,), is_arriving=True)
+    assert survey(request, keys(10, 3, 10, 4)) == Survey([Segment(here, 1), Segment(arriving, 1)], False)
 
 
 class Noting(FakeTier):

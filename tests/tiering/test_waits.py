@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -239,5 +239,13 @@ def test_unknown_blocks_beyond_what_may_be_claimed_are_looked_at_once_in_an_ask(
         return slots.policy.get_all(keys)
 
     slots.get_all = get_all  # type: ignore[method-assign]
+    calls, ask = [0], rig.tier.lookup_prefix
+
+    def lookup_prefix(keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        calls[0] += 1
+        return ask(keys, req_context)
+
+    rig.tier.lookup_prefix = lookup_prefix  # type: ignore[method-assign]
     assert rig.manager.lookup_prefix(blocks, request) == [None] * num_blocks
     assert num_keys <= 2 * num_blocks
+    assert calls[0] <= 2 + num_blocks // 50

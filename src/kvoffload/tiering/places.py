@@ -105,12 +105,12 @@ class Places:
     def _where(
         self, request: Request, keys: Sequence[OffloadKey], most: float = inf, *, is_peek: bool = False
     ) -> tuple[list[Place], bool]:
-        """The place of each of ``keys``, and whether the next one is nowhere. ``most`` of them besides unknown ones,
-        and more only if all before are here. What ``is_peek`` finds below is remembered."""
+        """The place of each of ``keys``, and whether the next one is nowhere. ``most`` of them, and more while all are
+        here or the last one is unknown. What ``is_peek`` finds below is remembered."""
         found: list[Place] = []
         blocks = self._primary.slots.get_all(keys)
-        are_here, num_unknown = True, 0
-        while (at := len(found)) < len(keys) and (are_here or at - num_unknown < most or found[-1].is_unknown):
+        are_here = True
+        while (at := len(found)) < len(keys) and (are_here or at < most or found[-1].is_unknown):
             if (block := blocks[at]) is not None:
                 found.append(HERE if block.is_ready else self._promotions.place_of(keys[at]))
                 are_here = are_here and found[-1] == HERE
@@ -119,12 +119,11 @@ class Places:
             stop = next((end for end in range(at, len(keys)) if blocks[end] is not None), len(keys))
             # Few may be claimed, but after an unknown block there are mostly more.
             least = _RUN if found and found[-1].is_unknown else 1
-            absent = keys[at : int(min(stop, at + max(most - at + num_unknown, least)))]
+            absent = keys[at : int(min(stop, max(most, at + least)))]
             places = self.below(request, absent)
             if is_peek:
                 self._peeked.update(zip(absent, [*places, None], strict=False))
             found += places
-            num_unknown += sum(place.is_unknown for place in places)
             if len(places) < len(absent):
                 return found, True
         return found, False
