@@ -53,6 +53,14 @@ def test_what_was_peeked_at_holds_until_the_step_ends() -> None:
     assert parts.lookups.ask(request, keys(1), None) == [False]
 
 
+def test_what_was_peeked_at_counts_for_nothing_after_a_block_that_is_nowhere() -> None:
+    parts = Asking()
+    request = parts.request("r")
+    assert parts.places.peek(request, keys(1)) == [True]
+    assert parts.places.below(request, keys(20, 1)) == []
+    assert parts.places.below(request, keys(2, 1, 3, 20)) == [Place((0,))] * 3
+
+
 def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
     parts = Asking()
     request = parts.request("r")
