@@ -3,17 +3,25 @@
 
 Blocks lie in 64 MiB of memory, so that none is in the processor's caches when its turn comes. A row's ratio is to
 HMAC-SHA256 of the same blocks in the same run.
+
+What an engine pays is there as well: processor time of the whole process for a decode step in which four blocks are
+stored, as ``single_blocks`` makes it, over a disk tier with each kind of seal in turn. ``KVOFFLOAD_BENCH_DIR`` chooses
+the disk (default: the working directory).
 """
 
 from __future__ import annotations
 
 import hmac
+import os
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from bench.core import Row
+from bench.single_blocks import PER_STEP, Server
 from kvoffload.tiering.stores.seal import EncryptionKey, sealer_of
 
 SECRET = b"the fleet's own secret, as long as it should be"
@@ -32,7 +40,35 @@ def run(short: bool) -> list[Row]:
             what = f"{name}, blocks of {size >> 10} KiB"
             target = "<= 2" if name.startswith("encryption") else "<= 1"
             rows.append(Row("seals", what, work_s / total * 1e9, "s per GB", "HMAC-SHA256", work_s / hmac_s, target))
-    return rows
+    return rows + [row for size in SIZES[:2] for row in _steps(size, short)]
+
+
+def _steps(size: int, short: bool) -> Iterator[Row]:
+    steps, rounds = (5, 1) if short else (40, 15)
+    place = os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()
+    key = SECRET.decode()
+    with tempfile.TemporaryDirectory(dir=place) as root:
+        servers = {
+            "no tier": Server(size, None),
+            "a checksum": Server(size, f"{root}/checksum"),
+            "seal_key": Server(size, f"{root}/seal", seal_key=key),
+            "encryption_key": Server(size, f"{root}/encryption", encryption_key=key),
+        }
+        times: dict[str, list[float]] = {name: [] for name in servers}
+        for server in servers.values():
+            server.decode(steps)  # makes its files
+        for _ in range(rounds):
+            for name, server in servers.items():
+                times[name].append(server.decode(steps)[1] * PER_STEP)
+        for server in servers.values():
+            server.manager.shutdown()
+    alone, checked = (np.array(times[name]) for name in ("no tier", "a checksum"))
+    for name in ("a checksum", "seal_key", "encryption_key"):
+        paid = np.array(times[name])
+        case = f"decode step that stores {PER_STEP} blocks of {size >> 10} KiB, {name}"
+        text = f"a checksum, {np.median(checked - alone) * 1e6:.0f} us"
+        ratio = statistics.median((paid - alone).tolist()) / statistics.median((checked - alone).tolist())
+        yield Row("seals", case, float(np.median(paid - alone)) * 1e6, "us", text, ratio)
 
 
 def works(blocks: list[memoryview], size: int) -> dict[str, Callable[[], object]]:

@@ -38,13 +38,14 @@ NUM_SLOTS = 512
 class Server:
     """An engine whose running requests fill a block each in every step, over a disk tier or over host memory alone."""
 
-    def __init__(self, block_bytes: int, root: str | None) -> None:
+    def __init__(self, block_bytes: int, root: str | None, **options: str) -> None:
         region = SharedOffloadRegion.anonymous(NUM_SLOTS, block_bytes)
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, region)
         np.asarray(primary.kv_view)[:] = 1
         self.tiers: list[SecondaryTierManager] = []
         if root is not None:
-            self.tiers = [build_tier({"type": "disk", "path": root, "max_bytes": 2 << 30}, primary.kv_view, "bench")]
+            tier = {"type": "disk", "path": root, "max_bytes": 2 << 30, **options}
+            self.tiers = [build_tier(tier, primary.kv_view, "bench")]
         self.manager = TieringOffloadingManager(primary, self.tiers)
         self.contexts = [ReqContext(f"r{number}") for number in range(PER_STEP)]
         for context in self.contexts:
