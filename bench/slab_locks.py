@@ -19,7 +19,8 @@ from bench.core import Row
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import Run
 from kvoffload.tiering.stores.disk.format import ENTRY, PROBE_AT, HashedKey, SlabFormat
-from kvoffload.tiering.stores.disk.slabs import NewBlock, Slabs
+from kvoffload.tiering.stores.disk.open_slab import NewBlock
+from kvoffload.tiering.stores.disk.slabs import Slabs
 
 SLAB_SLOTS = (1 << 20) - 1
 BATCH = 64

@@ -17,7 +17,8 @@ from kvoffload.tiering.stores.disk import slabs as slabs_module
 from kvoffload.tiering.stores.disk.allocator import BUSY, Run
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import HashedKey, SlabFormat
-from kvoffload.tiering.stores.disk.slabs import NewBlock, NewRun, Slab, Slabs
+from kvoffload.tiering.stores.disk.open_slab import NewBlock, NewRun, Slab
+from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import Access
 
 LAYOUT = SlabFormat("slabs", 100)

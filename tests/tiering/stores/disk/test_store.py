@@ -43,7 +43,8 @@ from kvoffload.tiering.stores.disk import file as file_module
 from kvoffload.tiering.stores.disk.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import EMPTY_ENTRY, ENTRY_BYTES, SlabFormat
-from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.disk.open_slab import Slab
+from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, Upkeep
 from kvoffload.tiering.stores.fs import FileSystemStore

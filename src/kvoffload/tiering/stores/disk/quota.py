@@ -32,7 +32,8 @@ from kvoffload.tiering.stores.disk.directory import (
 )
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
 from kvoffload.tiering.stores.disk.format import TABLE_SUFFIX, SlabFormat
-from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.disk.open_slab import Slab
+from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import SAFE, Access, lock_holders, make_file, open_control, try_lock
 
 __all__ = ["PostedRequest", "Quota", "Request", "check_memory", "requests_of_others"]

@@ -10,8 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +39,10 @@ from kvoffload.tiering.stores.disk.format import (
     key_in,
 )
 from kvoffload.tiering.stores.disk.index import ResidentKeys, SlotIndex
+from kvoffload.tiering.stores.disk.open_slab import BusyRun, FoundBlock, NewBlock, NewRun, Slab, hashed_in
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 
-__all__ = ["NS", "BusyRun", "FoundBlock", "NewBlock", "NewRun", "Slab", "Slabs"]
+__all__ = ["NS", "Slabs"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,84 +54,6 @@ _SLOTS_AT_ONCE = 1 << 14
 """Keys, cells and times of use that are dealt with before others may have the lock."""
 _EVICTED_AT_ONCE = 16
 _LAST_SLAB = (1 << 12) - 1
-
-
-@dataclass(slots=True, eq=False)
-class Slab:
-    """A slab that is open. A slot is in the index if its entry here is not empty. ``Slabs`` alone changes it, but for
-    what belongs to the upkeep."""
-
-    number: int
-    file: SlabFile
-    entries: bytearray
-    changes: npt.NDArray[np.uint32]
-    """Of our slab: as last written. Of a neighbour's: as last seen. Belongs to the upkeep."""
-    used_ns: npt.NDArray[np.int64] | None = None
-    """Times of use, shared with the allocator. ``None``: a neighbour's slab."""
-    changed_pages: set[int] = field(default_factory=set)
-    """Of our slab: pages with changes that neighbours do not know of yet."""
-    uses: dict[int, int] = field(default_factory=dict)
-    """Of a neighbour's slab: slots that we have used, and when (seconds)."""
-    given_until_s: float = 0.0
-    """Of a slab that we gave away: until when it is others' to take. Belongs to the upkeep."""
-    early: list[Run] = field(default_factory=list)
-    """Of our slab: slots that became free before the allocator had it."""
-    num_bad: int = 0
-    """Slots that are out of use because the disk failed to read or write them."""
-    users: int = 0
-    """Calls that do I/O on ``file`` just now. The last of them closes a dropped slab."""
-    is_dropped: bool = False
-
-    @property
-    def is_own(self) -> bool:
-        return self.used_ns is not None
-
-    def entry(self, index: int) -> bytearray:
-        return self.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES]
-
-    def view(self) -> npt.NDArray[np.void]:
-        return np.frombuffer(self.entries, ENTRY)
-
-
-class FoundBlock(NamedTuple):
-    """A block that is to be read. Sorted, neighbouring slots follow each other."""
-
-    slot: int
-    at: int
-    """Its place in the batch."""
-    seal: bytes
-
-
-@dataclass(slots=True, eq=False)
-class NewBlock:
-    """A block that is to be written."""
-
-    key: HashedKey
-    payload: memoryview
-    stamp_ns: int
-    long_key: OffloadKey | None = None
-    """The key itself, where an entry has only a digest of it."""
-    is_written: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class BusyRun:
-    """Slots of one of our slabs that a call empties or fills. The slab stays open until ``release`` or ``record``."""
-
-    slab: Slab
-    slots: Run
-
-
-@dataclass(slots=True, eq=False)
-class NewRun(BusyRun):
-    """Slots that a call fills with ``blocks``, and how far it came."""
-
-    blocks: Sequence[NewBlock]
-    entries: bytes = b""
-    good: list[Run] = field(default_factory=list)
-    """Parts of ``blocks`` that are on the disk, entries included."""
-    bad: list[int] = field(default_factory=list)
-    """Blocks that the disk fails to write."""
 
 
 class Slabs:
@@ -441,7 +362,7 @@ class Slabs:
                         self.num_evicted += len(held[first : first + _KEYS_AT_ONCE])
                     for index in held[first : first + _KEYS_AT_ONCE]:
                         entry = slab.entry(index)
-                        self._note_lost(entry, _hashed_in(entry), cause)
+                        self._note_lost(entry, hashed_in(entry), cause)
         return dropped
 
     def lose(self, slab: Slab, error: OSError) -> None:
@@ -600,7 +521,7 @@ class Slabs:
     def _remove(self, slab: Slab, index: int, cause: LossCause | None) -> None:
         """Takes a block out of the index and its slot. It is lost for ``cause``, if there is one."""
         entry, offset = slab.entry(index), index * ENTRY_BYTES
-        hashed = _hashed_in(entry)
+        hashed = hashed_in(entry)
         self._index.remove(hashed.hash64, slab.number * SLAB_STRIDE + index)
         slab.entries[offset : offset + ENTRY_BYTES] = EMPTY_ENTRY
         if slab.used_ns is not None:
@@ -615,7 +536,7 @@ class Slabs:
                 self._lost.append((key, cause))
 
     def _slots_of(self, entry: bytes | bytearray) -> set[int]:
-        return set(self._index.find_all(_hashed_in(entry)))
+        return set(self._index.find_all(hashed_in(entry)))
 
     def _may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
         """Whether slots that the disk cannot read or write are left out of use. If there are many, the slots are not
@@ -627,11 +548,11 @@ class Slabs:
 
     def _apply(self, slab: Slab, index: int, entry: bytes | bytearray) -> None:
         before, slot = slab.entry(index), slab.number * SLAB_STRIDE + index
-        hashed_before = _hashed_in(before)
+        hashed_before = hashed_in(before)
         is_gone = before[LENGTH_AT] and self._index.remove(hashed_before.hash64, slot)
         slab.entries[index * ENTRY_BYTES : (index + 1) * ENTRY_BYTES] = entry
         if entry[LENGTH_AT]:
-            self._index.add(_hashed_in(entry).hash64, slot)
+            self._index.add(hashed_in(entry).hash64, slot)
         if is_gone:
             self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
 
@@ -697,11 +618,6 @@ class Slabs:
                 entry = slab.entry(index)
                 key = key_in(entry) or self._long_keys.get(bytes(entry[PROBE_AT:]))
                 # Of several slots with one block, the one that is found counts.
-                if key is not None and self._index.find(_hashed_in(entry)) == slab.number * SLAB_STRIDE + index:
+                if key is not None and self._index.find(hashed_in(entry)) == slab.number * SLAB_STRIDE + index:
                     keys.append(key)
         return keys
-
-
-def _hashed_in(entry: bytes | bytearray) -> HashedKey:
-    """As much of the key's hash as an entry has, which is as much as the index asks for."""
-    return HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), bytes(entry[PROBE_AT:]))

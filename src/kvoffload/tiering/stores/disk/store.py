@@ -25,8 +25,9 @@ from kvoffload.tiering.stores.disk.format import (
     HashedKey,
     SlabFormat,
 )
+from kvoffload.tiering.stores.disk.open_slab import BusyRun, FoundBlock, NewBlock, NewRun, Slab
 from kvoffload.tiering.stores.disk.quota import Quota
-from kvoffload.tiering.stores.disk.slabs import BusyRun, FoundBlock, NewBlock, NewRun, Slab, Slabs
+from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.root import RootedStore, directory_of
 from kvoffload.tiering.stores.seal import SEAL_BYTES

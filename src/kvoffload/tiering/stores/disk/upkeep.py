@@ -20,8 +20,9 @@ from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
 from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
+from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.quota import Quota
-from kvoffload.tiering.stores.disk.slabs import Slab, Slabs
+from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import Access, make_file
 
 __all__ = ["BULLETIN_NAME", "Bulletin", "Upkeep"]
