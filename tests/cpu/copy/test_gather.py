@@ -30,23 +30,27 @@ _BELOW = 16_384
 
 
 class TestCudaHandlersThatGather(HandlerContract):
-    """Slots lie side by side, and registrations end between them."""
-
     @pytest.fixture(autouse=True)
-    def _use(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def _use(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(GATHER_BELOW, str(_BELOW))
-        self.cuda, self.log = cuda, caplog
+        self.cuda = cuda
 
     def make_rig(self) -> HandlerRig:
-        self.cuda.limit_registrations(largest_bytes=1 << 18)
         rig = make_rig(self.cuda, layered=True)
         assert self.cuda.count("kernels") > 0
         return rig
 
-    @pytest.fixture(autouse=True)
-    def _nothing_was_refused(self, _use: None) -> object:
-        yield
-        assert "one by one" not in self.log.text
+
+def test_a_gathered_copy_ends_where_a_registration_does(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(GATHER_BELOW, str(_BELOW))
+    cuda.limit_registrations(largest_bytes=1 << 18)  # three slots, and so two: one ends amid those that are stored
+    rig = make_rig(cuda, layered=True)
+    rig.fill(1)
+    _store_and_load(rig)
+    assert "one by one" not in caplog.text
+    rig.close()
 
 
 @pytest.fixture
