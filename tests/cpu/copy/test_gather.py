@@ -108,12 +108,11 @@ def test_a_refused_launch_ends_gathering_of_its_direction_and_no_job(
 
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuMemAlloc"])
 def test_a_driver_that_refuses_the_kernel_copies_pages_one_by_one(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    monkeypatch.setenv(GATHER_BELOW, str(_BELOW))
     cuda.fail(call, code=218)
     with caplog.at_level(logging.WARNING):
-        assert Gatherer.if_wanted(cuda.driver, 1 << 20) is None
+        assert Gatherer.if_wanted(cuda.driver, 1 << 20, _BELOW) is None
     assert "Small pages are copied one by one" in caplog.text
 
 
@@ -126,10 +125,13 @@ def test_nothing_is_gathered_unless_somebody_asks_for_it(cuda: FakeCuda) -> None
 
 
 @pytest.mark.parametrize("wrong", ["-1", "many", "16k"])
-def test_a_wrong_size_is_refused(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_wrong_size_is_refused_before_memory_is_pinned(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
     monkeypatch.setenv(GATHER_BELOW, wrong)
     with pytest.raises(ConfigError, match=f"{GATHER_BELOW} must be a number of bytes"):
-        Gatherer.if_wanted(cuda.driver, 1 << 20)
+        make_rig(cuda)
+    assert cuda.calls.fake_num_registrations() == 0
 
 
 def test_what_is_gathered(cuda: FakeCuda) -> None:

@@ -31,6 +31,7 @@ from kvoffload.base import (
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.driver import CudaError, Driver, Stream, load_driver
+from kvoffload.cpu.copy.gather import gather_below
 from kvoffload.cpu.copy.lane import DeviceHealth, EventPools, Job, Lane, Moment
 from kvoffload.cpu.copy.numa import node_of_device
 from kvoffload.cpu.copy.pinning import PinnedRegion
@@ -111,6 +112,7 @@ class _Copies:
         self._device = device
         self._kv_caches: CanonicalKVCaches | None = kv_caches
         self._mark: Moment | None = None
+        below = gather_below()  # before pinning, which takes minutes
         self.use_device()
         if not self.driver.has_one_address(device.number) and self.driver.has_batch:
             logger.warning("This device has other addresses for pinned memory than the host; copies are made singly.")
@@ -120,7 +122,7 @@ class _Copies:
         self._spacer = self.driver.allocate(1)
         self.lanes = {
             direction: Lane(
-                self.driver, device.number, direction, self.health, self.pools, self._spacer, self.region.borders
+                self.driver, device.number, direction, self.health, self.pools, self._spacer, self.region.borders, below
             )
             for direction in Direction
         }

@@ -25,7 +25,7 @@ from kvoffload.cpu.copy.driver import CudaError, Driver, Stream
 from kvoffload.cpu.copy.plan import Runs
 from kvoffload.errors import ConfigError
 
-__all__ = ["GATHER_BELOW", "KERNEL", "PAGES_PER_LAUNCH", "PTX", "Gatherer"]
+__all__ = ["GATHER_BELOW", "KERNEL", "PAGES_PER_LAUNCH", "PTX", "Gatherer", "gather_below"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,14 @@ _ENTRY = np.dtype([("page", "<u8"), ("offset", "<u4"), ("length", "<u4")])
 Int64s = npt.NDArray[np.int64]
 
 
+def gather_below() -> int:
+    """What the environment says. Raises ``ConfigError`` for what is no number of bytes."""
+    text = os.environ.get(GATHER_BELOW, "0")
+    if not text.isdecimal():
+        raise ConfigError(f"{GATHER_BELOW} must be a number of bytes, and 0 for never, not {text!r}.")
+    return int(text)
+
+
 class Gatherer:
     """The kernel and the buffer of one lane. Whoever submits to the lane calls it."""
 
@@ -109,15 +117,10 @@ class Gatherer:
         self._buffer = driver.allocate(num_bytes)
 
     @classmethod
-    def if_wanted(cls, driver: Driver, num_bytes: int) -> Gatherer | None:
-        """One if the environment asks for it. Raises ``ConfigError`` for a value that is not a number of bytes."""
-        text = os.environ.get(GATHER_BELOW, "0")
-        if not text.isdecimal():
-            raise ConfigError(f"{GATHER_BELOW} must be a number of bytes, and 0 for never, not {text!r}.")
-        if not int(text):
-            return None
+    def if_wanted(cls, driver: Driver, num_bytes: int, below: int) -> Gatherer | None:
+        """``None`` for ``below`` 0, and for a driver that refuses."""
         try:
-            return cls(driver, num_bytes, int(text))
+            return cls(driver, num_bytes, below) if below else None
         except CudaError as exc:
             logger.warning("%s Small pages are copied one by one.", exc)
             return None

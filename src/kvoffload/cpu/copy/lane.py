@@ -160,8 +160,10 @@ class Lane:
         pools: EventPools,
         spacer: int,
         borders: Int64s,
+        gather_below: int,
     ) -> None:
-        """``spacer`` is a byte of device memory that nobody reads. No copy may cross ``borders``, host addresses."""
+        """``spacer`` is a byte of device memory that nobody reads. No copy may cross ``borders``, host addresses. Pages
+        of fewer than ``gather_below`` bytes may be gathered."""
         self.direction = direction
         self.stream = driver.create_stream()
         self._driver = driver
@@ -170,7 +172,7 @@ class Lane:
         self._pools = pools
         self._spacer = spacer
         self._borders = borders
-        self._gatherer = Gatherer.if_wanted(driver, PIECE_BYTES)
+        self._gatherer = Gatherer.if_wanted(driver, PIECE_BYTES, gather_below)
         self._log = RateLimitedLog(logger)
         self._submitting = threading.Lock()
         """Held by whoever submits."""
