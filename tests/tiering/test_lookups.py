@@ -128,3 +128,29 @@ def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
     places = Places(parts.primary, [GuardedTier(0, tier)], parts.waits, parts.promotions, parts.planner(), parts.clock)
     assert places.below(parts.request("r"), blocks) == [Place((0,))] * 1000
     assert len(tier.calls) == 16
+
+
+def test_one_unknown_block_is_watched_until_its_answer_comes() -> None:
+    parts = Asking()
+    planner = parts.planner()
+    places = Places(parts.primary, [parts.tier], parts.waits, parts.promotions, planner, parts.clock)
+    request = parts.request("r")
+    parts.fake.answers |= dict.fromkeys(keys(1, 2))
+    for asked in (keys(1), keys(2, 1)):
+        assert places.below(request, asked) == [Place((), (0,))] * len(asked)
+        parts.clock.advance(1.0)
+    parts.fake.answers[keys(1)[0]] = True
+    places.below(request, keys(2, 1))
+    assert planner.link(0).answers.seconds == 1.0, "a second after it was asked for there was no answer yet"
+
+
+def test_a_tier_that_is_too_slow_beside_another_is_asked_only_for_what_that_lacks() -> None:
+    parts = Asking()
+    tiers = [Noting(number, parts) for number in range(2)]
+    tiers[0].answers = dict.fromkeys(keys(1, 2), True)
+    tiers[1].answers = dict.fromkeys(keys(1, 2, 3), True)
+    planner = LoadPlanner(["fast", "slow"], BlockWorth(BLOCK_BYTES, read_bytes_per_s=(1e9, 1e6)), parts.clock)
+    guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
+    places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
+    assert places.below(parts.request("r"), keys(1, 2, 3)) == [Place((0,)), Place((0,)), Place((1,))]
+    assert tiers[1].calls == [keys(3)]

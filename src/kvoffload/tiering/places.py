@@ -193,13 +193,11 @@ class Places:
     def _answers(self, tier: GuardedTier, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Of ``tier`` for ``keys``, up to the first ``False``. Of its unknown blocks one is watched."""
         answers = tier.lookup_prefix(keys, request.context)
-        asked, at = self._asked.get(tier), 0
-        if asked is not None and asked.key in keys:
-            at = keys.index(asked.key)
-            if at < len(answers):
-                self._saw(tier, asked, answers[at])
-        if None in answers[at:] and tier not in self._asked:
-            now_s, key = self._clock(), keys[answers.index(None, at)]
+        asked = self._asked.get(tier)
+        if asked is not None and asked.key in keys[: len(answers)]:
+            self._saw(tier, asked, answers[keys.index(asked.key)])
+        if None in answers and tier not in self._asked:
+            now_s, key = self._clock(), keys[answers.index(None)]
             self._asked[tier] = _Asked(key, request, now_s, tier.progress(), now_s)
         return answers
 
