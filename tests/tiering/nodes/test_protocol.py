@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from kvoffload.tiering.nodes.stream import MAX_PACKET_SIZE, Stream
 from kvoffload.tiering.stores.base import StoreStats
 
 NUM_NODES = 2
+FATES = st.lists(st.sampled_from(["arrives", "arrives", "is late"]), min_size=NUM_NODES, max_size=NUM_NODES)
 
 
 class Agent:
@@ -56,14 +59,32 @@ class Network(RuleBasedStateMachine):
         self.pending[number] = self.nodes.order(0, Act.READ, keys(*range(count)), range(count))
         self.num_keys[number] = count
 
-    @rule()
-    def step(self) -> None:
-        self.down += self.nodes.take_packets()
+    @rule(down=FATES, up=FATES, has_news=st.booleans())
+    def step(self, down: list[str], up: list[str], has_news: bool) -> None:
+        """Packets that do not arrive now may arrive later, and so may those that do."""
+        for packet, fate in zip(self.nodes.take_packets(), cycle(down)):
+            self.down.append(packet)
+            if fate == "arrives":
+                self.arrive(packet)
+        for agent, fate in zip(self.agents, up, strict=True):
+            if agent is None:
+                continue
+            if has_news and agent.link.has_room:
+                agent.link.put(News(0, StoreStats(), {}))
+            packets = agent.link.take_packets()
+            self.up += packets
+            if fate == "arrives":
+                self.nodes.receive(packets)
 
     @rule(data=st.data())
     @precondition(lambda self: self.down)
     def reach_a_node(self, data: st.DataObject) -> None:
         self.arrive(data.draw(st.sampled_from(self.down)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.up)
+    def reach_the_scheduler(self, data: st.DataObject) -> None:
+        self.nodes.receive([data.draw(st.sampled_from(self.up))])
 
     @rule(data=st.data(), outcome=st.booleans())
     def end_an_order(self, data: st.DataObject, outcome: bool) -> None:
@@ -72,26 +93,13 @@ class Network(RuleBasedStateMachine):
             agent = data.draw(st.sampled_from(agents))
             self.finish(agent, data.draw(st.sampled_from(agent.running)), outcome)
 
-    @rule(node=st.integers(0, NUM_NODES - 1), has_news=st.booleans())
-    def answer(self, node: int, has_news: bool) -> None:
-        if (agent := self.agents[node]) is not None:
-            if has_news and agent.link.has_room:
-                agent.link.put(News(0, StoreStats(), {}))
-            self.up += agent.link.take_packets()
+    @rule(node=st.integers(0, NUM_NODES - 1), is_back=st.booleans())
+    def end_a_process(self, node: int, is_back: bool) -> None:
+        self.agents[node] = Agent(node) if is_back else None
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.up)
-    def reach_the_scheduler(self, data: st.DataObject) -> None:
-        self.nodes.receive([data.draw(st.sampled_from(self.up))])
-
-    @rule(node=st.integers(0, NUM_NODES - 1))
-    def kill(self, node: int) -> None:
-        self.agents[node] = None
-
-    @rule(node=st.integers(0, NUM_NODES - 1))
-    def start(self, node: int) -> None:
-        if self.agents[node] is None:
-            self.agents[node] = Agent(node)
+    @rule()
+    def start_again(self) -> None:
+        self.agents = [agent or Agent(node) for node, agent in enumerate(self.agents)]
 
     # --------------------------------------------------------------------------------------------- what must hold
 
@@ -129,8 +137,7 @@ class Network(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Once nothing is lost any more, all orders end. Packets of before may still come, and change nothing."""
         late_down, late_up = list(self.down), list(self.up)
-        for node in range(NUM_NODES):
-            self.start(node)
+        self.start_again()
         for _ in range(12):
             for packet in (*self.nodes.take_packets(), *late_down):
                 self.arrive(packet)
