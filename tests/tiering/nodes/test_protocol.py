@@ -76,15 +76,16 @@ class Network(RuleBasedStateMachine):
             if fate == "arrives":
                 self.nodes.receive(packets)
 
-    @rule(data=st.data())
+    @rule(data=st.data(), are_all=st.booleans())
     @precondition(lambda self: self.down)
-    def reach_a_node(self, data: st.DataObject) -> None:
-        self.arrive(data.draw(st.sampled_from(self.down)))
+    def reach_a_node(self, data: st.DataObject, are_all: bool) -> None:
+        for packet in self.down if are_all else [data.draw(st.sampled_from(self.down))]:
+            self.arrive(packet)
 
-    @rule(data=st.data())
+    @rule(data=st.data(), are_all=st.booleans())
     @precondition(lambda self: self.up)
-    def reach_the_scheduler(self, data: st.DataObject) -> None:
-        self.nodes.receive([data.draw(st.sampled_from(self.up))])
+    def reach_the_scheduler(self, data: st.DataObject, are_all: bool) -> None:
+        self.nodes.receive(self.up if are_all else [data.draw(st.sampled_from(self.up))])
 
     @rule(data=st.data(), outcome=st.booleans())
     def end_an_order(self, data: st.DataObject, outcome: bool) -> None:
@@ -240,3 +241,32 @@ def test_the_engine_ends() -> None:
     assert len(pending.errors) == NUM_NODES
     with pytest.raises(StoreError):
         nodes.order(0, Act.WRITE, keys(1), [0])
+
+
+def test_the_first_words_of_a_dead_process_change_nothing_once_another_has_spoken() -> None:
+    nodes, dead, agent = Nodes(1), AgentLink(0), AgentLink(0)
+    pending = nodes.order(0, Act.READ, keys(1), [0])
+    dead.receive(nodes.take_packets(), lambda: True)
+    late = dead.take_packets()
+    speak(nodes, agent)
+    (order,) = speak(nodes, agent)
+    nodes.receive(late)
+    assert not pending.ended.is_set(), "the other one does it"
+    agent.put(Answer(order.number, [True]))
+    speak(nodes, agent)
+    assert pending.outcomes == [True]
+    assert not pending.errors
+
+
+def test_late_packets_of_another_scheduler_change_nothing() -> None:
+    first, second, agent = Nodes(1), Nodes(1), AgentLink(0)
+    first.order(0, Act.CONTAINS, keys(1))
+    speak(first, agent)
+    late = first.take_packets()
+    agent.receive(late, lambda: True)
+    second.order(0, Act.CONTAINS, keys(2))
+    speak(second, agent)
+    assert [order.keys for order in speak(second, agent)] == [tuple(keys(2))]
+    assert agent.receive(late, lambda: True) == []
+    second.order(0, Act.CONTAINS, keys(3))
+    assert [order.keys for order in speak(second, agent)] == [tuple(keys(3))]
