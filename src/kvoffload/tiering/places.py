@@ -22,6 +22,7 @@ __all__ = ["Places", "Survey"]
 
 _RUN = 64
 """Blocks of which a tier is asked in one call. A prefix that is nowhere costs one such call for each tier."""
+_NOWHERE = 0, 0
 
 
 class Survey(NamedTuple):
@@ -59,7 +60,7 @@ class Places:
         self._promotions = promotions
         self._clock = clock
         self._planner = planner
-        self._known: dict[tuple[int, int], Place] = {(0, 0): HERE}
+        self._known: dict[tuple[int, int], Place] = {}
         """Places, by the tiers that have a block and those that must find out, as bits."""
         self._peeked: dict[OffloadKey, Place | None] = {}
         self._asked: dict[GuardedTier, _Asked] = {}
@@ -152,7 +153,7 @@ class Places:
         found: list[Place] = []
         while len(found) < len(keys):
             run = keys[len(found) : len(found) + _RUN]
-            known = [(0, 0)] * len(run)
+            known = [_NOWHERE] * len(run)
             """Of each block, the tiers that have it and those that do not know, as bits."""
             for tier in self._tiers:
                 if tier.index == 0:
@@ -168,10 +169,11 @@ class Places:
                     if answer is not False:
                         having, unknown = known[at]
                         known[at] = (having | bit, unknown) if answer else (having, unknown | bit)
-            for having, unknown in known:
-                if not having and not unknown:
-                    return found
-                found.append(self._place(having, unknown))
+            stop = known.index(_NOWHERE) if _NOWHERE in known else len(known)
+            places = {state: self._place(*state) for state in {*known[:stop]}}
+            found += [places[state] for state in known[:stop]]
+            if stop < len(known):
+                break
         return found
 
     def _not_enough(self, tier: GuardedTier, known: Sequence[tuple[int, int]]) -> list[int]:
