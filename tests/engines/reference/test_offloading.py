@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Collection
 from typing import Any
@@ -44,6 +45,7 @@ def chat(engine: Engine, conversations: int = 5, turns: int = 3, seed: int = 0) 
     return outputs
 
 
+@functools.cache
 def reference(family: str, seed: int = 0) -> list[list[int]]:
     with Engine(tiny_model(family), EngineOptions(num_blocks=512, block_tokens=4, prefix_caching=False)) as engine:
         return chat(engine, seed=seed)
