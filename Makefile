@@ -38,7 +38,7 @@ test-remote: $(STAMP) ## the remote stores with Debian's Redis (TLS too) and Sea
 ALSO :=
 test-everything: ## all of it, in the thorough size: an hour and more; ALSO="0.30.0 0.31.0" takes these versions of vLLM too
 	@$(MAKE) test-all ARGS=
-	@KVOFFLOAD_TESTS=thorough $(MAKE) test-remote THIN= ARGS=
+	@$(MAKE) test-remote THIN= ARGS=
 	@$(MAKE) test-vllm VLLM= THIN= ARGS=
 	@$(MAKE) test-sglang THIN= ARGS=
 	@set -e; for version in $(ALSO); do $(MAKE) test-vllm VLLM=$$version THIN= ARGS=; done
