@@ -7,6 +7,7 @@ no run crosses from one slab into another.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ _SAMPLE = 1 << 16
 """Slots of which the limit of a plan is found."""
 _LONG = 64
 """Free runs up to this count are told apart by it."""
-_SECTION = 1 << 14
-_NONE: Mapping[int, int] = {}
+_SECTION_BITS = 14
+"""Of free runs, those that begin or end in so many slots have a dictionary of their own."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
 _LOOKED_AT_ONCE = 32
@@ -113,15 +114,15 @@ class FreeRuns:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[int, dict[int, int]] = {}
+        self._counts: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """By section: the count of the run at each start."""
-        self._starts: dict[int, dict[int, int]] = {}
+        self._starts: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """By section: the start of the run before each end."""
-        self._by_count: list[dict[int, dict[int, None]]] = [{} for _ in range(_LONG + 2)]
-        """By count, the last for all that are longer, and by section: starts."""
+        self._by_count: list[defaultdict[int, dict[int, None]]] = [defaultdict(dict) for _ in range(_LONG + 2)]
+        """By count, the last for all that are longer, and by section: starts. Nothing here is empty but the list's."""
         self._counts_here = 0
         """A bit for each of these counts that some run has."""
-        self._num_slots_of: dict[int, int] = {}
+        self._num_slots_of: defaultdict[int, int] = defaultdict(int)
         """By slab."""
         self.num_slots = 0
 
@@ -130,33 +131,46 @@ class FreeRuns:
 
     def add(self, run: Run) -> None:
         start, count = run.start, run.count
-        self._count(run.slab, count)
-        before = self._starts.get(start // _SECTION, _NONE).get(start)
-        if before is not None:
-            count += self._remove(before)
+        self.num_slots += count
+        self._num_slots_of[start // SLAB_STRIDE] += count
+        end = start + count
+        starts, counts = self._starts.get(start >> _SECTION_BITS), self._counts.get(end >> _SECTION_BITS)
+        if starts and (before := starts.pop(start, None)) is not None:
+            self._unlist(before, self._counts[before >> _SECTION_BITS].pop(before))
             start = before
-        if start + count in self._counts.get((start + count) // _SECTION, _NONE):
-            count += self._remove(start + count)
-        self._insert(start, count)
+        if counts and (after := counts.pop(end, None)) is not None:
+            self._unlist(end, after)
+            end += after
+        self._starts[end >> _SECTION_BITS][end] = start
+        self._counts[start >> _SECTION_BITS][start] = end - start
+        self._list(start, end - start)
 
     def take(self, count: int) -> list[Run]:
         """``count`` slots in as few runs as there are; fewer slots if there are no more."""
         taken = []
-        while count > 0 and (start := self._find(count)) is not None:
-            have = self._remove(start)
-            used = min(have, count)
+        while count > 0 and self._counts_here:
+            start = self._find(count)
+            have = self._counts[start >> _SECTION_BITS].pop(start)
+            end, used = start + have, min(have, count)
             if used < have:
-                self._insert(start + used, have - used)
-            run = Run(start, used)
-            self._count(run.slab, -used)
-            taken.append(run)
+                # What is left begins later and ends where it did.
+                left = start + used
+                self._starts[end >> _SECTION_BITS][end] = left
+                self._counts[left >> _SECTION_BITS][left] = have - used
+                self._list(left, have - used)
+            else:
+                del self._starts[end >> _SECTION_BITS][end]
+            self._unlist(start, have)
+            taken.append(Run(start, used))
+            self.num_slots -= used
+            self._num_slots_of[start // SLAB_STRIDE] -= used
             count -= used
         return taken
 
     def drop_slab(self, slab: int) -> object:
         """Returns what is to be freed without the lock, which may take long."""
-        sections = range(slab * SLAB_STRIDE // _SECTION, (slab + 1) * SLAB_STRIDE // _SECTION)
         self.num_slots -= self._num_slots_of.pop(slab, 0)
+        sections = range(slab * SLAB_STRIDE >> _SECTION_BITS, (slab + 1) * SLAB_STRIDE >> _SECTION_BITS)
         every: tuple[dict[int, Any], ...] = (self._counts, self._starts, *self._by_count)
         freed = [runs.pop(section, None) for runs in every if runs for section in sections]
         self._counts_here = sum(1 << at for at, runs in enumerate(self._by_count) if runs)
@@ -165,40 +179,30 @@ class FreeRuns:
     def runs(self) -> list[Run]:
         return sorted(Run(start, count) for runs in self._counts.values() for start, count in runs.items())
 
-    def _find(self, count: int) -> int | None:
-        """The start of the run that a request for ``count`` slots gets."""
-        shortest = min(count, _LONG + 1)
+    def _find(self, count: int) -> int:
+        """The start of the run that a request for ``count`` slots gets. There are some."""
+        shortest = count if count <= _LONG else _LONG + 1
         if longer := self._counts_here >> shortest:
             at = shortest + (longer & -longer).bit_length() - 1
-        elif (at := self._counts_here.bit_length() - 1) < 0:
-            return None
+        else:
+            at = self._counts_here.bit_length() - 1
         sections = self._by_count[at]
         return next(reversed(sections[next(reversed(sections))]))
 
-    def _count(self, slab: int, num_slots: int) -> None:
-        self._num_slots_of[slab] = self._num_slots_of.get(slab, 0) + num_slots
-        self.num_slots += num_slots
-
-    def _insert(self, start: int, count: int) -> None:
-        section, end = start // _SECTION, start + count
-        self._counts.setdefault(section, {})[start] = count
-        self._starts.setdefault(end // _SECTION, {})[end] = start
-        at = min(count, _LONG + 1)
-        self._by_count[at].setdefault(section, {})[start] = None
+    def _list(self, start: int, count: int) -> None:
+        at = count if count <= _LONG else _LONG + 1
+        self._by_count[at][start >> _SECTION_BITS][start] = None
         self._counts_here |= 1 << at
 
-    def _remove(self, start: int) -> int:
-        section = start // _SECTION
-        count = self._counts[section].pop(start)
-        del self._starts[(start + count) // _SECTION][start + count]
-        at = min(count, _LONG + 1)
-        of_count = self._by_count[at]
-        del of_count[section][start]
-        if not of_count[section]:
-            del of_count[section]
-            if not of_count:
-                self._counts_here &= ~(1 << at)
-        return count
+    def _unlist(self, start: int, count: int) -> None:
+        at, section = count if count <= _LONG else _LONG + 1, start >> _SECTION_BITS
+        sections = self._by_count[at]
+        starts = sections[section]
+        del starts[start]
+        if not starts:
+            del sections[section]
+            if not sections:
+                self._counts_here ^= 1 << at
 
 
 @dataclass(slots=True, eq=False)
