@@ -14,7 +14,7 @@ from kvoffload.sim.synthetic import synthesize
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
 PRICES = Prices()
-TRACE = synthesize("chat", requests=60, seed=1)
+TRACE = synthesize("chat", requests=36, seed=1)
 
 
 def price(run: SimResult) -> float:
@@ -50,7 +50,7 @@ def test_limits_are_kept_and_an_unreachable_goal_says_how_far_one_gets() -> None
 
 
 def test_the_largest_size_tried_holds_the_states_too() -> None:
-    trace, base = TRACE.head(60).whole_blocks(), replace(BASE, state_slots=10)
+    trace, base = TRACE.whole_blocks(), replace(BASE, state_slots=10)
     everything = simulate(trace, replace(base, cpu_blocks=20 * trace.num_unique))
     goal = Goal(hit_rate=everything.hit_rate)
     plan = make_plan(trace, base, goal, PRICES, max_disk_blocks=0, processes=1)
