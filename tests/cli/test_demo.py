@@ -19,12 +19,12 @@ from kvoffload.cpu.copy import host
 from kvoffload.cpu.copy.plan import Runs
 
 SMALL = {
-    "--conversations": 5,
+    "--conversations": 4,
     "--turns": 3,
     "--system-tokens": 16,
     "--message-tokens": 40,
     "--reply-tokens": 4,
-    "--device-tokens": 320,
+    "--device-tokens": 256,
     "--layers": 2,
     "--hidden": 128,
     "--threads": 1,
@@ -48,7 +48,7 @@ def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFi
     # No terminal: the progress is at most ten lines for each way.
     lines = [line.rpartition(",")[0] for line in err.splitlines()]
     assert len(lines) == 30
-    assert lines[9::10] == [f"{way}: 15 of 15 turns" for way in ("no cache", "device cache", "offloading")]
+    assert lines[9::10] == [f"{way}: 12 of 12 turns" for way in ("no cache", "device cache", "offloading")]
     assert "Identical: all 3 ways generated the same tokens." in out
     assert "only a wrong block" in out
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
