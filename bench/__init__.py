@@ -21,6 +21,7 @@ BENCHES: tuple[str, ...] = (
     "scan",
     "single_blocks",
     "remote_store",
+    "two_tiers",
     "seals",
     "lmcache_adapters",
     "placement",

@@ -94,6 +94,8 @@ class Server:
                     if in_flight <= most:
                         break
                     time.sleep(0.0002)
+        if not num_stored:
+            raise RuntimeError(f"{tier!r} stored none of {num_blocks} blocks: look for room on its disk, or a warning.")
         return (time.perf_counter() - begun_s) / num_stored
 
 
