@@ -61,6 +61,23 @@ def test_a_machine_with_all_that_is_needed_is_good() -> None:
     assert verdict(GOOD) == "Good: copies are right, and as fast as this machine allows."
 
 
+# The slower way of batched copies by size of page, in GB/s, where one large copy reaches 53: reports of H100 and H200
+# servers (vLLM issues 42212 and 48434).
+HEALTHY = {4 << 10: 4.5, 8 << 10: 5.0, 16 << 10: 6.0, 32 << 10: 29.0, 64 << 10: 39.0, 256 << 10: 52.0, 4 << 20: 53.0}
+
+
+def test_a_gpu_that_is_as_fast_as_others_is_called_healthy() -> None:
+    pages = tuple(page(size, rate / 53, bytes_per_s=rate * 1e9) for size, rate in HEALTHY.items())
+    assert verdict(replace(GOOD, pages=pages)).startswith("Good")
+
+
+@pytest.mark.parametrize("size", HEALTHY)
+def test_a_gpu_that_is_half_as_fast_as_others_is_not(size: int) -> None:
+    rate = HEALTHY[size] / 2
+    report = replace(GOOD, pages=(page(size, rate / 53, bytes_per_s=rate * 1e9), page(4 << 20)))
+    assert verdict(report).startswith("Works, but")
+
+
 def test_speed_that_was_not_measured_is_not_praised() -> None:
     quick = replace(GOOD, pages=(), job_s=None, pinned_bytes_per_s=None, matmul_slowdown=None)
     assert findings(quick) == []

@@ -50,6 +50,8 @@ def test_copies_have_ended_when_memory_goes_and_find_it_where_it_comes_back(
     worker.suspend()
     assert rig.in_slot(2) == {3}
     cuda.disown(*rig.tensors)
+    before = [tensor.clone() for tensor in rig.tensors]
+    given_up = [torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()) for tensor in rig.tensors]  # type: ignore[call-overload]
     for tensor in rig.tensors:
         tensor.set_(torch.zeros_like(tensor))  # type: ignore[call-overload]
     worker.start_step(ConnectorMeta(loads=(_job(2, block=5, slot=2, is_store=False),)))
@@ -61,4 +63,5 @@ def test_copies_have_ended_when_memory_goes_and_find_it_where_it_comes_back(
     ends = {result.job_id: result.success for _, result in worker.get_report().results}
     assert ends == {1: True, 2: False, 3: True}
     assert (rig.in_block(5), rig.in_block(7)) == ({0}, {3})
+    assert all(torch.equal(old, was.flatten()) for old, was in zip(given_up, before, strict=True))
     rig.close()
