@@ -7,6 +7,9 @@
 ``CHECKOUT`` is a copy of mlcommons/storage (Apache 2.0): its code runs as it is, but for the backend of its lowest
 tier, whose place ``TierBackend`` takes. Without ``--tier`` that stays, a file for each entry, written by numpy.
 
+With ``--in-turn ROUNDS`` the benchmark does not run. Its own backend and that of the tier move the same entries, one
+after the other, in as many threads as a tier has: on a busy machine only that compares them.
+
 An entry, all KV of a prompt, becomes blocks of ``--block-bytes``, which move in the batches and as many at once as
 below host memory. The benchmark chooses where entries are and what is evicted, so that the tier needs no quota.
 Not among ``BENCHES``: its sources are elsewhere.
@@ -31,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.core import interleaved_medians
 from bench.disk_store import fio
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.tiering.options import StoreOptions, parse_tier
@@ -186,6 +190,36 @@ def run_benchmark(sources: Path, arguments: list[str], options: StoreOptions | N
     return tier
 
 
+def in_turn(sources: Path, directory: Path, options: StoreOptions, block_bytes: int, rounds: int) -> Iterator[str]:
+    """Lines of what both backends take for entries of 96 MiB, medians."""
+    sys.path.insert(0, str(sources))
+    backends: Any = importlib.import_module("kv_cache.backends")
+    made = {
+        "its own files": backends.NVMeBackend(str(directory)),
+        options.label: TierBackend(options, block_bytes, backends.StorageBackend.IOTiming, str(directory)),
+    }
+    entries = {f"entry{seed}": np.random.default_rng(seed).integers(0, 255, 96 << 20, np.uint8) for seed in range(4)}
+    num_bytes = sum(entry.nbytes for entry in entries.values())
+
+    def renew(backend: Any, key: str) -> None:
+        backend.delete(key)
+        backend.write(key, entries[key])
+
+    with ThreadPoolExecutor(len(entries)) as users:
+
+        def each(call: Callable[..., object], backend: Any) -> list[object]:
+            return list(users.map(functools.partial(call, backend), entries))
+
+        for direction, call in {"write": renew, "read": lambda backend, key: backend.read(key)}.items():
+            work = [functools.partial(each, call, backend) for backend in made.values()]
+            speeds = [num_bytes / seconds / 1e9 for seconds in interleaved_medians(*work, repeats=rounds)]
+            told = ", ".join(f"{name} {speed:.2f} GB/s" for name, speed in zip(made, speeds, strict=True))
+            yield f"{direction}: {told}, {speeds[1] / speeds[0]:.2f} times"
+    for backend in made.values():
+        backend.clear()
+    made[options.label].close()
+
+
 def report(tier: Counted, name: str, directory: Path, block_bytes: int) -> Iterator[str]:
     """Lines of what the tier's calls moved and took, with ``fio``'s speed on the same disk."""
     moved = sum(tier.num_bytes.values()) / 1e9
@@ -208,10 +242,15 @@ def main() -> None:
     parser.add_argument("--tier", type=json.loads, help="an entry of kvoffload's secondary_tiers")
     parser.add_argument("--block-bytes", type=parse_bytes, default=4 << 20)
     parser.add_argument("--cache-dir", type=Path, required=True)
+    parser.add_argument("--in-turn", type=int, metavar="ROUNDS", help="compare the two backends alone")
     parser.add_argument("own", nargs="*", help="the benchmark's own options, after --")
     ours = parser.parse_args()
     ours.cache_dir.mkdir(parents=True, exist_ok=True)
     options = ours.tier and parse_tier(ours.tier, ours.block_bytes)
+    if ours.in_turn:
+        for line in in_turn(ours.sources, ours.cache_dir, options, ours.block_bytes, ours.in_turn):
+            print(line)
+        return
     tier = run_benchmark(ours.sources, [*ours.own, "--cache-dir", str(ours.cache_dir)], options, ours.block_bytes)
     for line in report(tier, ours.tier["type"] if ours.tier else "its own files", ours.cache_dir, ours.block_bytes):
         print(line)
