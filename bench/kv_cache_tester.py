@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-DEVICE_TOKENS, BLOCK_TOKENS, MAX_TOKENS = 16_384, 32, 16_384
+DEVICE_TOKENS, BLOCK_TOKENS, MAX_TOKENS = 8_192, 32, 6_144
 HOST_BYTES = "2GiB"
 USERS = 4
 
@@ -85,7 +85,7 @@ def server(model: Path, directory: Path, is_offloading: bool) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         while get(f"{url}/health") is None:
-            assert process.poll() is None, (directory / "log").read_text()[-4000:]
+            assert process.poll() is None, (directory / "log").read_text()[-20_000:]
             time.sleep(0.5)
         yield url
     finally:
