@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from tests.cpu.copy import fake_cuda
 
 from kvoffload.base import CanonicalKVCaches, OffloadingHandler
@@ -20,6 +22,8 @@ from kvoffload.cpu.spec import CPUOffloadingSpec
 LONGEST_PAUSE_US = 1000
 MARKS: list[None] = []
 """One for each call of ``mark_compute``."""
+_STORAGES: dict[int, torch.Tensor] = {}
+"""By address, a tensor of each part of the KV cache."""
 
 
 class FakeCudaSpec(CPUOffloadingSpec):
@@ -27,9 +31,8 @@ class FakeCudaSpec(CPUOffloadingSpec):
         fake = fake_cuda.load()
         fake.reset()
         fake.pace(seed=1, longest_pause_us=LONGEST_PAUSE_US)
-        storages = {tensor.tensor.untyped_storage().data_ptr(): tensor.tensor for tensor in kv_caches.tensors}
-        for address, tensor in storages.items():
-            fake.calls.fake_adopt(address, tensor.untyped_storage().nbytes())
+        _STORAGES.update((tensor.tensor.untyped_storage().data_ptr(), tensor.tensor) for tensor in kv_caches.tensors)
+        _map(fake)
         view = self.region.create_kv_memoryview()
         layout = copy_layout(kv_caches, view, self.block_size_factor)
         idle = fake.driver.create_stream()
@@ -38,6 +41,22 @@ class FakeCudaSpec(CPUOffloadingSpec):
             handler.flush = handler.wait  # type: ignore[method-assign]
             handler.mark_compute = functools.partial(_mark, handler.mark_compute)  # type: ignore[method-assign]
         return self._handlers
+
+
+def sleep_and_wake(connector: Any) -> None:
+    """As vLLM 0.33 does: the KV cache is unmapped, under no copy, and comes back with other bytes."""
+    fake = fake_cuda.load()
+    connector.unregister_kv_caches()
+    for address, tensor in _STORAGES.items():
+        fake.calls.fake_disown(address)
+        tensor.untyped_storage().fill_(0x55)
+    _map(fake)
+    connector.restore_kv_caches()
+
+
+def _map(fake: fake_cuda.FakeCuda) -> None:
+    for address, tensor in _STORAGES.items():
+        fake.calls.fake_adopt(address, tensor.untyped_storage().nbytes())
 
 
 def _mark(mark_compute: Callable[[], None]) -> None:

@@ -93,7 +93,8 @@ def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
 def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Every copy goes through the CUDA backend and a fake driver."""
     from tests.cpu.copy import fake_cuda
-    from tests.engines.vllm.fake_cuda_spec import MARKS
+    from tests.engines.vllm.fake_cuda_spec import MARKS, sleep_and_wake
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     prompts = long_prompts()
     spec = {"spec_name": "FakeCudaSpec", "spec_module_path": "tests.engines.vllm.fake_cuda_spec"}
@@ -104,6 +105,10 @@ def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     engine.forget_device_cache()
     result["again"], result["again_cached"] = engine.answers(prompts)
     result["waves"] = [_wave(engine, seed, reset=seed == 1, count=32) for seed in range(2)]
+    engine.answers(prompts)
+    sleep_and_wake(get_kv_transfer_group())
+    engine.forget_device_cache()
+    result["woken"], result["woken_cached"] = engine.answers(prompts)
     engine.drain()
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)

@@ -74,6 +74,8 @@ def test_copies_through_a_fake_driver_that_is_late_and_keeps_no_order(
     assert set(seen["again_cached"].values()) == {992}
     for wave in seen["waves"]:
         assert llama_baseline.wrong(wave["answers"]) == []
+    assert llama_baseline.wrong(seen["woken"]) == []
+    assert any(seen["woken_cached"].values())
     metrics = seen["metrics"]
     assert metrics["load_jobs|ok"] >= 8
     assert metrics["fenced_jobs"] > 0
