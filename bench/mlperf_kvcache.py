@@ -248,6 +248,8 @@ def main() -> None:
     ours.cache_dir.mkdir(parents=True, exist_ok=True)
     options = ours.tier and parse_tier(ours.tier, ours.block_bytes)
     if ours.in_turn:
+        if options is None:
+            parser.error("--in-turn compares with a --tier: name one.")
         for line in in_turn(ours.sources, ours.cache_dir, options, ours.block_bytes, ours.in_turn):
             print(line)
         return
