@@ -12,11 +12,13 @@ import socket
 import sys
 import tracemalloc
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from tests.engines.greedy import Prompt
 from tests.engines.vllm.harness import Engine, idle_state
 from tests.engines.vllm.prompts import (
+    BLOCK_BYTES,
     BLOCK_TOKENS,
     ONE_BLOCK_A_STEP,
     crowd,
@@ -88,6 +90,37 @@ def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     result["idle_after_reset"] = idle_state(engine)
     engine.close()
     return result
+
+
+def two_tiers(model: str, directory: str, *, is_tiered: bool) -> dict[str, Any]:
+    """100 requests for a few prompts, one after the other, over a fast and a slow tier, of which the fast one becomes
+    the slowest after half of them; or over none. The seconds of each, and what it answered."""
+    from tests.engines.vllm import paced_tiers
+
+    prompts = [Prompt(each.name, each.token_ids, 4) for each in long_prompts()]
+    num_bytes = len(prompts[0].token_ids) // BLOCK_TOKENS * BLOCK_BYTES
+    paced_tiers.BYTES_PER_S.update(fast=num_bytes / 0.01, slow=num_bytes / 0.05)
+    extra = {
+        "cpu_bytes_to_use": 70 * BLOCK_BYTES,
+        "record_trace": f"{directory}/trace.jsonl",
+        "secondary_tiers": [
+            {"type": "paced", "name": name, "path": f"{directory}/{name}", "max_bytes": "1GiB", "cascade": "on_store"}
+            for name in ("fast", "slow")
+        ],
+    }
+    engine = Engine(model, extra=extra if is_tiered else None, gpu_blocks=70)  # holds two of the eight prompts
+    rng, answers, seconds = random.Random(4), [], []
+    order = [*range(len(prompts)), *(rng.randrange(len(prompts)) for _ in range(100 - len(prompts)))]
+    for number, at in enumerate(order):
+        if number == len(order) // 2:
+            paced_tiers.BYTES_PER_S["fast"] = num_bytes / 3
+        begun_s = monotonic()
+        answers.append(engine.answers([prompts[at]])[0])
+        seconds.append(monotonic() - begun_s)
+        engine.drain()
+    metrics = engine.metrics() if is_tiered else {}
+    engine.close()
+    return {"answers": answers, "seconds": seconds, "metrics": metrics}
 
 
 def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
