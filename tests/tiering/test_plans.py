@@ -71,6 +71,13 @@ def test_a_tier_that_nobody_measured_costs_little(num_blocks: int, pace: float, 
     assert served.first_token_s <= 1.2 * num_blocks * COMPUTE_S
 
 
+def test_a_request_that_asks_again_before_it_waits_still_ends_its_wait_in_time() -> None:
+    """Its first ask declines all of a slow tier and has it probed; the second one waits beside that probe."""
+    rig = PlanRig([(0.9 * COMPUTE_S, 0.027), (14.4 * COMPUTE_S, None)])
+    served = rig.serve(World(97, [NONE, frozenset(range(37))]))
+    assert served.first_token_s <= LATEST[0] * 97 * COMPUTE_S + LATEST[1]
+
+
 def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
     """Each looks at every block, and each request that waits made one in every step."""
     rig = PlanRig([(COMPUTE_S / 10, None)], step_s=0.001)
