@@ -17,9 +17,9 @@ REQUEST = ReqContext("r")
 class Rig:
     """A disk of four blocks of 100 bytes. Each link moves 100 bytes a second, half a second after it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_s: float = 0.0) -> None:
         self.clock = VirtualClock()
-        self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock)
+        self.disk = SimDisk(Contents(4), 100, [Link(100.0, 0.5)], [Link(100.0, 0.5)], self.clock, steps_s=steps_s)
         self.disk.ever_written = set()
         self._last_job = 0
 
@@ -57,6 +57,18 @@ def test_a_block_is_there_once_the_clock_has_passed_the_end_of_its_write() -> No
     assert rig.has(1, 2) == [1, 2]
     assert (rig.disk.written_blocks, rig.disk.ever_written) == (2, {*keys(1, 2)})
     assert rig.disk.next_end_s() is None
+
+
+def test_steps_make_each_answer_late_and_hold_up_no_other() -> None:
+    rig = Rig(steps_s=5.0)
+    for number in (1, 2):
+        rig.submit(keys(number))
+    ends = []
+    while (end_s := rig.disk.next_end_s()) is not None:
+        ends.append(end_s)
+        rig.clock.advance_to(end_s)
+        rig.disk.get_finished_jobs()
+    assert ends == [6.5, 8.0]
 
 
 def test_a_read_takes_time_and_names_what_it_found() -> None:

@@ -137,9 +137,10 @@ def test_requests_larger_than_host_memory_are_served(trace_of: Callable[..., Tra
         {"gpu_blocks": -1},
         {"prefill_tokens_per_s": 0},
         {"block_bytes": 0},
+        {"nodes_step_s": -0.1},
     ],
 )
-def test_a_machine_that_cannot_be(change: dict[str, int]) -> None:
+def test_a_machine_that_cannot_be(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         replace(MachineTimes, **change)
 
@@ -171,6 +172,16 @@ def test_a_neighbour_slows_the_disk_for_a_while(trace_of: Callable[..., Trace]) 
     simulate(trace, disk, on_first_token=found.__setitem__)
     fast_s = 1.25 + 0.6 + 1 / 16
     assert found == pytest.approx({0: 17 / 16, 1: 17 / 16, 2: 17 / 16, 3: fast_s, 4: fast_s + 3, 5: fast_s})
+
+
+def test_an_engine_over_nodes_asks_its_disk_by_steps(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0], [1], [2], [0]])
+    trace.times_s[:] = [0, 0, 0, 100]
+    trace.input_tokens[:] = 17
+    found: dict[int, float] = {}
+    nodes = replace(MachineTimes, cpu_blocks=2, disk_blocks=5, nodes_step_s=0.1)
+    simulate(trace, nodes, on_first_token=found.__setitem__)
+    assert found[3] == pytest.approx(1.25 + 0.2 + 0.6 + 1 / 16)
 
 
 def test_a_device_that_is_said_to_be_gigantic_has_room_for_everything() -> None:

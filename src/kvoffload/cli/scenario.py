@@ -95,6 +95,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     load_speed: int | str | None = None
     disk_read_speed: int | str | None = None
     disk_write_speed: int | str | None = None
+    nodes_step_s: float = 0.0
     cascade: CascadeMode | tuple[CascadeMode, ...] | None = None
     load_policy: LoadPolicy = DEFAULTS.load_policy
     store_threshold: int = DEFAULTS.store_threshold
@@ -208,6 +209,7 @@ class Scenario:
             gpu_blocks=device_blocks(trace, self.gpu_kv_tokens),
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             store_threshold=file.store_threshold,
+            nodes_step_s=file.nodes_step_s,
             load_policy=file.load_policy,
             state_slots=self.sizes.state_slots(block_bytes),
             load_bytes_per_s=speed("load_speed", SPEEDS.load_bytes_per_s),

@@ -149,7 +149,8 @@ class SimDisk(SecondaryTierManager):
 
     A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
     virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
-    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes.
+    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes. ``steps_s``
+    pass beside each transfer, and hold up no other: order and answer wait for an engine's steps.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class SimDisk(SecondaryTierManager):
         label: str = "disk",
         away: Sequence[tuple[float, float]] = (),
         deadline_s: float = 0.0,
+        steps_s: float = 0.0,
     ) -> None:
         super().__init__(VirtualMemory().create_kv_memoryview(), label)
         self.contents, self._index = contents, contents.index
@@ -173,7 +175,7 @@ class SimDisk(SecondaryTierManager):
         self._refused: list[JobResult] = []
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         """Blocks that a shared store lacked, and from when on it is asked again."""
-        self._away, self._deadline_s = away, deadline_s
+        self._away, self._deadline_s, self._steps_s = away, deadline_s, steps_s
         self.read_blocks = self.written_blocks = 0
         self.ever_written: set[OffloadKey] | None = None
         """Keys of written blocks, if they are to be counted: they take memory without a bound."""
@@ -212,7 +214,7 @@ class SimDisk(SecondaryTierManager):
     def _transfer(self, links: Sequence[Link], num_blocks: int) -> tuple[float, bool]:
         """Queues a transfer. Returns when it ends, and whether it succeeds."""
         now_s = self._clock.now_s
-        end_s = max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links])
+        end_s = max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links]) + self._steps_s
         if not self._away:
             return end_s, True
         begin_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)

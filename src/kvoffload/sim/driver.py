@@ -17,6 +17,7 @@ configurations; they are no forecast. Above a ``utilisation`` of 0.9 they mean n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class SimConfig:
     disk_latency_s: float = 200e-6
     disk_slow: tuple[tuple[float, float, float], ...] = ()
     """Times in which others read from the disk too: (begin_s, end_s, share of the reading speed that is left)."""
+    nodes_step_s: float = 0.0
+    """Seconds of a step of an engine that spans several nodes, whose tiers answer two steps later; 0: of one node."""
     chunk_tokens: int = 8192
     """Tokens prefilled between two offers of computed blocks."""
     max_wait_s: float = DEFAULTS.max_wait_s
@@ -104,8 +107,15 @@ class SimConfig:
         if self.disk_blocks and not self.cpu_blocks:
             raise ConfigError("A disk needs host memory above it; give it some.")
         speeds = self.prefill_tokens_per_s, self.load_bytes_per_s, self.disk_read_bytes_per_s
+        if not 0 <= self.nodes_step_s < math.inf:
+            raise ConfigError("nodes_step_s must not be negative.")
         if min(*speeds, self.disk_write_bytes_per_s, self.block_bytes, self.chunk_tokens) <= 0:
             raise ConfigError("Speeds, block_bytes and chunk_tokens must be positive.")
+
+    @property
+    def steps_s(self) -> float:
+        """What steps add to each call of a tier: the order goes out with one, and the answer comes with another."""
+        return 2 * self.nodes_step_s
 
     @property
     def cascade_mode(self) -> CascadeMode:
@@ -234,6 +244,7 @@ class Machine:
                 [Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow)],
                 [Link(config.disk_write_bytes_per_s, config.disk_latency_s)],
                 self.clock,
+                steps_s=config.steps_s,
             )
         self.shared = tuple(shared(self.clock))
         self.tiers = (*([self.disk] if self.disk else []), *self.shared)

@@ -342,4 +342,5 @@ class _Store:
             label=label,
             away=store.away,
             deadline_s=config.max_wait_s,
+            steps_s=config.steps_s,
         )
