@@ -134,6 +134,7 @@ def vllm_config(**changes: Any) -> Any:
         },
         "parallel_config": {
             "nnodes_within_dp": 1,
+            "data_parallel_size": 1,
             "data_parallel_size_local": 1,
             "world_size": 1,
             "rank": 0,

@@ -33,6 +33,11 @@ def short_prompts(count: int = 6) -> list[Prompt]:
     return [Prompt(f"short{n}", random_tokens(300 + n, 330)) for n in range(count)]
 
 
+def many_prompts(count: int = 150) -> list[Prompt]:
+    """Prompts of three or four full blocks and a piece."""
+    return [Prompt(f"many{n}", random_tokens(700 + n, 100 + 37 * n % 50), new_tokens=6) for n in range(count)]
+
+
 def branches() -> list[Prompt]:
     """Prompts that leave a long prompt at various places, also inside a block: a window must be found behind each."""
     return [
@@ -62,6 +67,8 @@ def family(name: str) -> list[Prompt]:
         return [*long_prompts(), *crowd()]
     if name == "long":
         return long_prompts()
+    if name == "many":
+        return many_prompts()
     if name == "states":
         return [*state_prompts(), *state_branches(), *crowd(16)]
     return [*long_prompts(6), *short_prompts(), *branches()]

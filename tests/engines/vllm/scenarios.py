@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import itertools
 import json
+import os
 import random
 import socket
 import sys
@@ -24,9 +25,11 @@ from tests.engines.vllm.prompts import (
     crowd,
     family,
     long_prompts,
+    many_prompts,
     state_branches,
     state_prompts,
 )
+from tests.engines.vllm.second_node import SecondNode
 
 
 def baseline(model: str, family: str, **options: Any) -> dict[str, Any]:
@@ -411,6 +414,48 @@ def disk(
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     engine.close()
+    return result
+
+
+def two_nodes(
+    model: str,
+    extra: dict[str, Any],
+    disks: list[str],
+    rounds: list[tuple[str, int, int]],
+    namespace: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """An engine over two nodes, each with a disk tier at its own of ``disks``. Each round: what befalls the second
+    node's disk first, or nothing, and the prompts from which to before which are asked then, a few at a time."""
+    address = os.environ["VLLM_HOST_IP"]
+    with socket.socket() as each:
+        each.bind((address, 0))
+        port = each.getsockname()[1]
+    tier = {"type": "disk", "max_bytes": "64MiB"}
+    extras = [extra | {"secondary_tiers": [tier | {"path": path}]} for path in disks]
+    options |= {"nnodes": 2, "master_addr": address, "master_port": port, "distributed_executor_backend": "mp"}
+    node = SecondNode(model, disks[1], extras[1], namespace, gpu_blocks=100, **options)
+    try:
+        engine = Engine(model, extra=extras[0], gpu_blocks=100, node_rank=0, **options)
+        result: dict[str, Any] = {"rounds": []}
+        for fault, first, last in rounds:
+            if fault:
+                getattr(node, fault)()
+            engine.forget_device_cache()
+            before = engine.metrics()
+            seen: dict[str, Any] = {"tokens": {}, "cached": {}}
+            prompts = many_prompts()[first:last]
+            for at in range(0, len(prompts), 5):
+                tokens, cached = engine.answers(prompts[at : at + 5])
+                seen["tokens"] |= tokens
+                seen["cached"] |= cached
+                engine.drain()
+            seen["metrics"] = {name: value - before.get(name, 0) for name, value in engine.metrics().items()}
+            result["rounds"].append(seen)
+        result["idle"] = idle_state(engine)
+        engine.close()
+    finally:
+        node.close()
     return result
 
 

@@ -108,13 +108,15 @@ def test_sleep_is_refused_where_it_takes_memory_away_from_copies(monkeypatch: py
         check_engine(vllm_config(**on_gpu | {"model_config__sleep_mode_backend": "snapshot"}))
 
 
-def test_tiers_are_refused_where_an_engine_spans_several_nodes() -> None:
-    nodes = {"parallel_config__nnodes_within_dp": 2, "parallel_config__world_size": 2}
-    mp = {"parallel_config__distributed_executor_backend": "mp"}
-    check_engine(vllm_config(**nodes, **mp))
-    extra = EXTRA | TIERING | {"secondary_tiers": [{"type": "memory"}]}
-    with pytest.raises(ConfigError, match=r"spans 2 nodes, .*: leave out secondary_tiers, or run one engine per node"):
-        check_engine(vllm_config(**nodes, **mp, kv_transfer_config__kv_connector_extra_config=extra))
+def test_tiers_are_refused_where_each_of_several_engines_spans_nodes() -> None:
+    nodes = {"nnodes_within_dp": 2, "world_size": 2, "distributed_executor_backend": "mp"}
+    one = {f"parallel_config__{name}": value for name, value in nodes.items()}
+    two = one | {"parallel_config__data_parallel_size": 2}
+    tiers = EXTRA | TIERING | {"secondary_tiers": [{"type": "memory"}]}
+    check_engine(vllm_config(**one, kv_transfer_config__kv_connector_extra_config=tiers))
+    check_engine(vllm_config(**two))
+    with pytest.raises(ConfigError, match=r"spans 2 nodes, .*: leave out secondary_tiers, or run each engine without"):
+        check_engine(vllm_config(**two, kv_transfer_config__kv_connector_extra_config=tiers))
 
 
 @pytest.mark.vllm

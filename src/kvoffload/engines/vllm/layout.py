@@ -186,10 +186,10 @@ def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
 
 
 def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
-    if parallel.nnodes_within_dp > 1 and config.secondary_tiers:
+    if config.secondary_tiers and parallel.nnodes_within_dp > 1 and parallel.data_parallel_size > 1:
         raise ConfigError(
-            f"The engine spans {parallel.nnodes_within_dp} nodes, and a tier would see the blocks of one: leave out "
-            "secondary_tiers, or run one engine per node."
+            f"Each of {parallel.data_parallel_size} engines spans {parallel.nnodes_within_dp} nodes, where tiers were "
+            "not shown to be right: leave out secondary_tiers, or run each engine without --data-parallel-size."
         )
     if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
         raise ConfigError(

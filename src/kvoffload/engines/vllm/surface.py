@@ -82,8 +82,8 @@ _ATTRIBUTES = {
     ),
     ("vllm.config.kv_events", "KVEventsConfig"): "enable_kv_cache_events",
     ("vllm.config.parallel", "ParallelConfig"): (
-        "nnodes_within_dp data_parallel_size_local world_size distributed_executor_backend pipeline_parallel_size "
-        "decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size rank "
+        "nnodes_within_dp data_parallel_size data_parallel_size_local world_size distributed_executor_backend "
+        "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size rank "
         "cp_kv_cache_interleave_size"
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
