@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -92,15 +93,7 @@ class Places:
         own = len(request.wait.answers) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
         places, is_end = self._where(request, keys, most)
-        segments: list[Segment] = []
-        last, begin = HERE, 0
-        for at, place in enumerate(places):
-            if place is not last and place != last:
-                if at > begin:
-                    segments.append(Segment(last, at - begin))
-                last, begin = place, at
-        if len(places) > begin:
-            segments.append(Segment(last, len(places) - begin))
+        segments = [Segment(place, len([*same])) for place, same in itertools.groupby(places)]
         return Survey(segments, is_end)
 
     def _where(

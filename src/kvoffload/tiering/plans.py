@@ -303,18 +303,17 @@ class _Options:
 
     def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
         """What ``segments`` begin to read."""
-        counts, others = Counter[int](), dict[int, set[int]]()
+        counts, others, links = Counter[int](), dict[int, set[int]](), self._speeds.links
         for place, source, num_blocks in side_by_side(self._survey, segments):
             if place.is_below and source.tiers:
                 tier = source.tiers[0]
                 counts[tier] += num_blocks
                 others[tier] = others.get(tier, {*place.tiers}) & {*place.tiers}
-        paces = {tier: self._speeds.links[tier].pace for names in others.values() for tier in names}
         return tuple(
             Chosen(
                 tier,
                 count,
-                {name: pace.seconds(count) for name in others[tier] if (pace := paces[name]) is not None},
+                {name: pace.seconds(count) for name in others[tier] if (pace := links[name].pace) is not None},
                 count * self._speeds.block_compute_s,
             )
             for tier, count in counts.items()
@@ -337,25 +336,16 @@ class _Options:
             max(1, int(min(portion_s, link.portion_s) / pace.block_s) if pace.block_s else stop)
             for link, pace in zip(links, self._paces)
         ]
-        chosen = iter(spread(runs, self._paces, wait_s, [*portions, *[stop] * (self._num + 1)], self._late))
-        found = list[Segment]()
-        run, left = Run((), 0), 0
-        for place, num_blocks in self._survey:
-            while num_blocks:
-                if not left:
-                    run = next(chosen, Run((), 0))
-                    if not run.num_blocks:
-                        return tuple(found)
-                    left = run.num_blocks
-                count = min(num_blocks, left)
-                num_blocks, left = num_blocks - count, left - count
-                source = run.sources[0]
-                if place.is_below:
-                    resolved = Place((source,)) if source in place.tiers else Place((), (source,))
-                    found.append(Segment(resolved, count))
-                else:
-                    found.append(Segment(place, count))
-        return tuple(found)
+        chosen = spread(runs, self._paces, wait_s, [*portions, *[stop] * (self._num + 1)], self._late)
+        return tuple(
+            Segment(_from(place, names[0]) if place.is_below else place, num_blocks)
+            for place, names, num_blocks in side_by_side(self._survey, chosen)
+        )
+
+
+def _from(place: Place, tier: int) -> Place:
+    """``tier`` as the source of blocks in ``place``: it has them, or is waited for."""
+    return Place((tier,)) if tier in place.tiers else Place((), (tier,))
 
 
 def _declined(

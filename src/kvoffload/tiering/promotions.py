@@ -139,8 +139,9 @@ class Promotions:
                 hits = ()
             self._waits.promote(portion, wait)
             if turns:
-                for tier in dict.fromkeys(turns[at - start : at - start + count]):
-                    own = [each is tier for each in turns[at - start : at - start + count]]
+                tiers = turns[at - start : at - start + count]
+                for tier in dict.fromkeys(tiers):
+                    own = [each is tier for each in tiers]
                     self._queue(tier, [*compress(portion, own)], [*compress(slots, own)], request.context)
             else:
                 self._queue(sources[0][0], portion, slots, request.context)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 __all__ = [
     "HERE",
@@ -14,11 +16,15 @@ __all__ = [
     "Segment",
     "cut",
     "gathered",
+    "joined",
     "marks",
     "scattered",
     "side_by_side",
     "waited_tiers",
 ]
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 MOST_PIECES = 64
 """A plan takes some 30 us for each of its pieces. Surveys of more are gathered into about so many."""
@@ -77,18 +83,10 @@ def waited_tiers(segments: Sequence[Segment]) -> tuple[int, ...]:
 def marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) -> list[Segment]:
     """What is known of the blocks of ``survey`` that are not here and not on their way. With ``segments``, once those
     of a plan are on their way."""
-    found: list[Segment] = []
-    last, total = HERE, 0
-    for place, chosen, num_blocks in side_by_side(survey, survey if segments is None else segments):
-        mark = place if place.is_below and (segments is None or chosen.is_unknown) else HERE
-        if mark is not last and mark != last:
-            if total:
-                found.append(Segment(last, total))
-            last, total = mark, 0
-        total += num_blocks
-    if total:
-        found.append(Segment(last, total))
-    return found
+    return joined(
+        (place if place.is_below and (segments is None or chosen.is_unknown) else HERE, num_blocks)
+        for place, chosen, num_blocks in side_by_side(survey, survey if segments is None else segments)
+    )
 
 
 def gathered(
@@ -134,41 +132,43 @@ def scattered(survey: Sequence[Segment], pieces: Sequence[Segment], segments: Se
         shares.setdefault(place, []).append((chosen, num_blocks))
     for each in shares.values():
         each.reverse()
-    found: list[Segment] = []
-    last, total = HERE, 0
-    left = sum([num_blocks for _, num_blocks in segments])
-    for place, num_blocks in survey:
-        if num_blocks > left:
-            num_blocks = left
-        left -= num_blocks
-        while num_blocks:
-            chosen, count = shares[place].pop()
-            if count > num_blocks:
-                shares[place].append((chosen, count - num_blocks))
-                count = num_blocks
-            num_blocks -= count
-            if chosen is not last and chosen != last:
-                if total:
-                    found.append(Segment(last, total))
-                last, total = chosen, 0
-            total += count
-        if not left:
-            break
-    if total:
-        found.append(Segment(last, total))
-    return tuple(found)
+
+    def sources() -> Iterator[tuple[Place, int]]:
+        left = sum([num_blocks for _, num_blocks in segments])
+        for place, num_blocks in survey:
+            num_blocks = min(num_blocks, left)
+            left -= num_blocks
+            while num_blocks:
+                chosen, count = shares[place].pop()
+                if count > num_blocks:
+                    shares[place].append((chosen, count - num_blocks))
+                    count = num_blocks
+                num_blocks -= count
+                yield chosen, count
+            if not left:
+                return
+
+    return tuple(joined(sources()))
 
 
-def side_by_side(one: Sequence[Segment], other: Sequence[Segment]) -> Iterator[tuple[Place, Place, int]]:
-    """The places of the same blocks, as far as both lists go."""
-    rest = iter(other)
-    second, left = HERE, 0
+def joined(pieces: Iterable[tuple[Place, int]]) -> list[Segment]:
+    """The same blocks, with neighbours in one place as one segment."""
+    return [
+        Segment(place, sum([num_blocks for _, num_blocks in group]))
+        for place, group in itertools.groupby(pieces, operator.itemgetter(0))
+    ]
+
+
+def side_by_side(one: Iterable[tuple[S, int]], other: Iterable[tuple[T, int]]) -> Iterator[tuple[S, T, int]]:
+    """What either list has for the same blocks, as far as both lists go."""
+    rest, left = iter(other), 0
     for first, num_blocks in one:
         while num_blocks:
             if not left:
-                second, left = next(rest, (HERE, 0))
-                if not left:
+                pair = next(rest, None)
+                if pair is None or not pair[1]:
                     return
+                second, left = pair
             count = left if left < num_blocks else num_blocks
             num_blocks -= count
             left -= count

@@ -201,11 +201,11 @@ class Waits:
         if wait.plan is None:
             wait.num_here = plan.num_here
         wait.plan, wait.planned, wait.marks = plan, frozenset(keys), marks
-        if not wait.has_begun:
-            wait.declined.difference_update(keys)  # an ask before: this one may wait for them
         wait.chosen += plan.chosen
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
+        else:
+            wait.declined.difference_update(keys)  # an ask before: this one may wait for them
 
     def _set_deadline(self, wait: Wait, seen_s: float) -> None:
         if wait.plan is None:
