@@ -189,6 +189,19 @@ def test_a_tier_that_hangs_keeps_no_other_from_being_written(make) -> None:
         assert time.monotonic() < deadline_s
 
 
+def test_a_tier_gets_no_more_writes_at_once_than_its_backlog_allows(make) -> None:
+    tiers = make(gated("small", max_backlog_blocks=2), gated("large"), max_wait_s=0.5)
+    Gated.stores["small"].close_gate("write")
+    keys = keys_of(*range(6))
+    assert write(tiers, keys) == [True] * 6, "the other tier has all"
+    small = Gated.stores["small"]
+    small.open_gate()
+    deadline_s = time.monotonic() + PATIENT_S
+    while sum(small.contains(keys)) < 2:
+        assert time.monotonic() < deadline_s
+    assert small.contains(keys) == [True] * 2 + [False] * 4
+
+
 def test_a_read_that_ends_late_never_touches_the_callers_pages(make) -> None:
     tiers = make(gated(), max_wait_s=0.3)
     store, keys = Gated.stores["gated"], keys_of(*range(12))

@@ -248,9 +248,15 @@ class PageTiers:
         held: Mapping[GuardedTier, Sequence[bool]],
         context: ReqContext,
     ) -> None:
-        """Each tier of ``held`` gets what it lacks."""
+        """Each tier of ``held`` gets what it lacks, as far as its backlog has room."""
         for tier, has in () if self._is_closed else held.items():
-            if chosen := [each for each, at in enumerate(job.at) if not has[at]]:
+            chosen = [each for each, at in enumerate(job.at) if not has[at]]
+            if tier.max_backlog_blocks is not None:
+                writes = [
+                    each for (writing, _), each in self._open.items() if writing is tier and each.free is job.free
+                ]
+                chosen = chosen[: max(tier.max_backlog_blocks - sum(len(each.at) for each in writes), 0)]
+            if chosen:
                 self._submit(tier, job, chosen, keys, context, is_promotion=False)
         self._step()
 
