@@ -10,7 +10,8 @@ miss.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CapacityError",
@@ -22,6 +23,8 @@ __all__ = [
     "StoreError",
     "TransferError",
     "UnknownNameError",
+    "causes",
+    "errno_of",
     "suggest",
 ]
 
@@ -90,6 +93,19 @@ class Problems:
         """Raises what was collected as one ``ConfigError``; without problems, returns."""
         if self._found:
             raise ConfigError(*self._found)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def errno_of(error: BaseException | None) -> int | None:
+    """The operating system's number for ``error`` or its first cause that has one."""
+    numbers = (each.errno for each in causes(error) if isinstance(each, OSError))
+    return next((number for number in numbers if number in errno.errorcode), None)
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import causes, errno_of
 from kvoffload.metrics import Sample, Stats
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
@@ -127,10 +128,7 @@ class StoreHealth:
 
 def _reason_of(error: BaseException | None) -> str:
     """One of few words for a failure, without any of its text: an errno's name, or the class."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None and error.errno in errno.errorcode:
-            return errno.errorcode[error.errno]
-        if error.__cause__ is None:
-            break
-        error = error.__cause__
-    return type(error).__name__
+    if (number := errno_of(error)) is not None:
+        return errno.errorcode[number]
+    *_, first = [None, *causes(error)]
+    return type(first).__name__

@@ -27,7 +27,7 @@ from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
 
-__all__ = ["MOST_THREADS", "StoreTier", "TierLimits"]
+__all__ = ["MOST_THREADS", "StoreTier", "TierLimits", "close_store"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +76,21 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
                 f"drain_timeout_s of the {tier_type!r} tier must be at most {most_s:.3g} s, not {self.drain_timeout_s}."
             )
         problems.raise_found()
+
+
+def close_store(store: BlockStore, label: str, timeout_s: float) -> bool:
+    """Whether ``store`` has closed, or failed to, by then. If not, a thread goes on closing it."""
+
+    def close() -> None:
+        try:
+            store.close()
+        except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nothing else would report it
+            _log.warning("Tier %r: its store failed to close: %s", label, exc)
+
+    closing = threading.Thread(target=close, name=f"kvoffload-{label}-close", daemon=True)
+    closing.start()
+    closing.join(timeout_s)
+    return not closing.is_alive()
 
 
 class StoreTier(SecondaryTierManager):
@@ -257,22 +272,13 @@ class StoreTier(SecondaryTierManager):
             self._scan.stop()
         self._transfers.release()
         if not num_hung:
-            closing = threading.Thread(target=self._close_store, name=f"kvoffload-{self.tier_type}-close", daemon=True)
-            closing.start()
-            closing.join(self._drain_timeout_s)
-            num_hung = int(closing.is_alive())
+            num_hung = int(not close_store(self._store, self.tier_type, self._drain_timeout_s))
         if num_hung:
             _log.warning(
                 "Tier %r: %d threads hang in the store and are abandoned; its memory stays mapped.",
                 self.tier_type,
                 num_hung,
             )
-
-    def _close_store(self) -> None:
-        try:
-            self._store.close()
-        except BaseException as exc:  # noqa: BLE001 - in a thread of its own, where nothing else would report it
-            _log.warning("Tier %r: its store failed to close: %s", self.tier_type, exc)
 
     def is_readable(self) -> bool:
         return self._reads.breaker.is_closed

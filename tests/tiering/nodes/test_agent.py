@@ -57,6 +57,23 @@ def test_a_full_disk_on_one_node_fails_the_call_and_is_named() -> None:
         assert store.contains(keys_of(1)) == [False], "one part is none"
 
 
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even that")
+
+
+class Unprintable(StoreWrapper):
+    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        raise _Unprintable
+
+
+def test_an_error_that_cannot_be_printed_fails_its_call_and_no_step() -> None:
+    with opened(MemoryStore(SLOT_BYTES), Unprintable(MemoryStore(SLOT_BYTES))) as (store, two):
+        with pytest.raises(StoreError, match="node 1: _Unprintable"):
+            store.write(keys_of(1), slots(two, 0))
+        assert store.contains(keys_of(1)) == [False], "steps go on"
+
+
 @pytest.mark.parametrize("numbers", [(-1,), (0, 8)])
 def test_slots_that_a_node_lacks_are_a_failure(numbers: tuple[int, ...]) -> None:
     with opened(MemoryStore(SLOT_BYTES)) as (_, two):

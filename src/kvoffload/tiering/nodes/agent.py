@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import errno_of
 from kvoffload.logs import RateLimitedLog
 from kvoffload.tiering.nodes.link import AgentLink
 from kvoffload.tiering.nodes.messages import Act, Answer, News, Order, Packet
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.tier import TierLimits
+from kvoffload.tiering.tier import TierLimits, close_store
 from kvoffload.tiering.transfers import slice_blocks
 
 __all__ = ["AgentTier", "NodeAgent"]
@@ -164,12 +163,10 @@ class _Tier:
 
     def shutdown(self) -> None:
         self._runner.drain(self._drain_timeout_s)
-        if self._runner.shutdown(self._drain_timeout_s):
+        if self._runner.shutdown(self._drain_timeout_s) or not close_store(
+            self.store, self._label, self._drain_timeout_s
+        ):
             _log.warning("Tier %r: calls of its store hang on this node and are abandoned.", self._label)
-            return
-        closing = threading.Thread(target=self.store.close, name=f"kvoffload-{self._label}-close", daemon=True)
-        closing.start()
-        closing.join(self._drain_timeout_s)
 
     def _call_of(self, order: Order, rows: npt.NDArray[np.uint8]) -> Callable[[int, int], list[bool]]:
         store, keys, slots = self.store, order.keys, order.slots
@@ -223,7 +220,7 @@ class _Tier:
             if not result.is_last or not order.number:
                 return
             if failures:
-                put(Answer(order.number, error=_text_of(failures[0]), errno=_errno_of(failures[0])))
+                put(Answer(order.number, error=_text_of(failures[0]), errno=errno_of(failures[0])))
             else:
                 put(Answer(order.number, outcomes[: len(order.keys)], found or ()))
 
@@ -231,12 +228,10 @@ class _Tier:
 
 
 def _text_of(error: BaseException | None) -> str:
-    return "the call was queued for too long" if error is None else str(error) or type(error).__name__
-
-
-def _errno_of(error: BaseException | None) -> int | None:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in errno.errorcode:
-            return error.errno
-        error = error.__cause__
-    return None
+    if error is None:
+        return "the call was queued for too long"
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an error of a foreign store, and this is an engine's step
+        text = ""
+    return text or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from kvoffload.errors import ConfigError
@@ -20,6 +21,8 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     """A store in a directory of this host's file systems."""
 
     locality: ClassVar[str | None] = "LOCAL"
+    _make: ClassVar[Callable[..., BlockStore]]
+    """The store's class."""
 
     durability: Literal["none", "fsync"] = "none"
     """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
@@ -60,6 +63,17 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
         noticed = OtherKeys(store, lambda: others, f"tier {self.label!r}: {self.directory}")
         noticed.look()
         return noticed
+
+    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
+        return self._make(
+            self.directory,
+            block_bytes,
+            namespace,
+            self.bound_bytes,
+            durability=self.durability,
+            mode=self.mode,
+            secret=secret,
+        )
 
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:

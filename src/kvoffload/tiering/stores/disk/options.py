@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, causes
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.quota import check_memory
@@ -51,6 +51,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
 
     ``{"type": "disk", "path": ["/mnt/nvme0/kv", "/mnt/nvme1/kv"], "max_bytes": "400GiB"}``: several disks. Each block
     lies on one of them, and a disk that fails costs the blocks that it has."""
+
+    _make = DiskStore
 
     path: str | list[str]
     """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
@@ -99,25 +101,26 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         """Opens the disks at the same time. One that is broken, or does not answer in time, is left out if there are
         others."""
-        disks, stores, failures = self.each_disk(), list[BlockStore](), list[BaseException]()
+        disks = self.each_disk()
 
         def open_one(disk: DiskOptions) -> BlockStore:
             disk.check(block_bytes)
             return DirectoryOptions.open_store(disk, block_bytes, namespace)
 
         opened = in_time([partial(open_one, disk) for disk in disks], self.timeout_s, lambda store: store.close())
+        stores, paths, missing, failures = list[BlockStore](), list[str](), list[str](), list[BaseException]()
         for disk, outcome in zip(disks, opened, strict=True):
             if not isinstance(outcome, BaseException):
                 stores.append(outcome)
+                paths.append(disk.directory)
                 continue
             if isinstance(outcome, TimeoutError):
-                outcome = _caused(
-                    ConfigError(
-                        f"{disk.directory} did not open within {self.timeout_s:g} s (timeout_s of the {self.label!r} "
-                        "tier): look at its disk, or choose another directory."
-                    ),
-                    outcome,
+                late = ConfigError(
+                    f"{disk.directory} did not open within {self.timeout_s:g} s (timeout_s of the {self.label!r} "
+                    "tier): look at its disk, or choose another directory."
                 )
+                late.__cause__, outcome = outcome, late
+            missing.append(disk.directory)
             failures.append(outcome)
         mistakes = [failure for failure in failures if not _is_broken(failure)]
         if failures and (mistakes or not stores):
@@ -126,14 +129,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
             raise (mistakes or failures)[0]
         for failure in failures:
             logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
-        if len(disks) == 1:
-            return stores[0]
-        is_open = [not isinstance(outcome, BaseException) for outcome in opened]
-        paths, missing = (
-            [disk.directory for disk, is_so in zip(disks, is_open, strict=True) if is_so is wanted]
-            for wanted in (True, False)
-        )
-        return Striped(stores, self.threads, paths=paths, missing=missing)
+        return stores[0] if len(disks) == 1 else Striped(stores, self.threads, paths=paths, missing=missing)
 
     def check_place(self, beside_bytes: int = 0) -> None:
         """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
@@ -149,15 +145,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         self.check_place()
-        return DiskStore(
-            self.directory,
-            block_bytes,
-            namespace,
-            self.bound_bytes,
-            durability=self.durability,
-            mode=self.mode,
-            secret=secret,
-        )
+        return DirectoryOptions._open(self, block_bytes, namespace, secret)
 
     @property
     def quota(self) -> str:
@@ -187,15 +175,6 @@ def _size(path: str) -> int:
     return shutil.disk_usage(_existing(path)).total
 
 
-def _caused(error: ConfigError, cause: BaseException) -> ConfigError:
-    error.__cause__ = cause
-    return error
-
-
-def _is_broken(error: BaseException | None) -> bool:
+def _is_broken(error: BaseException) -> bool:
     """Whether a disk is to blame, and nobody's configuration."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _BROKEN:
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, OSError) and each.errno in _BROKEN for each in causes(error))

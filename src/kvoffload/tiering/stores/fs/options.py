@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.local import DirectoryOptions
@@ -20,6 +19,8 @@ _UNLIMITED = "unlimited"
 class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "fs", "path": "/mnt/shared/kv", "max_bytes": "20TiB"}``: a directory that many hosts may share, with
     one file per block. On a local disk ``disk`` is faster."""
+
+    _make = FileSystemStore
 
     path: str
     """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
@@ -45,17 +46,6 @@ class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
         if self.max_bytes is None or self.max_bytes == _UNLIMITED:
             return None
         return parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier", _UNLIMITED)
-
-    def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
-        return FileSystemStore(
-            self.directory,
-            block_bytes,
-            namespace,
-            self.bound_bytes,
-            durability=self.durability,
-            mode=self.mode,
-            secret=secret,
-        )
 
     def _two_blocks_bytes(self, block_bytes: int) -> int:
         return 2 * BlockFormat("", block_bytes).file_bytes
