@@ -99,8 +99,11 @@ class Places:
     def _where(
         self, request: Request, keys: Sequence[OffloadKey], most: float = inf, *, is_peek: bool = False
     ) -> tuple[list[Place], bool]:
-        """The place of each of ``keys``, and whether the next one is nowhere. ``most`` of them, and more while all are
-        here or the last one is unknown. What ``is_peek`` finds below is remembered."""
+        """The places of the leading ones of ``keys``, and whether they end because the next one is nowhere.
+
+        They end after ``most``, too, unless all so far are here or the last one is unknown. With ``is_peek``, what is
+        found below is remembered until the request has asked.
+        """
         found: list[Place] = []
         blocks = self._primary.slots.get_all(keys)
         are_here = True

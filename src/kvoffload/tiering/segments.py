@@ -92,9 +92,14 @@ def marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) 
 def gathered(
     survey: Sequence[Segment], cuts: Sequence[int], ends: Sequence[int] | None
 ) -> tuple[list[Segment], list[int]]:
-    """The blocks of ``survey`` in stretches, in each of which those in one place come together; and the ``ends``, which
-    rise (``None``: any), at which a stretch ends. One does at each of ``cuts``, before the first block of each place,
-    and after the last block of all."""
+    """A survey of many segments as one of few, to plan with.
+
+    The blocks are cut into stretches. Each stretch has one segment for each place: its blocks there, counted. A stretch
+    ends at each of ``cuts``, before the first block of each place, and after the last block.
+
+    Also returns where a hit may end: those of ``ends``, which rise, at which a stretch ends; without ``ends``, all ends
+    of stretches.
+    """
     firsts: dict[Place, int] = {}
     total = 0
     for place, num_blocks in survey:

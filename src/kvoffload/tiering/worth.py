@@ -17,9 +17,9 @@ __all__ = ["Choice", "Pace", "Run", "choose", "spread"]
 _PARTS = 8
 """A run of which several sources have the blocks is tried at its ends, at its bends, and at this many parts of it."""
 _PORTIONS = 256
-"""Blocks that several sources have are shared out in about so many portions, however many there are ..."""
+"""No portion is smaller than one in so many of all blocks: this bounds how long sharing them out takes."""
 _SHARE = 16
-"""... and those of a run in ever smaller ones: this part of what is left."""
+"""A portion of a run is one in so many of its blocks that are left, so that the last ones are small."""
 
 
 class Pace(NamedTuple):
