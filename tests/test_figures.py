@@ -60,6 +60,6 @@ def test_tables_of_fleets_are_made_anew_in_place(figures: dict[str, Any], tmp_pa
     )
 
 
-def test_the_page_of_sizes_has_its_tables(figures: dict[str, Any]) -> None:
-    _, *parts = (ROOT / "docs" / "sizing.md").read_text().split(figures["MARK"])
+def test_the_page_of_benchmarks_has_its_tables(figures: dict[str, Any]) -> None:
+    _, *parts = (ROOT / "docs" / "contributing" / "benchmarks.md").read_text().split(figures["MARK"])
     assert parts and all(part.startswith("\n| ") for part in parts)

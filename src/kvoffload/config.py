@@ -68,35 +68,32 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
     vLLM's ``LBHNC``."""
     record_trace: str | None = None
-    """File that receives a trace of the served requests, for ``kvoffload simulate``: ids, hashes of block keys and
-    lengths, no tokens. Its owner alone may read it. ``{pid}`` in it becomes the process id, for engines with several
-    schedulers. Default: none."""
+    """File that receives a trace of the served requests: ids, hashes and lengths, no tokens. Its owner alone may read
+    it. ``{pid}`` in it becomes the process id. Default: none."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
     weights_version: str | dict[str, str] | None = None
     """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Tiers keep
-    blocks under that name, and a reset that reads another name goes on with the blocks of that name. Any other reset
-    begins an epoch of the engine's own, which shares no block with others. Without a name, samples of the weights'
-    files tell weights apart, until the first reset. Default: none."""
+    blocks under that name. A reset that reads a new name goes on with that one's blocks; any other begins an epoch of
+    the engine's own. Without a name, the weights' files tell weights apart, until the first reset. Default: none."""
     adapters_never_change: bool = False
-    """No LoRA adapter is ever replaced under its name and path. Without this promise requests with an adapter are
+    """A promise: no LoRA adapter is ever replaced under its name and path. Without it requests with an adapter are
     computed without kvoffload where a tier's blocks outlive the process."""
     media_never_change: bool = False
-    """Clients give no image, video or sound a ``uuid`` that ever stands for another one. Without this promise requests
+    """A promise: no ``uuid`` that clients give an image, video or sound ever stands for another one. Without it requests
     with media are computed without kvoffload where a tier's blocks outlive the process."""
     reset_tiers: bool = True
-    """With false a reset leaves the tiers their blocks as long as ``weights_version`` stays the same, so that only host
-    memory is reset."""
+    """With false a reset under the same ``weights_version`` resets host memory alone."""
     load_policy: Literal["cost", "always"] = "cost"
     """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are loaded faster than computed, as measured
     while serving; ``"always"``, all."""
     prefill_tokens_per_s: float | None = None
-    """Prompt tokens that the engine computes in a second, as far as ``load_policy`` knows before it has measured them.
+    """Prompt tokens that the engine computes in a second, for ``load_policy`` until it has measured them.
     Default: measured."""
     max_wait_s: float = 10.0
-    """Seconds a request may wait, in all, for promotions and remote lookups before they count as misses."""
+    """Seconds that a request may wait, in all, for lower tiers. What has not come by then is a miss."""
     promotion_share: float = 0.75
-    """Share of host memory that waiting requests and promotions may take, one or all of them, above 0 and at most 1."""
+    """Share of host memory that waiting requests and promotions may take together, above 0 and at most 1."""
 
     @property
     def cpu_bytes(self) -> int:

@@ -168,13 +168,13 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "primary_eviction_age_seconds",
             _H,
-            "How long ago a block was stored when it was evicted; of the first block of each eviction.",
+            "Age of the first block of each eviction, since it was stored.",
             buckets=_AGE_SECONDS,
         ),
         Metric(
             "primary_reuse_age_seconds",
             _H,
-            "How long ago a block was stored when it was loaded to the device; of the first block of each load.",
+            "Age of the first block of each load to the device, since it was stored.",
             buckets=_AGE_SECONDS,
         ),
         # connector
@@ -186,12 +186,12 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "hit_tokens",
             _C,
-            "Prompt tokens to be loaded from offloaded blocks, out of lookup_tokens. Also counts loads that fail.",
+            "Of the lookup_tokens, those to be loaded from offloaded blocks, loads that fail included.",
         ),
         Metric(
             "tier_hit_tokens",
             _C,
-            "The hit_tokens by the tier in which a block lay when its request arrived; host memory is CPU.",
+            "The hit_tokens by the tier that had a block when its request arrived; host memory is CPU.",
             _TIER,
             ((HOST,),),
         ),
@@ -225,7 +225,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "cache_resets",
             _C,
-            "Resets, by the epoch that they began: the engine's own, that of a weights_version, or the tiers' old one.",
+            "Resets, by the epoch that they began: the engine's own, one named by a weights_version, or the old one, kept.",
             ("epoch",),
             (("own", "named", "kept"),),
         ),
@@ -260,15 +260,13 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "hint_score",
             _G,
-            "How much better recent uses of blocks were foreseen with hints than without, in natural logarithms summed "
-            "over about a hundred requests. Below 3, hints change no eviction.",
+            "How much better recent uses were foreseen with hints than without. Below 3, hints change no eviction.",
         ),
         Metric("hints_in_use", _G, "1 while evictions follow hints, 0 while there are none or they predict nothing."),
         Metric(
             "prefetches",
             _C,
-            "Calls of prefetch, by outcome: some of the prefix was promoted or in host memory already, none was "
-            "anywhere or found room, or the call was dropped since too many were open.",
+            "Prefetches, by outcome: some of the prefix was found, none was, or too many prefetches were open.",
             ("outcome",),
             (PREFETCH_OUTCOMES,),
         ),
@@ -321,8 +319,8 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "tier_breaker_last_trip_timestamp_seconds",
             _G,
-            "Since when the circuit breaker is open for this reason, or was last, in Unix time. The reason is an "
-            "errno, the name of an exception, or hang. A probe that fails for another reason changes it.",
+            "Unix time at which the circuit breaker was last opened, or kept open by a probe, for this reason: an errno, "
+            "the name of an exception, or hang.",
             ("tier", "direction", "reason"),
         ),
         Metric(
@@ -358,7 +356,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "tier_other_keys",
             _G,
-            "Keys that this server lacks, and under which others keep blocks of its namespace there: misses.",
+            "Seal or encryption keys that this server lacks, and under which others keep blocks of its namespace.",
             _TIER,
             ((),),
         ),
@@ -366,7 +364,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "tier_disk_out",
             _G,
-            "Whether one disk of several fails or hangs, or did not open: 1 while it is out.",
+            "1 while one disk of several fails or hangs, or after it did not open.",
             _TIER_DISK,
         ),
         Metric("tier_disk_failures", _C, "Calls that failed on one disk of several, or found it hanging.", _TIER_DISK),
@@ -376,15 +374,14 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "tier_queued_blocks",
             _G,
-            "Blocks queued or being worked on in the tier. Those of the queue store are its backlog of writes.",
+            "Blocks queued or being worked on in the tier. The queue store is its backlog of writes.",
             ("tier", "queue"),
             ((), ("lookup", "load", "store")),
         ),
         Metric(
             "tier_declined_blocks",
             _C,
-            "Blocks found in the tier and not loaded, by reason: computing them was expected to be faster, or was. "
-            "Host memory is CPU.",
+            "Blocks found in the tier and not loaded, by reason. Host memory is CPU.",
             ("tier", "reason"),
             ((HOST,), ("slow", "busy", "late", "unmeasured")),
         ),
@@ -404,7 +401,7 @@ METRICS: dict[str, Metric] = _table(
         Metric(
             "promotions_refused",
             _C,
-            "Promotions not started, by reason. A block counts once for a request, however often it asks.",
+            "Blocks not promoted, by reason, once for each request.",
             ("reason",),
             (tuple(miss.label for miss in REFUSALS),),
         ),

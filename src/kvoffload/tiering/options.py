@@ -78,11 +78,11 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
     """``"request_level"`` writes all blocks of a request to the tier, hits included."""
     read_bytes_per_s: int | str | None = None
-    """Bytes that the tier reads in a second, such as ``"3GB"``, as far as ``load_policy`` knows before it has measured
-    them. Default: measured."""
+    """Bytes that the tier reads in a second, such as ``"3GB"``, for ``load_policy`` until it has measured them.
+    Default: measured."""
     exclusive: bool = False
-    """No other process writes to this tier. After the scan at start-up, unknown blocks are misses at once. Without
-    effect on ``redis``, ``object`` and ``mooncake``, which are asked and not scanned."""
+    """No other process writes to this tier, so unknown blocks are misses once the scan at the start has ended. Without
+    effect on ``redis``, ``object`` and ``mooncake``, which are always asked."""
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
@@ -184,9 +184,9 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
 
     seal_key: Keys | None = None
     """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
-    Of a list, the first one seals and all are read, so that keys can be exchanged. Default: none."""
+    Of a list, the first one seals and all are read. Default: none."""
     encryption_key: Keys | None = None
-    """In the place of ``seal_key``, and given like it: blocks are encrypted, too (AES-256-GCM). Default: none."""
+    """Instead of ``seal_key``, and given like it: blocks are encrypted, too (AES-256-GCM). Default: none."""
 
     @property
     def holds_secrets(self) -> bool:
