@@ -80,8 +80,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A promise: no LoRA adapter is ever replaced under its name and path. Without it requests with an adapter are
     computed without kvoffload where a tier's blocks outlive the process."""
     media_never_change: bool = False
-    """A promise: no ``uuid`` that clients give an image, video or sound ever stands for another one. Without it requests
-    with media are computed without kvoffload where a tier's blocks outlive the process."""
+    """A promise: no ``uuid`` of an image, video or sound ever stands for another one. Without it requests with media
+    are computed without kvoffload where a tier's blocks outlive the process."""
     reset_tiers: bool = True
     """With false a reset under the same ``weights_version`` resets host memory alone."""
     load_policy: Literal["cost", "always"] = "cost"

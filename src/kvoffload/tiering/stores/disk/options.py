@@ -45,22 +45,18 @@ _LOOK_S = 5.0
 
 
 class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
-    """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which several servers of one
-    host may share, but not several hosts. On a memory file system, such as ``/dev/shm``, it is a pool that the engines
-    of a machine share.
-
-    ``{"type": "disk", "path": ["/mnt/nvme0/kv", "/mnt/nvme1/kv"], "max_bytes": "400GiB"}``: several disks. Each block
-    lies on one of them, and a disk that fails costs the blocks that it has."""
+    """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which the servers of one host
+    may share, or a pool in ``/dev/shm``. With a list of paths, several disks, each with a part of the blocks."""
 
     _make = DiskStore
 
     path: str | list[str]
-    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
-    missing. A list has a directory on each of several disks, in any order."""
+    """The directory, absolute or from ``~`` on; it is made if it is missing. Or a list: a directory on each of several
+    disks, in any order."""
     max_bytes: int | str | list[int | str] | None = None
-    """Quota on all that is below ``path``; then the blocks that were used least recently are written over. Of several
-    disks together, each by its size, or in a list for each of them. Required on a memory file system. Default: all but
-    a tenth of the disk."""
+    """Quota on all that is below ``path``; beyond it the least recently used blocks are written over. Of several disks
+    together, shared out by their sizes, or a list with one for each. Required on a memory file system. Default: all
+    but a tenth of the disk."""
 
     @property
     def directories(self) -> tuple[str, ...]:

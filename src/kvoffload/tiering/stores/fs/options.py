@@ -23,8 +23,7 @@ class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
     _make = FileSystemStore
 
     path: str
-    """The directory, from ``/`` or ``~`` on: the home directory of the user who runs the engine. It is made if it is
-    missing."""
+    """The directory, absolute or from ``~`` on; it is made if it is missing."""
     max_bytes: int | str | None = None
     """Quota on all files below ``path``, which holds within a tenth; the oldest blocks are deleted. Give all hosts the
     same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""

@@ -27,8 +27,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     ``redis+sentinel://host:26379,host:26379/SERVICE/0`` (``rediss+sentinel://``), which follows the primary that the
     sentinels name. As text, ``{"file": path}`` or ``{"env": name}``."""
     ttl: str | float = "7d"
-    """The age at which a block expires, since blocks are made from prompts: seconds, text with a unit such as
-    ``"24h"``, or ``"never"``, which leaves it to the server's eviction."""
+    """The age at which a block expires: seconds, text with a unit such as ``"24h"``, or ``"never"``, which leaves it to
+    the server's eviction."""
     cluster: bool = False
     """The URL names a node of a cluster; the others are learned from it."""
     prefix: str = "kvoffload"
@@ -38,8 +38,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     password: Secret | None = None
     """Instead of the one in the URL; text, ``{"file": path}`` or ``{"env": name}``. Default: the URL's."""
     sentinel_username: str | None = None
-    """For the sentinels of the URL, which are never shown the servers' credentials. Refused without
-    sentinels. Default: none."""
+    """For the sentinels of the URL, which never see the servers' credentials. Default: none."""
     sentinel_password: Secret | None = None
     """Theirs, given like ``password``. Default: none."""
     tls_ca: str | None = None
