@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.testing.clock import ManualClock
-from kvoffload.tiering.links import OVERDUE_S, Link
+from kvoffload.tiering.links import LATE, OVERDUE_S, Link
 from kvoffload.tiering.worth import Pace
 
 
@@ -125,3 +125,20 @@ def test_a_read_that_brought_nothing_is_no_sample() -> None:
     link.end([3], 0, None)
     link.measure()
     assert link.speed is None
+
+
+def test_a_tier_that_has_become_slow_is_late_by_its_new_speed() -> None:
+    """Not only once a read takes as many times as long as those did that showed it."""
+    clock = ManualClock()
+    link = make_link(clock)
+    for seconds in (0.1, 0.1, 0.1, 1.0, 1.0):
+        link.begin(2)
+        link.submit([0])
+        link.submit([1])
+        for slot in (0, 1):
+            clock.advance(seconds)
+            link.end([slot], 1, None)
+        link.measure()
+    link.begin(1)
+    link.submit([0])
+    assert link.late_s() == pytest.approx(LATE * 1.0)

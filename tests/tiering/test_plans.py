@@ -62,6 +62,19 @@ def test_a_tier_that_becomes_slow_amid_a_load_is_left() -> None:
     assert rig.serve(world).first_token_s <= 1.3 * 400 * COMPUTE_S
 
 
+@pytest.mark.parametrize("factor", [20, 300])
+def test_a_tier_that_has_become_slow_costs_two_requests_a_tenth(factor: int) -> None:
+    """Twelve were a quarter later than computing: of a short prompt, as long as an answer may take."""
+    rig = PlanRig([(COMPUTE_S / 20, None), (COMPUTE_S / 4, None)])
+    world, compute_s = World(20, [frozenset(range(20))] * 2), 20 * COMPUTE_S
+    for _ in range(20):
+        rig.serve(world)
+    rig.tiers[0].block_s *= factor
+    first_s = [rig.serve(world).first_token_s for _ in range(14)]
+    assert max(first_s) <= 1.1 * compute_s + rig.step_s
+    assert max(first_s[2:]) <= 0.3 * compute_s, "the other tier takes a quarter"
+
+
 @pytest.mark.parametrize("num_blocks", [120, 8])
 @pytest.mark.parametrize("pace", [0.02, 0.5, 2.0, 20.0])
 @pytest.mark.parametrize("answer_s", [None, 0.05, 0.2])

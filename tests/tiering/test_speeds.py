@@ -59,8 +59,12 @@ def test_a_stall_does_not_count() -> None:
     assert link.speed.seconds(64 * MB) == pytest.approx(0.065, rel=0.05)
 
 
-@pytest.mark.parametrize(("interval_s", "enough"), [(0.1, 20), (5.0, 3)])
-def test_a_lasting_change_is_believed(interval_s: float, enough: int) -> None:
+@pytest.mark.parametrize(
+    ("factor", "interval_s", "enough"), [(2, 0.1, 20), (2, 5.0, 3), (10, 0.1, 2), (10, 5.0, 2), (0.1, 0.1, 2)]
+)
+def test_a_lasting_change_is_believed_and_a_large_one_at_the_second_read(
+    factor: float, interval_s: float, enough: int
+) -> None:
     clock = ManualClock()
     link = LinkSpeedEstimator(clock)
     for _ in range(50):
@@ -68,8 +72,19 @@ def test_a_lasting_change_is_believed(interval_s: float, enough: int) -> None:
         link.add(64 * MB, 0.064)
     for _ in range(enough):
         clock.advance(interval_s)
-        link.add(64 * MB, 0.64)
-    assert link.speed == Pace(0.0, pytest.approx(1e-8))
+        link.add(64 * MB, factor * 0.064)
+    assert link.speed == Pace(0.0, pytest.approx(factor * 1e-9))
+
+
+@pytest.mark.parametrize("is_small_first", [True, False])
+def test_reads_of_another_size_are_no_change(is_small_first: bool) -> None:
+    """What a block takes in a small read is mostly latency."""
+    link = LinkSpeedEstimator(ManualClock())
+    small, large = (1, 0.0101), (100, 0.02)
+    first, second = (small, large) if is_small_first else (large, small)
+    for _ in range(10):
+        link.add(*first)
+    assert [link.add(*second) for _ in range(2)] == [False, False]
 
 
 def test_a_quiet_period_is_not_forgotten() -> None:

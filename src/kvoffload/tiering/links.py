@@ -126,8 +126,8 @@ class Link:
         if self._last_end_s <= self._busy_since_s:
             return False
         num_ended = self._num_ended
-        if num_ended:
-            self.estimator.add(num_ended, self._last_end_s - self._busy_since_s)
+        if num_ended and self.estimator.add(num_ended, self._last_end_s - self._busy_since_s):
+            self._ratios.clear()
         self._num_ended, self._busy_since_s = 0, self._last_end_s
         return num_ended > 0
 

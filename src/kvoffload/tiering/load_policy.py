@@ -132,25 +132,17 @@ class LoadPlanner:
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
 
     def _state_of(self, link: Link, share: float) -> LinkState:
-        speed, answers = link.speed, link.answers
-        if speed is None:
-            room_blocks = max(0, self._num_blocks(PROBE_BYTES) - link.num_due)
-            return LinkState(
-                None,
-                room_blocks=room_blocks,
-                is_idle=not link.num_outstanding,
-                answer_s=answers.seconds,
-                found_share=answers.found_share,
-            )
-        queue_s = link.queue_s()
-        reason: Declined = "slow" if self._slowness(link) > 1 - LEAST_GAIN else "busy"
+        speed, queue_s = link.speed, link.queue_s()
+        is_slow = self._slowness(link) > 1 - LEAST_GAIN
         return LinkState(
-            Pace(queue_s + speed.first_s, speed.block_s * link.slowdown() * share),
+            None if speed is None else Pace(queue_s + speed.first_s, speed.block_s * link.slowdown() * share),
             queue_s,
-            reason=reason,
-            portion_s=self._portion_s(speed),
-            answer_s=answers.seconds,
-            found_share=answers.found_share,
+            room_blocks=max(0, self._num_blocks(PROBE_BYTES) - link.num_due),
+            is_idle=not link.num_outstanding,
+            reason="unmeasured" if speed is None else "slow" if is_slow else "busy",
+            portion_s=PORTION_S if speed is None else self._portion_s(speed),
+            answer_s=link.answers.seconds,
+            found_share=link.answers.found_share,
         )
 
     def _portion_s(self, speed: Pace) -> float:

@@ -62,9 +62,9 @@ class LinkState:
     queue_s: float = 0.0
     """Until all that is outstanding has arrived."""
     room_blocks: int = 0
-    """Blocks that may be read from it while it was never measured, ..."""
+    """Blocks that may be read from it while it was never measured."""
     is_idle: bool = False
-    """... and none of them is being read."""
+    """Nothing is outstanding."""
     reason: Declined = "unmeasured"
     """Why blocks of it are declined now, if they are."""
     portion_s: float = PORTION_S
@@ -175,9 +175,9 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     if stop > here:
         first = next(segment.place for segment in segments if segment.place != HERE)
         link = speeds.links[(first.tiers or first.unknown)[0]]
-        if link.pace is None or (not first.tiers and link.answer_s is None):
-            deadline_s = min(deadline_s, earned_s + LEAST_GAIN * compute_s)
-        elif first.tiers and not first.is_arriving and deadline_s > 0:
+        if first.tiers or link.answer_s is None:
+            deadline_s = max(min(afford_s, earned_s + LEAST_GAIN * compute_s), so_far.granted_s)
+        if first.tiers and link.pace is not None and not first.is_arriving and deadline_s > 0:
             portion_s = min(max(portion_s, link.pace.block_s), link.portion_s)
             due_s = PATIENCE * (link.pace.first_s + portion_s)
             if due_s > deadline_s and best.saved_s < due_s:
@@ -281,7 +281,8 @@ class _Options:
             if block < at:
                 if len(place.tiers) < 2 or self._speeds.block_compute_s >= FOREVER:
                     return None
-                return next((tier for tier in place.tiers[::-1] if links[tier].is_idle), None)
+                new = (tier for tier in place.tiers[::-1] if links[tier].pace is None and links[tier].is_idle)
+                return next(new, None)
         return None
 
     def choose(self, waited: Sequence[int]) -> Choice:

@@ -2,13 +2,14 @@
 """How fast links and the engine are, estimated from their own work.
 
 Estimates are medians over the last moments. So a stall now and then does not count, and a lasting change does as soon
-as most of what was seen lately shows it. In a quiet period the last samples are kept, however old.
+as most of what was seen lately shows it; a large one of a link, once two reads in a row do. In a quiet period the last
+samples are kept, however old.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from statistics import median
 
@@ -20,6 +21,8 @@ __all__ = ["AnswerEstimator", "LinkSpeedEstimator", "PrefillSpeedEstimator", "fi
 _WINDOW = 24
 _WINDOW_S = 15.0
 _KEPT = 3
+_CHANGE = 3.0
+"""A link has changed when two reads in a row took this many times as long as those before, or as little."""
 _ANSWERS = 7
 """Answers whose median says how long the next one takes."""
 _CLOSE_S, _CLOSE = 0.002, 0.25
@@ -51,6 +54,12 @@ class _Window:
             self._added_s.popleft()
         return self._samples
 
+    def keep(self, count: int) -> None:
+        """Forgets all but the last ``count``."""
+        while len(self._samples) > count:
+            self._samples.popleft()
+            self._added_s.popleft()
+
     @property
     def newest_s(self) -> float:
         """When the last one was added."""
@@ -74,6 +83,19 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
     rise_s = median([seconds for _, seconds in large]) - median([seconds for _, seconds in small])
     block_s = max(rise_s / (high - low), min(per_block))
     return Pace(max(0.0, median([seconds - size * block_s for size, seconds in ordered])), block_s)
+
+
+def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
+    """Whether the last two samples of (blocks, seconds) are both slower than those before them, or both faster, by
+    ``_CHANGE`` and whatever part of these was latency."""
+    *before, one, last = samples
+    return all(
+        seconds > _CHANGE * median([each_s * max(1.0, size / each) for each, each_s in before])
+        for size, seconds in (last, one)
+    ) or all(
+        seconds * _CHANGE < median([each_s * min(1.0, size / each) for each, each_s in before])
+        for size, seconds in (last, one)
+    )
 
 
 def weighted_median(values: Collection[tuple[float, float]]) -> float:
@@ -100,11 +122,16 @@ class LinkSpeedEstimator:
         self._clock = clock
         self._window = _Window(clock)
 
-    def add(self, num_blocks: float, seconds: float) -> None:
-        """``num_blocks`` took ``seconds`` while nothing was queued before them."""
-        self._new = self._window.add((num_blocks, max(seconds, 1e-9)))
+    def add(self, num_blocks: float, seconds: float) -> bool:
+        """``num_blocks`` took ``seconds`` while nothing was queued before them. Returns whether the link has changed:
+        what was seen before the last two samples counts no longer."""
+        self._new = samples = self._window.add((num_blocks, max(seconds, 1e-9)))
         self.measured_s = self._clock()
         self.num_samples += 1
+        is_changed = len(samples) > 2 and _has_changed([*samples])
+        if is_changed:
+            self._window.keep(2)
+        return is_changed
 
     @property
     def speed(self) -> Pace | None:
