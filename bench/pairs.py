@@ -5,8 +5,8 @@
 
 Each pair runs every benchmark in both trees, the second one first in every other pair. A row is compared by its ratio
 to its reference of the same run, or by its value if it has none. The figure is that of now over that of before, turned
-so that above 1 is worse: the median of the pairs, and the range. Rows of only one of the trees are left out. The exit
-code is 1 if a median is above ``--most``.
+so that above 1 is worse: the median of the pairs, and the range. Rows of only one of the trees are left out, and a pair
+of which one run fails. The exit code is 1 if a median is above ``--most``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def main() -> None:
         for number in range(options.pairs):
             for name in options.names:
                 trees = [ROOT, before] if number % 2 else [before, ROOT]
-                found = {tree: _rows(tree, name, options.short) for tree in trees}
+                try:
+                    found = {tree: _rows(tree, name, options.short) for tree in trees}
+                except subprocess.CalledProcessError as exc:
+                    print(f"pair {number + 1}, {name}: {exc}\n{exc.stderr[-2000:]}", file=sys.stderr, flush=True)
+                    continue
                 for case in found[ROOT].keys() & found[before].keys():
                     worse.setdefault(case, []).append(_worse(found[ROOT][case], found[before][case]))
             print(f"pair {number + 1} of {options.pairs}", file=sys.stderr, flush=True)
@@ -64,6 +68,8 @@ def _rows(tree: Path, name: str, short: bool) -> dict[str, Mapping[str, Any]]:
             cwd=tree,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree)])},
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             check=True,
         )
         return {f"{name}: {row['case']}": row for row in json.loads(Path(file.name).read_text())}

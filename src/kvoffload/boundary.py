@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 __all__ = ["Boundary", "guarded", "up_to_a_miss"]
@@ -37,10 +37,7 @@ def guarded(
     name, parameters = method.__name__, [*inspect.signature(method).parameters.values()][1:]
 
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        given: tuple[object, ...] = args
-        if kwargs:  # by place: foreign code may call its parameters what it likes
-            last = max(at for at, each in enumerate(parameters) if each.name in kwargs)
-            given += tuple(kwargs.get(each.name, each.default) for each in parameters[len(args) : last + 1])
+        given: tuple[object, ...] = args if not kwargs else _by_place(parameters, args, kwargs)
         try:
             answered: R = getattr(self.inner, name)(*given)
             return answered if answer is None else answer(answered, *given)
@@ -52,6 +49,14 @@ def guarded(
 
     call.__name__, call.__qualname__, call.__doc__ = name, method.__qualname__, method.__doc__
     return call
+
+
+def _by_place(
+    parameters: Sequence[inspect.Parameter], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...]:
+    """Foreign code may call its parameters what it likes."""
+    last = max(at for at, each in enumerate(parameters) if each.name in kwargs)
+    return args + tuple(kwargs.get(each.name, each.default) for each in parameters[len(args) : last + 1])
 
 
 def up_to_a_miss(answers: Sequence[object], keys: Sequence[object], *_: object) -> list[bool | None]:

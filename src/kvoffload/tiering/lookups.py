@@ -88,7 +88,7 @@ class Lookups:
 
     def end_step(self) -> None:
         self.forget()  # what one request peeked at says nothing of what others wait for
-        progress = self._places.progress()
+        progress = self._places.progress() if self._waits.are_any else None
 
         def is_answered(request: Request, question: Question) -> bool:
             knows_no_more = progress is not None and question.progress == progress
