@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,3 +85,25 @@ def test_whether_the_certificate_is_checked() -> None:
 def test_a_key_needs_its_certificate() -> None:
     with pytest.raises(ConfigError, match="tls_key needs its tls_cert"):
         Connector(parse_url("rediss://kv"), Timeouts(), Access(tls_key="kv.key"))
+
+
+def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_path: Path) -> None:
+    authority, context = Authority(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority.server)
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        time.sleep(0.3)
+        with suppress(OSError), context.wrap_socket(peer, server_side=True) as served:
+            served.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=serve)
+        thread.start()
+        access = Access(tls_ca=authority.ca)
+        connector = Connector(parse_url(f"rediss://127.0.0.1:{port}"), Timeouts(connect_s=30.0), access)
+        addresses = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+        connector._resolver._resolve = lambda *_: addresses * 600  # type: ignore[method-assign]
+        connector.connect(connector.address).close()
+        thread.join()

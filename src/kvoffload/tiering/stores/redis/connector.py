@@ -178,6 +178,7 @@ class Connector:
         sock = self._socket(address)
         try:
             if self._access is not None:
+                sock.settimeout(self.timeouts.connect_s)  # of several addresses one had a share of it
                 sock = _tls(self._access).wrap_socket(sock, server_hostname=address.host)
             wire = open_wire(sock)
             self._greet(wire)
