@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from itertools import islice
 from types import ModuleType
 
 import pytest
@@ -18,6 +19,7 @@ from kvoffload.errors import (
     LayoutError,
     MissingExtraError,
     UnknownNameError,
+    causes,
     suggest,
 )
 
@@ -50,6 +52,12 @@ def test_mistakes_of_the_caller_are_config_errors_and_value_errors(kind: type[Ex
     assert issubclass(kind, ConfigError)
     assert issubclass(kind, ValueError)
     assert issubclass(MissingExtraError, ImportError)
+
+
+def test_an_error_that_is_its_own_cause_is_named_once() -> None:
+    first, last = ValueError(), OSError()
+    first.__cause__, last.__cause__ = last, first
+    assert [*islice(causes(first), 3)] == [first, last]
 
 
 def test_suggestions() -> None:

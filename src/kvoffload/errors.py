@@ -26,6 +26,7 @@ __all__ = [
     "causes",
     "errno_of",
     "suggest",
+    "text_of",
 ]
 
 
@@ -96,8 +97,10 @@ class Problems:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
-    while error is not None:
+    """``error``, what it was raised from, and so on, each once: ``raise error from error`` makes a circle."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__
 
@@ -106,6 +109,15 @@ def errno_of(error: BaseException | None) -> int | None:
     """The operating system's number for ``error`` or its first cause that has one."""
     numbers = (each.errno for each in causes(error) if isinstance(each, OSError))
     return next((number for number in numbers if number in errno.errorcode), None)
+
+
+def text_of(error: BaseException) -> str:
+    """What ``error`` says, its class if it says nothing, or cannot: it may be foreign."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - its ``__str__`` is foreign too
+        text = ""
+    return text or type(error).__name__
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 from tests.tiering.store_rig import BLOCK_BYTES, CONTEXT, Region, Rig
@@ -71,6 +71,29 @@ def test_one_line_when_a_tier_goes_off_and_one_when_it_comes_back(make, caplog: 
     assert on.startswith("Tier 'mem' is used for reading again. It was off:")
     assert "the disk is gone" in off
     assert "the disk is gone" in on
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise UnicodeError("no")
+
+
+def test_a_failure_that_cannot_be_printed_counts_as_any_other(make) -> None:
+    rig, keys = make().start(), keys_of(1, 2)
+    rig.store_blocks(keys)
+    rig.store.broken = {"read_into": Unprintable(), "contains": Unprintable()}
+    for _ in range(2):
+        assert not rig.load_blocks(keys[:1]).success
+    assert rig.ask(keys_of(9)) == [None]
+    assert not rig.load_blocks(keys[:1]).success
+    assert not rig.is_in_use
+    rig.until_answered()
+    rig.clock.advance(1.5)
+    rig.step()  # a probe, which fails
+    rig.until_idle()
+    rig.store.broken = {}
+    rig.clock.advance(10)
+    rig.until(lambda: rig.is_in_use)
 
 
 def test_failing_lookups_become_misses(make) -> None:
@@ -447,6 +470,41 @@ def test_a_probe_fails_while_no_block_can_be_read(make) -> None:
         assert not rig.is_in_use
     store.bad = frozenset()
     rig.clock.advance(100)
+    rig.until(lambda: rig.is_in_use)
+
+
+class Restless(Collection[OffloadKey]):
+    """Keys of a store, of which another thread adds one while they are listed, the first time."""
+
+    def __init__(self, keys: Sequence[OffloadKey]) -> None:
+        self._keys, self._is_quiet = keys, False
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        if not self._is_quiet:
+            self._is_quiet = True
+            raise RuntimeError("dictionary changed size during iteration")
+        return iter(self._keys)
+
+
+def test_a_store_whose_keys_change_while_a_probe_looks_for_some_is_probed_again(make) -> None:
+    rig, keys = make(), keys_of(1, 2)
+    rig.below(keys)
+    rig.store.resident = Restless(keys)
+    rig.start()
+    rig.store.broken = {"read_into": StoreError("no")}
+    for _ in range(3):
+        assert not rig.load_blocks(keys[:1]).success
+    assert not rig.is_in_use
+    rig.store.broken = {}
+    rig.clock.advance(2)
+    with pytest.raises(RuntimeError, match="changed size"):
+        rig.tier.on_schedule_end()
     rig.until(lambda: rig.is_in_use)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import causes, errno_of
+from kvoffload.errors import causes, errno_of, text_of
 from kvoffload.metrics import Sample, Stats
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
@@ -63,7 +63,8 @@ class StoreHealth:
                     self._warn("is used for %s again. It was off: %s", self._why_off)
             case IoStatus.FAILED:
                 self._failed_keys = result.keys or self._failed_keys
-                self.record_failure(_reason_of(result.error), str(result.error))
+                assert result.error is not None, "what has failed has raised"
+                self.record_failure(_reason_of(result.error), text_of(result.error))
             case IoStatus.CANCELLED:
                 self.breaker.cancel_probe()
 
@@ -126,9 +127,9 @@ class StoreHealth:
         return stats
 
 
-def _reason_of(error: BaseException | None) -> str:
+def _reason_of(error: BaseException) -> str:
     """One of few words for a failure, without any of its text: an errno's name, or the class."""
     if (number := errno_of(error)) is not None:
         return errno.errorcode[number]
-    *_, first = [None, *causes(error)]
+    *_, first = causes(error)
     return type(first).__name__

@@ -99,9 +99,9 @@ class Questions:
             return found + [False] * (stop - start - len(found))
 
         def ended(result: IoResult) -> None:
-            self._reads.record(result)
             self._index.end_hang(result.keys)
             self._asking.difference_update(result.keys)
+            self._reads.record(result)
             if result.status is IoStatus.DONE:
                 found = answers.pop(result.start)
                 for key, is_present in zip(result.keys, found):

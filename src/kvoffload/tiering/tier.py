@@ -355,7 +355,12 @@ class StoreTier(SecondaryTierManager):
     def _submit_probe(self) -> None:
         """Asks for a few blocks, and reads those that are present, into memory of the probe's own. One of them is
         enough: a bad block does not keep reading off."""
-        keys, store, num_bytes = self._reads.keys_to_probe(self._index), self._store, self.block_bytes
+        store, num_bytes = self._store, self.block_bytes
+        try:
+            keys = self._reads.keys_to_probe(self._index)
+        except Exception:  # a store's own collection is foreign, and may change while it is listed
+            self._reads.breaker.cancel_probe()  # so that the next step tries again
+            raise
 
         def probe(start: int, stop: int) -> list[bool]:
             found = [key for key, is_here in zip(keys, store.contains(keys), strict=True) if is_here]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import errno_of
+from kvoffload.errors import StoreError, errno_of, text_of
 from kvoffload.logs import RateLimitedLog
 from kvoffload.tiering.nodes.link import AgentLink
 from kvoffload.tiering.nodes.messages import Act, Answer, News, Order, Packet
@@ -85,7 +85,7 @@ class NodeAgent:
                     raise ValueError("the node has no such slots")
                 tier.begin(order, rows, self._answers.append)
             except Exception as exc:  # noqa: BLE001 - an order that cannot begin has failed
-                self._answers.append(Answer(order.number, error=_text_of(exc)))
+                self._answers.append(Answer(order.number, error=text_of(exc)))
 
     def take_packets(self) -> tuple[Packet, ...]:
         """What goes back to the scheduler with this step."""
@@ -211,27 +211,17 @@ class _Tier:
         found: list[OffloadKey] | None = None,
     ) -> None:
         outcomes = [False] * num_items
-        failures: list[BaseException | None] = []
+        failures: list[BaseException] = []
 
         def ended(result: IoResult) -> None:
             outcomes[result.start : result.stop] = result.outcomes
             if result.status is not IoStatus.DONE:
-                failures.append(result.error)
+                failures.append(result.error or StoreError("the call was queued for too long"))
             if not result.is_last or not order.number:
                 return
             if failures:
-                put(Answer(order.number, error=_text_of(failures[0]), errno=errno_of(failures[0])))
+                put(Answer(order.number, error=text_of(failures[0]), errno=errno_of(failures[0])))
             else:
                 put(Answer(order.number, outcomes[: len(order.keys)], found or ()))
 
         self._runner.submit(IoTask(queue, num_items, work, order.keys, ended), slice_items)
-
-
-def _text_of(error: BaseException | None) -> str:
-    if error is None:
-        return "the call was queued for too long"
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - an error of a foreign store, and this is an engine's step
-        text = ""
-    return text or type(error).__name__
