@@ -194,6 +194,29 @@ def test_the_lock_is_let_go_between_blocks(slabs: Slabs) -> None:
     slabs._lock = lock
 
 
+def test_to_list_keys_takes_no_longer_for_slots_that_are_empty(slabs: Slabs, tmp_path: Path) -> None:
+    """A probe lists some on the scheduler's thread, and a large disk may have few blocks."""
+    directory = os.open(tmp_path, os.O_RDONLY)
+    slabs.register(SlabFile.create("large", LAYOUT, 64_000, directory, Access()), is_own=True)
+    os.close(directory)
+    put(slabs, slabs.by_name["large"], 1, 2)
+    lock, num_holds = slabs._lock, 0
+
+    class Watched:
+        def __enter__(self) -> None:
+            nonlocal num_holds
+            num_holds += 1
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    slabs._lock = Watched()  # type: ignore[assignment]
+    assert sorted(slabs.resident) == sorted(KEYS[1:3])
+    assert num_holds <= 3
+    slabs._lock = lock
+
+
 def test_a_key_that_is_given_twice_is_discarded_once(slabs: Slabs) -> None:
     put(slabs, slabs.by_name["a"], 0, 1)
     slabs.release(slabs.discard(hashed(1, 0, 1)))

@@ -246,9 +246,12 @@ class Slabs:
     def keys(self) -> Iterator[Sequence[OffloadKey]]:
         """The keys that are known by now, in batches."""
         for slab in self.snapshot():
-            for first in range(0, slab.file.num_slots, _KEYS_AT_ONCE):
-                if keys := self._keys_in(slab, first):
-                    yield keys
+            lengths = slab.view()["length"]
+            for start in range(0, len(lengths), _SLOTS_AT_ONCE):  # of which most may be empty
+                held = (np.flatnonzero(lengths[start : start + _SLOTS_AT_ONCE]) + start).tolist()
+                for first in range(0, len(held), _KEYS_AT_ONCE):
+                    if keys := self._keys_in(slab, held[first : first + _KEYS_AT_ONCE]):
+                        yield keys
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         if not self._lost:
@@ -609,12 +612,12 @@ class Slabs:
                 self._allocator.release(run)
             slab.early.clear()
 
-    def _keys_in(self, slab: Slab, first: int) -> list[OffloadKey]:
+    def _keys_in(self, slab: Slab, indexes: Sequence[int]) -> list[OffloadKey]:
         keys = list[OffloadKey]()
         with self._lock:
             if slab.is_dropped:
                 return keys
-            for index in range(first, min(first + _KEYS_AT_ONCE, slab.file.num_slots)):
+            for index in indexes:
                 entry = slab.entry(index)
                 key = key_in(entry) or self._long_keys.get(bytes(entry[PROBE_AT:]))
                 # Of several slots with one block, the one that is found counts.
