@@ -87,6 +87,25 @@ def test_slots_of_a_slab_that_is_being_taken_in_are_free_when_their_blocks_are_d
     slabs.check_invariants()
 
 
+def test_a_slab_that_cannot_be_taken_in_is_closed_whatever_the_reason(
+    slabs: Slabs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY)
+    file = SlabFile.create("c", LAYOUT, 8, directory, Access())
+
+    def fail(*arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(slabs._index, "make_room", fail)
+        with pytest.raises(MemoryError):
+            slabs.register(file, is_own=True)
+    again = SlabFile.open("c", LAYOUT, directory, Access())
+    assert again.try_lock()
+    slabs.register(again, is_own=True)
+    os.close(directory)
+
+
 def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:
     """A write failed, all of it or in part, or ended with an exception."""
     for good, num_free in (([], 16), ([Run(1, 2)], 14)):

@@ -295,7 +295,7 @@ class Slabs:
                 slab = Slab(self._next_number(), file, entries, changes, used_ns)
                 self.open[slab.number] = self.by_name[file.name] = slab
                 self._index.tables[slab.number] = entries
-        except OSError:
+        except BaseException:  # such as too little memory: nobody else would close it, and it is locked
             file.close()
             raise
         hashes, slots = table["hash"][held], held + slab.number * SLAB_STRIDE
