@@ -253,6 +253,15 @@ def test_times_of_use_of_a_slab_that_was_dropped_meanwhile_stay(slabs: Slabs) ->
     slabs.unpin([pinned])
 
 
+def test_a_clock_beyond_the_times_that_a_table_has_is_written_down_as_the_last_of_them(slabs: Slabs) -> None:
+    slab = slabs.by_name["a"]
+    put(slabs, slab, 1)
+    assert slabs.give(slab)
+    slabs._last_stamp_ns = 5 * 10**18
+    slabs.use(hashed(1))
+    assert slabs.merge_uses(slab, slab.file.read_uses()).max() == 0xFFFF_FFFF
+
+
 def test_one_slot_in_64_may_be_left_out_of_use_and_one_of_any_slab(slabs: Slabs, tmp_path: Path) -> None:
     small, directory = slabs.by_name["a"], os.open(tmp_path, os.O_RDONLY)
     slabs.register(SlabFile.create("large", LAYOUT, 640, directory, Access()), is_own=True)

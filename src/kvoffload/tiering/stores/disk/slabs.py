@@ -405,7 +405,7 @@ class Slabs:
         uses = np.where(on_disk <= now_s, on_disk, 0).astype(np.uint32)
         if used:
             at = list(used)
-            uses[at] = np.maximum(uses[at], np.array(list(used.values()), np.uint32))
+            uses[at] = np.maximum(uses[at], np.minimum(list(used.values()), 0xFFFF_FFFF))
         for first in range(0, len(uses), _SLOTS_AT_ONCE):
             theirs = uses[first : first + _SLOTS_AT_ONCE]
             with self._lock:
