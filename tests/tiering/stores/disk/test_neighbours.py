@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -427,6 +428,23 @@ class TestSharing:
                 counted = given.file.read_changes()
                 upkeep_of(mine).flush_changes()
                 assert (given.file.read_changes() == counted).all()
+
+    def test_who_cannot_ask_for_a_slab_finds_its_neighbours_blocks_all_the_same(self, open_store, monkeypatch) -> None:
+        """On a full disk there is no room for the file that asks."""
+
+        def full(name: str, *arguments) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+        mine = open_store(max_bytes=two_slabs())
+        self.fill(mine, 0, 1900)
+        late = open_store(max_bytes=two_slabs())
+        monkeypatch.setattr(quota_module, "make_file", full)
+        assert write(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
+        more = self.fill(mine, 5000, 10)
+        mine.refresh()
+        with pytest.raises(OSError, match="No space left"):
+            late.refresh()
+        assert right(late, *more) == set(more)
 
     def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
         mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")

@@ -165,11 +165,11 @@ class Upkeep:
                 with self.lock:
                     if not self._is_closed:
                         self.flush_changes()
-                        self.poll()
                         if time.monotonic() >= uses_at_s:
                             uses_at_s = time.monotonic() + _USES_S
                             self._uses_left = len(self._slabs.open)
                         self._flush_some_uses()
+                        self.poll()
                 said = ""
             except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
                 if str(exc) != said:
@@ -245,16 +245,14 @@ class Upkeep:
             self._listed = listing if self._is_taken_in(listing, slabs) else ()
         if self._must_shrink and self.is_loaded.is_set():
             self._shrink()
-        self._bulletin.announce(self._quota.share())
-        theirs = [slab for slab in self._slabs.snapshot() if not slab.is_own]
-        if not theirs:
-            return
-        is_changed = self._bulletin.take_changed()
-        first, self._next_look = self._next_look, self._next_look + _LOOKS_AT_ONCE
-        in_turn = {(first + at) % len(theirs) for at in range(_LOOKS_AT_ONCE)}
-        for at, slab in enumerate(theirs):
-            if every_slab or at in in_turn or is_changed(slab.file.name):
-                self._poll_neighbour(slab)
+        if theirs := [slab for slab in self._slabs.snapshot() if not slab.is_own]:
+            is_changed = self._bulletin.take_changed()
+            first, self._next_look = self._next_look, self._next_look + _LOOKS_AT_ONCE
+            in_turn = {(first + at) % len(theirs) for at in range(_LOOKS_AT_ONCE)}
+            for at, slab in enumerate(theirs):
+                if every_slab or at in in_turn or is_changed(slab.file.name):
+                    self._poll_neighbour(slab)
+        self._bulletin.announce(self._quota.share())  # last: on a full disk no request can be posted
 
     def _is_taken_in(self, listing: Sequence[SlabSeen], slabs: Sequence[Slab]) -> bool:
         """Drops those of ``slabs`` that have left the directory, and opens new ones. Returns ``False`` if some are left
