@@ -493,6 +493,32 @@ class TestBadMedia:
         assert write(store, *keys[:90]) == [True] * 90
         assert len(right(store, *KEYS, *keys)) == 190
 
+    def test_a_table_that_lacks_space_for_a_while_costs_no_slab(self, open_store, monkeypatch) -> None:
+        """As where every write needs space. Blocks were evicted for the first write alone."""
+
+        def fail(file: SlabFile, *content: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        store = open_store(max_bytes=slab_of(100))
+        write(store, *KEYS)
+        with monkeypatch.context() as full:
+            full.setattr(SlabFile, "write_entries", fail)
+            full.setattr(SlabFile, "write_changes", fail)
+            for number in range(100, 200, 10):
+                with pytest.raises(StoreError, match="No space left"):
+                    write(store, *keys_of(*range(number, number + 10)))
+            left = right(store, *KEYS)
+            assert len(left) == 90
+            store.discard(sorted(left)[:1])
+            with upkeep_of(store).lock:
+                upkeep_of(store).flush_changes()
+        assert len(right(store, *KEYS)) == 89
+        keys = keys_of(*range(200, 300))
+        assert write(store, *keys) == [True] * 100
+        store.close()
+        store = open_store(max_bytes=slab_of(100))
+        assert right(store, *keys) == set(keys)
+
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
     def test_times_of_use_that_cannot_be_written_down_cost_no_block(self, open_store, monkeypatch, number: int) -> None:
         def fail(file: SlabFile, uses: npt.NDArray[np.uint32]) -> None:

@@ -200,7 +200,7 @@ class DiskStore(RootedStore):
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
-        the table fails, its slab is not used any more."""
+        the table fails, its slab is not used any more, unless it lacks space, as on file systems that copy on write."""
         slab, first = run.slab, run.slots.first
         payloads, seals_of = self._begin_seals(run.blocks)
         good = list[Run]()
@@ -225,7 +225,9 @@ class DiskStore(RootedStore):
                 slab.file.write_entries(first + part.start, entries)
         except OSError as exc:
             errors.append(exc)
-            self._slabs.lose(slab, exc)
+            good = []  # of some of them the entry may be there: it fits until the slot is written over
+            if exc.errno not in NO_SPACE:
+                self._slabs.lose(slab, exc)
         run.good = good
 
     def _begin_seals(self, new: Sequence[NewBlock]) -> tuple[list[memoryview], Callable[[], list[bytes]]]:
@@ -274,13 +276,15 @@ class DiskStore(RootedStore):
         return bool(runs)
 
     def _clear(self, runs: Sequence[BusyRun]) -> None:
-        """Empties the entries of slots on the disk, and makes the slots free. In this order: a slot may be written only
-        after its old entry is gone, or a crash or a neighbour would take the new bytes for the old block's."""
+        """Empties the entries of slots on the disk, and makes the slots free. In this order: a slot should be written
+        only after its old entry is gone, or a crash or a neighbour would take the new bytes for the old block's, which
+        they do not pass for. Where every write needs space, an entry stays on a full disk."""
         for run in runs:
             try:
                 run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
             except OSError as exc:
-                self._slabs.lose(run.slab, exc)
+                if exc.errno not in NO_SPACE:
+                    self._slabs.lose(run.slab, exc)
         self._slabs.release(runs)
 
     # ---------------------------------------------------------------------------------------------------- reading

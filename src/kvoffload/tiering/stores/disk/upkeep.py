@@ -18,7 +18,7 @@ import numpy as np
 
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
-from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
+from kvoffload.tiering.stores.disk.file import NO_SPACE, TOO_MANY_FILES, SlabRefused
 from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.quota import Quota
@@ -290,7 +290,8 @@ class Upkeep:
                 try:
                     slab.file.write_changes(slab.changes)
                 except OSError as exc:
-                    self._slabs.lose(slab, exc)
+                    if exc.errno not in NO_SPACE:  # else the next change tells of this one too
+                        self._slabs.lose(slab, exc)
             self._bulletin.announce(slab.file.name for slab, _ in changed)
         finally:
             self._slabs.unpin(slab for slab, _ in changed)
