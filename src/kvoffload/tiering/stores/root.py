@@ -326,13 +326,13 @@ class RootedStore(BlockStore):
     def _bytes(self, block: memoryview) -> memoryview:
         return bytes_of(block, self._block_bytes)
 
-    def _outcomes(self, answers: list[bool], errors: Sequence[OSError]) -> list[bool]:
+    def _outcomes(self, answers: list[bool], errors: Sequence[OSError], was_here: Sequence[bool] = ()) -> list[bool]:
         """The ``answers`` of a batch in which these ``errors`` happened. That the root is gone is one too. Raises
-        ``StoreError`` if nothing came of the batch."""
+        ``StoreError`` if nothing came of the batch, beside blocks of which each ``was_here`` before."""
         failures = [self._failed(error) for error in errors[:1]]
         if answers and not any(answers) and not errors and not os.path.isdir(self._root):
             failures.append(StoreError(gone(self._root)))
-        return outcomes(answers, failures)
+        return outcomes(answers, failures, [at for at, here in enumerate(was_here) if here] if failures else ())
 
     def _failed(self, error: OSError) -> StoreError:
         failure = StoreError(f"The store at {self._root} fails: {error}")

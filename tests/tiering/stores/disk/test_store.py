@@ -477,6 +477,13 @@ class TestBadMedia:
             assert write(store, *KEYS[start : start + 10]) == [True] * 10
         assert len(here(store, *KEYS)) >= 97
 
+    def test_blocks_that_are_there_do_not_hide_that_the_disk_takes_no_others(self, open_store, broken: Broken) -> None:
+        store = open_store()
+        write(store, *KEYS[:2])
+        broken.slots = set(range(8))
+        with pytest.raises(StoreError, match="Input/output error"):
+            write(store, *KEYS[:3])
+
     def test_blocks_are_not_written_over_in_vain_where_every_write_needs_space(
         self, open_store, broken: Broken
     ) -> None:

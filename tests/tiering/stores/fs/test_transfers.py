@@ -83,6 +83,18 @@ def test_one_unreadable_block_is_a_miss_and_stays(open_store, monkeypatch) -> No
         store.read_into([KEY], buffers[:1])
 
 
+def test_a_block_that_is_there_does_not_hide_that_the_disk_takes_no_others(open_store, monkeypatch) -> None:
+    def writev(fd: int, buffers: list[memoryview]) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = open_store()
+    write(store, KEY)
+    monkeypatch.setattr(os, "writev", writev)
+    with pytest.raises(StoreError, match="Input/output error"):
+        write(store, KEY, OTHER)
+    assert write(store, KEY) == [True]
+
+
 def test_direct_io_falls_back_by_itself(open_store, monkeypatch) -> None:
     real = os.open
 

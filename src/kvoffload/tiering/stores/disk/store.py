@@ -132,7 +132,7 @@ class DiskStore(RootedStore):
         self._look_at_disk()
         self._write_new(list(new.values()), stamps_ns.start - 1, errors)
         answers = [here or new[key.probe].is_written for key, here in zip(hashed, is_here, strict=True)]
-        return self._outcomes(answers, errors)
+        return self._outcomes(answers, errors, is_here)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         batch = _ReadBatch(self._hashed(keys), blocks, [False] * len(keys))

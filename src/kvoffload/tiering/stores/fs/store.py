@@ -107,7 +107,8 @@ class FileSystemStore(RootedStore):
                 raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
         self._look_at_disk()
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
-        return self._outcomes([(path in here or path in published) and path not in gone for path in paths], errors)
+        answers = [(path in here or path in published) and path not in gone for path in paths]
+        return self._outcomes(answers, errors, [path in here for path in paths])
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         answers, errors = list[bool](), list[OSError]()
