@@ -189,6 +189,20 @@ def test_an_old_copy_that_is_evicted_is_not_lost_while_there_is_a_new_one(tmp_pa
     rotating.close()
 
 
+def test_a_store_of_an_old_key_that_fails_costs_its_own_blocks() -> None:
+    newer, older = FaultyStore(MemoryStore(SIZE)), FaultyStore(MemoryStore(SIZE))
+    rotating = Rotating(newer, [older])
+    for store, key in ((newer, KEY), (older, OTHER)):
+        store.write([key], [memoryview(block_of(key, SIZE))])
+    older.broken = {"contains": StoreError("gone"), "read_into": StoreError("gone")}
+    assert rotating.contains([KEY, OTHER]) == [True, False]
+    assert rotating.read_into([KEY, OTHER], [memoryview(bytearray(SIZE)) for _ in range(2)]) == [True, False]
+    assert rotating.contains(keys(3)) == [False]
+    newer.broken = older.broken
+    with pytest.raises(StoreError, match="gone"):
+        rotating.contains([KEY])
+
+
 def test_a_server_with_a_mistyped_key_finds_out_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Of blocks on a server, whose names say nothing of the keys of others."""
     inner, mark = MemoryStore(SIZE), MemoryStore(KeyMarker.MARK_BYTES)

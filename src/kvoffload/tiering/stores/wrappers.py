@@ -190,13 +190,14 @@ class Rotating(StoreWrapper):
         )
 
     def _in_turn(self, count: int, ask: Callable[[BlockStore, Sequence[int]], list[bool]]) -> list[bool]:
-        """The answers of the first store, and of the next one where these are ``False``."""
-        answers, rest = [False] * count, list(range(count))
-        for store in self._all:
-            if rest:
-                for index, answer in zip(rest, ask(store, rest), strict=True):
-                    answers[index] = answer
-                rest = [index for index in rest if not answers[index]]
+        """The answers of the first store, and of the next one where these are ``False``. What fails for all of them,
+        the first one says. An older one that fails alone costs its own blocks."""
+        answers = [*ask(self.inner, range(count))]
+        for store in self._all[1:]:
+            if rest := [index for index, answer in enumerate(answers) if not answer]:
+                with suppress(StoreError):
+                    for index, answer in zip(rest, ask(store, rest), strict=True):
+                        answers[index] = answer
         return answers
 
 
