@@ -262,6 +262,19 @@ def test_a_clock_beyond_the_times_that_a_table_has_is_written_down_as_the_last_o
     assert slabs.merge_uses(slab, slab.file.read_uses()).max() == 0xFFFF_FFFF
 
 
+def test_entries_that_were_read_before_their_slab_became_ours_do_not_count(slabs: Slabs) -> None:
+    """A reader that found a neighbour's block bad looks at its entry, while the store's thread adopts the slab."""
+    slab = slabs.by_name["a"]
+    put(slabs, slab, 1)
+    entries = bytes(slab.entries)
+    assert slabs.give(slab)
+    slabs.adopt(slab, entries, slab.file.read_uses())
+    slabs.release(slabs.discard(hashed(1)))
+    slabs.apply(slab, 0, entries)
+    assert slabs.contains(hashed(1)) == [False]
+    slabs.check_invariants()
+
+
 def test_one_slot_in_64_may_be_left_out_of_use_and_one_of_any_slab(slabs: Slabs, tmp_path: Path) -> None:
     small, directory = slabs.by_name["a"], os.open(tmp_path, os.O_RDONLY)
     slabs.register(SlabFile.create("large", LAYOUT, 640, directory, Access()), is_own=True)

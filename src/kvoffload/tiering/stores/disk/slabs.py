@@ -316,7 +316,7 @@ class Slabs:
         for begin in range(0, len(changed), _KEYS_AT_ONCE):
             self._index.make_room(_KEYS_AT_ONCE, self._lock)
             with self._lock:
-                if slab.is_dropped:
+                if slab.is_dropped or slab.is_own:  # they were read before it became ours
                     return
                 for at in changed[begin : begin + _KEYS_AT_ONCE]:
                     self._apply(slab, first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
