@@ -998,7 +998,8 @@ class TestRoot:
 
         def interrupted(fd: int, offset: int, num_bytes: int) -> None:
             asked.append((offset, num_bytes))
-            if len(asked) == 2:
+            assert len(asked) < 10
+            if offset and num_bytes > 40_000:  # a timer's signal comes sooner, each time
                 raise OSError(errno.EINTR, os.strerror(errno.EINTR))
             real(fd, offset, num_bytes)
 
@@ -1006,7 +1007,7 @@ class TestRoot:
         monkeypatch.setattr(file_module, "_ALLOCATED_AT_ONCE", 1 << 16)
         fd = os.open(tmp_path / "slab", os.O_RDWR | os.O_CREAT)
         file_module._allocate(fd, 150_000)
-        assert asked == [(0, 65536), (65536, 65536), (65536, 65536), (131072, 18928)]
+        assert asked == [(0, 65536), (65536, 65536), (65536, 32768), (98304, 32768), (131072, 18928)]
         assert os.fstat(fd).st_size == 150_000
         os.close(fd)
 

@@ -390,12 +390,14 @@ def _allocate(fd: int, num_bytes: int) -> None:
 
     Not ``os.posix_fallocate``: where the file system does not know how, the C library writes to each page instead.
     """
-    done = 0
+    done, at_once = 0, _ALLOCATED_AT_ONCE
     while done < num_bytes:
-        count = min(_ALLOCATED_AT_ONCE, num_bytes - done)
+        count = min(at_once, num_bytes - done)
         try:
             _fallocate(fd, done, count)
         except InterruptedError:
+            # A tmpfs gives back what it had given, and the signals of a timer would come in time again and again.
+            at_once = max(PAGE_BYTES, count // 2)
             continue
         done += count
 
