@@ -100,6 +100,14 @@ def test_a_scan_finds_what_all_nodes_have() -> None:
             assert [key for batch in store.scan() for key in batch] == names[20:]
 
 
+def test_a_scan_that_another_process_began_fails() -> None:
+    """Its end would say that all other blocks are gone."""
+    with opened(MemoryStore(SLOT_BYTES), MemoryStore(SLOT_BYTES)) as (_, two):
+        pending = two.nodes.order(0, Act.SCAN, (), among=[0])
+        assert pending.ended.wait(30)
+        assert pending.errors == ["node 0: the scan was begun by another process"]
+
+
 def test_a_use_reaches_all_nodes() -> None:
     names = keys_of(1, 2, 3)
     with opened(*(MemoryStore(SLOT_BYTES, 2 * SLOT_BYTES) for _ in range(2))) as (store, two):

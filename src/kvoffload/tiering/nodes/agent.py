@@ -134,7 +134,7 @@ class _Tier:
         self._drain_timeout_s = tier.limits.drain_timeout_s
         threads = tier.limits.threads or tier.store.requests_in_flight
         self._runner = TierRunner(f"{tier.label}-agent", threads, timeout_s=tier.limits.timeout_s, clock=clock)
-        self._scan: Iterator[OffloadKey] = iter(())
+        self._scan: Iterator[OffloadKey] | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -193,6 +193,8 @@ class _Tier:
     def _scan_on(self, act: Act, found: list[OffloadKey]) -> list[bool]:
         if act is Act.SCAN_ANEW:
             self._scan = chain.from_iterable(self.store.scan())
+        if self._scan is None:  # else no more keys would mean that the store has no others
+            raise StoreError("the scan was begun by another process")
         found += islice(self._scan, _SCAN_KEYS)
         return [True]
 
