@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -411,15 +412,19 @@ def _text(path: str) -> str:
 
 def _leave_to_parent() -> None:
     """A lock belongs to what is open, and a child has open what its parent had when it was forked. So that it keeps no
-    lock beyond its parent's end, all of that becomes a file without content, which cannot be written to."""
+    lock beyond its parent's end, all of that becomes a file without content, which cannot be written to. What others
+    have open under a root, such as a log that the child's output goes to, stays."""
     if not _roots:
         return
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    for fd, _ in list(_open_under(_roots, "self")):
-        os.dup2(nothing, fd, inheritable=False)
+    for fd, path in list(_open_under(_roots, "self")):
+        if _HELD.search(path) or stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)
 
 
+_HELD = re.compile(rf"/{re.escape(CONTROL_DIR)}/|/(changes|[0-9a-z-]+\.(slab|table))( \(deleted\))?$")
+"""What a store keeps open beside directories, some of it locked; as the system calls a file that was deleted, too."""
 _roots: set[str] = set()
 """Where this process has stores."""
 os.register_at_fork(after_in_child=_leave_to_parent)

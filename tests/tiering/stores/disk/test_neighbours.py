@@ -77,6 +77,20 @@ sys.stdin.read()
 """
 
 
+CHILD_WITH_A_LOG = """
+import os, sys
+from kvoffload.tiering.stores.disk import DiskStore
+root, size, max_bytes = sys.argv[1], *map(int, sys.argv[2:])
+store = DiskStore(root, size, "", max_bytes)
+log = os.open(root + "/server.log", os.O_WRONLY | os.O_CREAT)
+child = os.fork()
+if not child:
+    os.write(log, b"a line")
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 @pytest.fixture
 def neighbour(tmp_path: Path):
     """Starts a process that writes blocks of these numbers, keeps the store open, and waits."""
@@ -264,6 +278,13 @@ class TestAdoption:
                 assert write(store, *KEYS[40:60]) == [True] * 20
             finally:
                 os.kill(child, signal.SIGKILL)
+
+    def test_a_child_keeps_what_others_have_open_under_the_root(self, tmp_path: Path) -> None:
+        """Such as the file that its output goes to."""
+        command = [sys.executable, "-c", CHILD_WITH_A_LOG, *map(str, (tmp_path / "kv", SMALL, two_slabs()))]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert not ran.returncode, ran.stderr
+        assert (tmp_path / "kv" / "server.log").read_bytes() == b"a line"
 
     def test_who_holds_all_slabs_is_said(self, open_store, neighbour, monkeypatch, caplog) -> None:
         monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
