@@ -62,8 +62,8 @@ class Discarding(SharedStore):
 
 def test_bad_blocks_are_deleted_and_reported_once_even_if_the_store_is_gone() -> None:
     store = Discarding()
-    store._remove_bad([])
-    store._remove_bad(keys(1, 2))
+    store._bad.remove([], store)
+    store._bad.remove(keys(1, 2), store)
     assert store.discarded == keys(1, 2)
     assert store.stats().corrupt_blocks == 2
     assert store.take_lost() == dict.fromkeys(keys(1, 2), "corrupt")

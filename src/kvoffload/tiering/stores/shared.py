@@ -11,13 +11,39 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import sealer_of, shared_identity
 
-__all__ = ["SharedStore", "bytes_of", "outcomes"]
+__all__ = ["BadBlocks", "SharedStore", "bytes_of", "outcomes"]
+
+
+class BadBlocks:
+    """Blocks that reads of a store found bad: deleted, so that they can be written anew, and reported as lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: list[OffloadKey] = []
+        self.count = 0
+        """Since the store was opened."""
+
+    def remove(self, keys: Collection[OffloadKey], store: BlockStore) -> None:
+        if not keys:
+            return
+        try:
+            store.discard(list(keys))
+        except (StoreError, OSError):
+            pass  # the next read finds them bad again
+        # Afterwards: a write that found them there is not announced after their loss.
+        with self._lock:
+            self._keys += keys
+            self.count += len(keys)
+
+    def take(self) -> dict[OffloadKey, LossCause]:
+        with self._lock:
+            keys, self._keys = self._keys, []
+        return dict.fromkeys(keys, "corrupt")
 
 
 class SharedStore(BlockStore):
-    """A store of sealed blocks of ``block_bytes``. What it read whole and found bad it deletes, so that it can be
-    written anew, and reports as lost. With a ``secret`` (``stores/seal.py``) nobody
-    else can make a block that is served, or read one."""
+    """A store of sealed blocks of ``block_bytes``. With a ``secret`` (``stores/seal.py``) nobody else can make a block
+    that is served, or read one."""
 
     def __init__(self, block_bytes: int, namespace: str, secret: bytes | None) -> None:
         if block_bytes < 1:
@@ -25,32 +51,16 @@ class SharedStore(BlockStore):
         self._block_bytes = block_bytes
         identity, self._digest = shared_identity(namespace, block_bytes, secret)
         self._sealer = sealer_of(identity, secret)
-        self._lock = threading.Lock()
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
+        self._bad = BadBlocks()
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return dict.fromkeys(bad, "corrupt")
+        return self._bad.take()
 
     def stats(self) -> StoreStats:
-        return StoreStats(corrupt_blocks=self._num_bad)
+        return StoreStats(corrupt_blocks=self._bad.count)
 
     def _bytes(self, block: memoryview) -> memoryview:
         return bytes_of(block, self._block_bytes)
-
-    def _remove_bad(self, keys: Collection[OffloadKey]) -> None:
-        if not keys:
-            return
-        try:
-            self.discard(list(keys))
-        except StoreError:
-            pass  # the next read finds them bad again
-        # Afterwards: a write that found them there is not announced after their loss.
-        with self._lock:
-            self._bad += keys
-            self._num_bad += len(keys)
 
 
 def bytes_of(block: memoryview, block_bytes: int) -> memoryview:

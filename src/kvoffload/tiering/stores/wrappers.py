@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
+from kvoffload.tiering.stores.shared import BadBlocks
 
 __all__ = ["Checksummed", "KeyMarker", "OtherKeys", "Rotating", "StoreWrapper"]
 
@@ -86,9 +86,7 @@ class Checksummed(StoreWrapper):
         # Without a namespace, the checksum of stores that were filled before namespaces counted.
         self._sealer = sealer_of(namespace, secret, None if namespace else _checksum)
         self.overhead_bytes = self._sealer.seal_bytes
-        self._lock = threading.Lock()
-        self._bad: list[OffloadKey] = []
-        self._num_bad = 0
+        self._bad = BadBlocks()
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         sealed = [memoryview(b"".join(self._sealer.seal(key, block))) for key, block in zip(keys, blocks, strict=True)]
@@ -103,25 +101,15 @@ class Checksummed(StoreWrapper):
             if answers[index] and not self._sealer.unseal(seal, key, stored, block):
                 answers[index] = False
                 bad.append(key)
-        if bad:
-            try:
-                self.inner.discard(bad)
-            except (StoreError, OSError):
-                pass  # the next read finds them bad again
-            # Afterwards: a write that found them there is not announced after their loss.
-            with self._lock:
-                self._bad += bad
-                self._num_bad += len(bad)
+        self._bad.remove(bad, self.inner)
         return answers
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
-        with self._lock:
-            bad, self._bad = self._bad, []
-        return self.inner.take_lost() | dict.fromkeys(bad, "corrupt")
+        return self.inner.take_lost() | self._bad.take()
 
     def stats(self) -> StoreStats:
         inner = self.inner.stats()
-        return replace(inner, corrupt_blocks=inner.corrupt_blocks + self._num_bad)
+        return replace(inner, corrupt_blocks=inner.corrupt_blocks + self._bad.count)
 
 
 class Rotating(StoreWrapper):

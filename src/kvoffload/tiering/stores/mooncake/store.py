@@ -205,7 +205,7 @@ class MooncakeStore(SharedStore):
         for key, block in zip(keys, blocks, strict=True):
             if block is not wanted[key] and not ends[key]:
                 block[:] = wanted[key]
-        self._remove_bad(bad)
+        self._bad.remove(bad, self)
         return [ends[key] for key in keys]
 
     def _arguments(

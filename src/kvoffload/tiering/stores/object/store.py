@@ -97,7 +97,7 @@ class ObjectStore(SharedStore):
             return False
 
         answers = self._outcomes(self._reads, get, len(keys))
-        self._remove_bad(bad)
+        self._bad.remove(bad, self)
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:

@@ -102,7 +102,7 @@ class RedisStore(SharedStore):
         names = [self._name(key) for key in keys]
         get = Get(names, self._window, keys, [self._bytes(block) for block in blocks], self._sealer)
         answers = self._run(get)
-        self._remove_bad(dict.fromkeys(keys[index] for index in get.bad))
+        self._bad.remove(dict.fromkeys(keys[index] for index in get.bad), self)
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
