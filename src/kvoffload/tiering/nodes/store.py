@@ -92,15 +92,8 @@ class NodesStore(BlockStore):
     def stats(self) -> StoreStats:
         """Of all nodes together. The bytes are unknown as long as those of one are."""
         each = self._nodes.stats(self._tier)
-        are_all = len(each) == len(self._nodes)
-        return StoreStats(
-            _sum([stats.used_bytes for stats in each] if are_all else [None]),
-            sum(stats.corrupt_blocks for stats in each),
-            sum(stats.evicted_blocks for stats in each),
-            _sum([stats.max_bytes for stats in each] if are_all else [None]),
-            _sum([stats.free_bytes for stats in each] if are_all else [None]),
-            sum(stats.other_keys for stats in each),
-        )
+        silent = [StoreStats()] * (len(self._nodes) - len(each))
+        return StoreStats.of_all([*each, *silent])
 
     def bad_node(self, key: OffloadKey) -> int | None:
         """The node that lost ``key``, if that was lately."""
@@ -152,8 +145,3 @@ class NodesLosses(LostBlocks):
 def _address(block: memoryview) -> int:
     address: int = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
     return address
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvoffload.base import OffloadKey
 
@@ -45,6 +45,17 @@ class StoreStats:
     """Keys that this process does not have, and under which others keep blocks of the same namespace there."""
     disks: tuple[DiskStats, ...] = ()
     """Of a store on several."""
+
+    @classmethod
+    def of_all(cls, each: Sequence[StoreStats]) -> StoreStats:
+        """Of several stores together, without their disks. What one of them does not know is unknown."""
+
+        def total(name: str) -> Any:
+            counts = [getattr(stats, name) for stats in each]
+            return None if None in counts else sum(counts)
+
+        counted = "used_bytes", "corrupt_blocks", "evicted_blocks", "max_bytes", "free_bytes", "other_keys"
+        return cls(**{name: total(name) for name in counted})
 
 
 class BlockStore(ABC):

@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.base import BlockStore, DiskStats, LossCause, StoreStats
+from kvoffload.tiering.stores.wrappers import JoinedKeys
 
 __all__ = ["Striped"]
 
@@ -61,7 +63,7 @@ class Striped(BlockStore):
         self._missing = tuple(DiskStats(path, is_out=True) for path in missing)
         self._lock = threading.Lock()
         if all(store.resident is not None for store in stores):
-            self.resident = _FoundKeys(self._disks)
+            self.resident = JoinedKeys(self._resident)
 
     def __repr__(self) -> str:
         return f"Striped({', '.join(repr(disk.store) for disk in self._disks)})"
@@ -166,18 +168,18 @@ class Striped(BlockStore):
 
     def stats(self) -> StoreStats:
         each = [disk.store.stats() for disk in self._disks]
-        return StoreStats(
-            _sum([stats.used_bytes for stats in each]),
-            sum(stats.corrupt_blocks for stats in each),
-            sum(stats.evicted_blocks for stats in each),
-            _sum([stats.max_bytes for stats in each]),
-            _sum([stats.free_bytes for stats in each]),
-            max(stats.other_keys for stats in each),
-            tuple(disk.stats(path, stats) for path, disk, stats in zip(self._paths, self._disks, each, strict=False))
-            + self._missing,
+        disks = (disk.stats(path, stats) for path, disk, stats in zip(self._paths, self._disks, each, strict=False))
+        return replace(
+            StoreStats.of_all(each),
+            other_keys=max(stats.other_keys for stats in each),
+            disks=(*disks, *self._missing),
         )
 
     # ---------------------------------------------------------------------------------------------------- helpers
+
+    def _resident(self) -> Iterator[Collection[OffloadKey]]:
+        """The keys of each disk that is not out. A key that two disks have is counted twice."""
+        return (keys for disk in self._disks if disk.reads.is_fit and (keys := disk.store.resident) is not None)
 
     def _next_disk(self, count: int, tried: Collection[_Disk]) -> _Disk | None:
         """Which disk gets ``count`` new blocks; ``None``: none can. Prefers one that is free for a call."""
@@ -326,27 +328,3 @@ class _Calls:
         self.why = str(error)
         if self._breaker.record_failure():
             _log.warning("%s fails; the tier goes on without that disk until it works again: %s", name, error)
-
-
-class _FoundKeys(Collection[OffloadKey]):
-    """The keys of all disks that are not out. One that two disks have is counted twice."""
-
-    def __init__(self, disks: Sequence[_Disk]) -> None:
-        self._disks = disks
-
-    def __contains__(self, key: object) -> bool:
-        return any(disk.reads.is_fit and key in keys for disk, keys in self._parts())
-
-    def __len__(self) -> int:
-        return sum(len(keys) for disk, keys in self._parts() if disk.reads.is_fit)
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        return (key for disk, keys in self._parts() if disk.reads.is_fit for key in keys)
-
-    def _parts(self) -> Iterator[tuple[_Disk, Collection[OffloadKey]]]:
-        return ((disk, disk.store.resident) for disk in self._disks if disk.store.resident is not None)
-
-
-def _sum(counts: Sequence[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None

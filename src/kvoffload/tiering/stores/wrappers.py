@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
 from kvoffload.tiering.stores.shared import BadBlocks
 
-__all__ = ["Checksummed", "KeyMarker", "OtherKeys", "Rotating", "StoreWrapper"]
+__all__ = ["Checksummed", "JoinedKeys", "KeyMarker", "OtherKeys", "Rotating", "StoreWrapper"]
 
 _log = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ class Rotating(StoreWrapper):
         self._all = (inner, *older)
         for store in older:
             store.retire()
-        residents = [store.resident for store in self._all]
-        self.resident = None if None in residents else _Joined([keys for keys in residents if keys is not None])
+        residents = [store.resident for store in self._all if store.resident is not None]
+        self.resident = JoinedKeys(lambda: residents) if len(residents) == len(self._all) else None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._all))})"
@@ -169,13 +169,8 @@ class Rotating(StoreWrapper):
 
     def stats(self) -> StoreStats:
         each = [store.stats() for store in self._all]
-        used = [stats.used_bytes for stats in each]
-        return replace(
-            each[0],
-            used_bytes=None if None in used else sum(size for size in used if size is not None),
-            corrupt_blocks=sum(stats.corrupt_blocks for stats in each),
-            evicted_blocks=sum(stats.evicted_blocks for stats in each),
-        )
+        # Whose quota is one, and whose disk too.
+        return replace(StoreStats.of_all(each), max_bytes=each[0].max_bytes, free_bytes=each[0].free_bytes)
 
     def _in_turn(self, count: int, ask: Callable[[BlockStore, Sequence[int]], list[bool]]) -> list[bool]:
         """The answers of the first store, and of the next one where these are ``False``. What fails for all of them,
@@ -270,20 +265,20 @@ class KeyMarker:
         return []
 
 
-class _Joined(Collection[OffloadKey]):
-    """The keys of several collections, any of which may change meanwhile."""
+class JoinedKeys(Collection[OffloadKey]):
+    """The keys of several collections, any of which may change meanwhile, as may which ``parts`` there are."""
 
-    def __init__(self, parts: Sequence[Collection[OffloadKey]]) -> None:
+    def __init__(self, parts: Callable[[], Iterable[Collection[OffloadKey]]]) -> None:
         self._parts = parts
 
     def __contains__(self, key: object) -> bool:
-        return any(key in part for part in self._parts)
+        return any(key in part for part in self._parts())
 
     def __len__(self) -> int:
-        return sum(map(len, self._parts))
+        return sum(map(len, self._parts()))
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        return itertools.chain.from_iterable(self._parts)
+        return itertools.chain.from_iterable(self._parts())
 
 
 def _checksum(key: bytes, block: memoryview) -> bytes:
