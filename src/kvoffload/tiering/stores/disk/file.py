@@ -10,8 +10,8 @@ import fcntl
 import mmap
 import os
 import resource
-import secrets
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
@@ -39,7 +39,6 @@ TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
-_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _MAX_VECTOR = 512
 _FILES_PER_SLAB = 3
 _ALLOCATED_AT_ONCE = 1 << 30
@@ -314,11 +313,8 @@ def check_preallocation(root: str, access: Access) -> None:
     read-only just now is no reason."""
     control = open_control(root, access)
     try:
-        fd = _nameless_file(control, access)
-        try:
-            _allocate(fd, PAGE_BYTES)
-        finally:
-            os.close(fd)
+        with tempfile.TemporaryFile(dir=f"/proc/self/fd/{control}/.") as file:  # never through a link
+            _allocate(file.fileno(), PAGE_BYTES)
     except OSError as exc:
         if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise ConfigError(
@@ -327,17 +323,6 @@ def check_preallocation(root: str, access: Access) -> None:
             ) from exc
     finally:
         os.close(control)
-
-
-def _nameless_file(control: int, access: Access) -> int:
-    """A file that is gone when it is closed, so that a kill leaves nothing."""
-    try:
-        return os.open(".", _TMPFILE | os.O_RDWR | os.O_CLOEXEC, access.file_mode, dir_fd=control)
-    except OSError:  # a file system that does not have them
-        name = f"{NEW_PREFIX}{secrets.token_hex(8)}"
-        fd = make_file(name, control, access, os.O_EXCL)
-        os.unlink(name, dir_fd=control)
-        return fd
 
 
 def most_slabs() -> int:

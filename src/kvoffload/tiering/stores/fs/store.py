@@ -8,6 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from kvoffload.base import OffloadKey
@@ -16,7 +17,7 @@ from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
-from kvoffload.tiering.stores.root import CONTROL_DIR, RootedStore, check_directory, directory_of, gone
+from kvoffload.tiering.stores.root import RootedStore, check_directory, directory_of, gone, make_file, open_control
 
 __all__ = ["FileSystemStore"]
 
@@ -166,17 +167,13 @@ class FileSystemStore(RootedStore):
     # --------------------------------------------------------------------------------------------------- helpers
 
     def _mark(self) -> None:
-        """Says that the root is one of files, where that can be said."""
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fd = os.open(f"{self._root}/{CONTROL_DIR}/{MARKER}", flags, self._access.file_mode)
+        """Says that the root is one of files, where that can be said: the file system may be read-only."""
+        with suppress(OSError):
+            control = open_control(self._root, self._access)
             try:
-                if self._access.is_group:
-                    os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+                os.close(make_file(MARKER, control, self._access))
             finally:
-                os.close(fd)
-        except OSError:
-            pass  # it is there, or the file system is read-only
+                os.close(control)
 
     def _check_directory(self) -> None:
         """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory."""
