@@ -142,25 +142,34 @@ class FreeRuns:
             self._unlist(end, after)
             end += after
         self._starts[end >> _SECTION_BITS][end] = start
-        self._counts[start >> _SECTION_BITS][start] = end - start
         self._list(start, end - start)
 
     def take(self, count: int) -> list[Run]:
         """``count`` slots in as few runs as there are; fewer slots if there are no more."""
         taken = []
         while count > 0 and self._counts_here:
-            start = self._find(count)
-            have = self._counts[start >> _SECTION_BITS].pop(start)
-            end, used = start + have, min(have, count)
-            if used < have:
+            shortest = count if count <= _LONG else _LONG + 1
+            if longer := self._counts_here >> shortest:
+                at = shortest + (longer & -longer).bit_length() - 1
+            else:
+                at = self._counts_here.bit_length() - 1
+            sections = self._by_count[at]
+            section = next(reversed(sections))
+            starts = sections[section]
+            start, _ = starts.popitem()
+            if not starts:
+                del sections[section]
+                if not sections:
+                    self._counts_here ^= 1 << at
+            have = used = self._counts[section].pop(start)
+            end = start + have
+            if have > count:
                 # What is left begins later and ends where it did.
-                left = start + used
-                self._starts[end >> _SECTION_BITS][end] = left
-                self._counts[left >> _SECTION_BITS][left] = have - used
-                self._list(left, have - used)
+                used = count
+                self._starts[end >> _SECTION_BITS][end] = start + used
+                self._list(start + used, have - used)
             else:
                 del self._starts[end >> _SECTION_BITS][end]
-            self._unlist(start, have)
             taken.append(Run(start, used))
             self.num_slots -= used
             self._num_slots_of[start // SLAB_STRIDE] -= used
@@ -179,19 +188,10 @@ class FreeRuns:
     def runs(self) -> list[Run]:
         return sorted(Run(start, count) for runs in self._counts.values() for start, count in runs.items())
 
-    def _find(self, count: int) -> int:
-        """The start of the run that a request for ``count`` slots gets. There are some."""
-        shortest = count if count <= _LONG else _LONG + 1
-        if longer := self._counts_here >> shortest:
-            at = shortest + (longer & -longer).bit_length() - 1
-        else:
-            at = self._counts_here.bit_length() - 1
-        sections = self._by_count[at]
-        return next(reversed(sections[next(reversed(sections))]))
-
     def _list(self, start: int, count: int) -> None:
-        at = count if count <= _LONG else _LONG + 1
-        self._by_count[at][start >> _SECTION_BITS][start] = None
+        at, section = count if count <= _LONG else _LONG + 1, start >> _SECTION_BITS
+        self._counts[section][start] = count
+        self._by_count[at][section][start] = None
         self._counts_here |= 1 << at
 
     def _unlist(self, start: int, count: int) -> None:
