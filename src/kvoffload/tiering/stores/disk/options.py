@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -18,7 +17,7 @@ from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError, causes
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk.format import SlabFormat
-from kvoffload.tiering.stores.disk.quota import check_memory
+from kvoffload.tiering.stores.disk.quota import check_memory, existing_directory
 from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.local import DirectoryOptions
@@ -132,7 +131,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         of something else, or ``max_bytes`` is not given."""
         for disk in self.each_disk():
             place = os.path.abspath(disk.directory)
-            if disk.max_bytes is None and (kind := memory_file_system(_existing(place))) is not None:
+            if disk.max_bytes is None and (kind := memory_file_system(existing_directory(place))) is not None:
                 raise ConfigError(
                     f"path of the {self.label!r} tier, {place}, is memory ({kind}): give max_bytes, which is for "
                     "all engines with this path together."
@@ -153,11 +152,6 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         return len(self.directories) * SlabFormat("", block_bytes).slab_bytes(2)
 
 
-def _existing(path: str) -> str:
-    """``path``, or the next directory above it that is there."""
-    return str(next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists()))
-
-
 def _sizes(paths: Iterable[str]) -> list[int]:
     """Bytes of their file systems. One that cannot tell counts as the others do on average."""
     calls = [partial(_size, path) for path in paths]
@@ -168,7 +162,7 @@ def _sizes(paths: Iterable[str]) -> list[int]:
 
 
 def _size(path: str) -> int:
-    return shutil.disk_usage(_existing(path)).total
+    return shutil.disk_usage(existing_directory(path)).total
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import SAFE, Access, lock_holders, make_file, open_control, try_lock
 
-__all__ = ["PostedRequest", "Quota", "Request", "check_memory", "requests_of_others"]
+__all__ = ["PostedRequest", "Quota", "Request", "check_memory", "existing_directory", "requests_of_others"]
 
 _log = logging.getLogger(__name__)
 
@@ -249,9 +249,7 @@ def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> Non
 
     Slabs that exist have their memory already. If ``root`` does not exist, this asks for the next directory above it.
     """
-    existing = root
-    while not os.path.isdir(existing):
-        existing = os.path.dirname(existing)
+    existing = existing_directory(root)
     kind = memory_file_system(existing)
     if kind == "hugetlbfs":
         raise ConfigError(f"{root} is on hugetlbfs, whose files cannot be written to; choose a directory on a tmpfs.")
@@ -261,6 +259,14 @@ def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> Non
     for _, dir_fd in namespaces_in(root, Access("group")) if existing == root else ():
         used_bytes += sum(slab.num_bytes for slab in slabs_in(dir_fd))
     check_pool(max_bytes, used_bytes, existing, beside_bytes)
+
+
+def existing_directory(path: str) -> str:
+    """``path``, or the next directory above it that exists."""
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _free_bytes(root: str) -> int:
