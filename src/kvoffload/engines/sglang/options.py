@@ -25,6 +25,9 @@ _FORMAT = 2
 _RANK_BOUND = ("mamba", "draft")
 """Pools, by the first word of their name, that differ from rank to rank even where the KV of all ranks is the same."""
 
+_LATENT = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool")
+"""Host pools of drafters whose KV is the same on all ranks: SGLang writes them on one."""
+
 
 class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What ``kvoffload`` may have in ``--hicache-storage-backend-extra-config``."""
@@ -78,8 +81,9 @@ def namespace_of(pool_name: str, page: Mapping[str, Any], model: Mapping[str, An
     ``ranks`` the numbers and counts of ranks, ``tp_rank`` and ``is_mla_model`` among them. If the latter holds, the KV
     is the same on all ranks of tensor parallelism, and SGLang writes it on one of them.
     """
-    own = dict(ranks)
-    if own.pop("is_mla_model") and pool_name.split("_")[0] not in _RANK_BOUND:
+    own, kind = dict(ranks), pool_name.split("_")[0]
+    is_latent = kind not in _RANK_BOUND or (kind == "draft" and page.get("pool") in _LATENT)
+    if own.pop("is_mla_model") and is_latent:
         del own["tp_rank"]
     facts = {
         "engine": "sglang",
