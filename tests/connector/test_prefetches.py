@@ -195,7 +195,7 @@ def test_a_prefetch_takes_no_more_room_than_a_request_that_waits(make: MakeServe
 def test_without_a_slot_nothing_is_promoted(make: MakeServed) -> None:
     served = make()
     served.below(1)
-    manager = served.engine._connector._manager.manager  # type: ignore[union-attr]
+    manager = served.engine._connector._manager.inner
     keys = [block.key for block in manager.primary_tier.slots._slots if block.key is not None]
     manager.primary_tier.slots.pin(keys)
     served.engine.prefetch(served.prompt(1))

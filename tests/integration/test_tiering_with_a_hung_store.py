@@ -44,13 +44,14 @@ class HangingStore(MemoryStore):
 
 
 class Setup:
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.region = SharedOffloadRegion.anonymous(NUM_BLOCKS, BLOCK_BYTES)
         self.view = self.region.create_kv_memoryview()
         self.clock = ManualClock()
         primary = CPUPrimaryTierOffloadingManager(NUM_BLOCKS, self.region)
         self.store = HangingStore()
-        self.tier = StoreTier(primary.kv_view, "slow", self.store, TierLimits(threads=2, drain_timeout_s=0.05))
+        limits = TierLimits(threads=8, timeout_s=timeout_s, drain_timeout_s=0.05)
+        self.tier = StoreTier(primary.kv_view, "slow", self.store, limits, clock=self.clock)
         self.manager = TieringOffloadingManager(primary, [self.tier], clock=self.clock)
 
     def start(self, req_id: str) -> ReqContext:
@@ -90,8 +91,8 @@ class Setup:
 
 
 @pytest.fixture
-def setup() -> Iterator[Setup]:
-    made = Setup()
+def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
+    made = Setup(timeout_s=getattr(request, "param", 30.0))
     yield made
     made.store.gate.set()
     made.rest()
@@ -128,6 +129,18 @@ def test_a_request_goes_on_when_its_patience_ends_and_the_late_read_harms_nobody
     late = setup.start("late")
     assert setup.manager.lookup_prefix(keys(1, 2), late) == [True, True]
     assert set(setup.load(keys(1, 2), late)) == {bytes([7]) * BLOCK_BYTES}
+
+
+@pytest.mark.parametrize("setup", [5.0], indirect=True)
+def test_nobody_waits_for_a_read_that_its_tier_calls_overdue(setup: Setup) -> None:
+    """It hung for 30 s before anybody but the tier noticed, whatever the tier's ``timeout_s``."""
+    waiting = hang_in_a_promotion(setup)
+    setup.clock.advance(4.0)
+    assert setup.manager.lookup_prefix(keys(1, 2), setup.start("early")) == [None, None]
+    setup.clock.advance(2.0)
+    setup.manager.on_schedule_end()
+    assert setup.manager.lookup_prefix(keys(1, 2), setup.start("late")) == [False]
+    assert setup.manager.lookup_prefix(keys(1, 2), waiting) == [None, None], "it has patience"
 
 
 def test_a_reset_does_not_wait_for_a_hung_read_nor_give_its_slots_away(setup: Setup) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 import pytest
 from tests.tiering.rig import Rig, content, keys, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu.policies.arc import ARCCachePolicy
-from kvoffload.tiering.waits import Waits
 
 BLOCK, REQUEST = OffloadPolicy.BLOCK_LEVEL, OffloadPolicy.REQUEST_LEVEL
 
@@ -254,20 +255,25 @@ def test_promoting_a_long_prefix_does_not_step_over_its_head_again_and_again(mon
     # Half of the prefix is resident and would be evicted next; each eviction for the other half must not walk past it.
     asked = 0
 
-    class Counted(frozenset[OffloadKey]):
+    class Counted(Collection[OffloadKey]):
         def __contains__(self, key: object) -> bool:
             nonlocal asked
             asked += 1
-            return super().__contains__(key)
+            return key in claimed
 
-    claimed = Waits.claimed.fget
-    assert claimed is not None
+        def __iter__(self) -> Iterator[OffloadKey]:
+            return iter(claimed)
+
+        def __len__(self) -> int:
+            return len(claimed)
+
     rig = Rig(num_blocks=2000)
     writer = rig.start("w")
     rig.store(prefix(700), writer)
     rig.store(prefix(1300, of="q"), writer)
     rig.below(prefix(1400))
-    monkeypatch.setattr(Waits, "claimed", property(lambda self: Counted(claimed(self))))
+    claimed = rig.manager._waits.claimed
+    monkeypatch.setattr(rig.manager._waits, "claimed", Counted())
     answers = rig.manager.lookup_prefix(prefix(1400), rig.start("r"))
     assert answers.count(None) == 700
     assert asked < 20 * 1400

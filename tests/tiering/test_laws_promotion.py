@@ -7,7 +7,6 @@ import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
 from kvoffload.base import OffloadPolicy, ReqContext
-from kvoffload.tiering.links import OVERDUE_S
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -402,17 +401,20 @@ def test_a_request_that_runs_out_of_patience_counts_once(asks_meanwhile: bool) -
     assert rig.manager.get_stats()["lookups_out_of_patience",] == 1
 
 
-def test_a_job_that_never_ends_is_waited_for_until_it_is_overdue() -> None:
+def test_a_job_that_never_ends_is_waited_for_until_its_tier_calls_it_overdue() -> None:
     """With ``load_policy="always"``, which has no deadline, each later request once spent all of its patience on it."""
     rig = Rig(max_wait_s=5.0)
     rig.below(prefix(3))
     first = rig.start("first")
     assert rig.ask(prefix(1), first) == [None]
     rig.step()
-    rig.clock.advance(OVERDUE_S + 1.0)
+    assert rig.ask(prefix(3), rig.start("second")) == [None] * 3
+    rig.step()
+    job, _ = rig.tier.jobs.values()
+    job.is_overdue = True
     later = rig.start("later")
     assert rig.ask(prefix(3), later) == [False]
-    assert len(rig.tier.jobs) == 1
+    assert len(rig.tier.jobs) == 2
     rig.finish()
     assert rig.wait_for_prefix(prefix(3), later) == 3
 

@@ -346,6 +346,8 @@ def test_a_tier_with_one_read_that_hangs_is_loaded_from_again() -> None:
     hung = set(machine.tier.jobs)
     machine.manager.on_request_finished(first)
     machine.clock.advance(31.0)
+    for job in machine.tier.jobs.values():
+        job.is_overdue = True
 
     def read_others() -> None:
         for job_id in sorted(machine.tier.jobs.keys() - hung):
@@ -374,8 +376,10 @@ def test_a_tier_with_one_read_that_hangs_is_loaded_from_again() -> None:
 def test_of_a_tier_that_stands_still_one_request_in_half_a_minute_waits() -> None:
     machine = Machine()
     machine.learn(read_s=0.1)
-    tried = 0
+    tried, begun_s = 0, dict[int, float]()
     for number in range(40):
+        for job_id, job in machine.tier.jobs.items():
+            job.is_overdue = machine.clock() - begun_s.setdefault(job_id, machine.clock()) > 30.0
         machine.below(prefix(4, of=f"n{number}-"))
         context = machine.start(f"n{number}")
         tried += machine.ask(prefix(4, of=f"n{number}-"), context)[0] is None

@@ -40,7 +40,7 @@ def test_a_lookup_takes_in_ended_jobs_and_a_peek_does_not() -> None:
     assert parts.lookups.peek(request, keys(1, 2, 20)) == [True, True, False]
     assert (parts.num_polls, len(parts.promotions)) == (0, 0)
     assert parts.lookups.ask(request, keys(1, 2, 20), None) == [None, None, False]
-    assert (parts.num_polls, list(parts.promotions)) == (1, keys(1, 2))
+    assert (parts.num_polls, list(parts.waits.promoted)) == (1, keys(1, 2))
 
 
 def test_what_was_peeked_at_holds_until_the_step_ends() -> None:

@@ -60,7 +60,7 @@ class Parts:
 
     def check_invariants(self) -> None:
         self.promotions.check_invariants()
-        self.waits.check_invariants(self.requests, set(self.promotions))
+        self.waits.check_invariants(self.requests)
 
 
 def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> None:

@@ -197,7 +197,7 @@ def test_a_scan_that_another_one_replaced_completes_nothing() -> None:
         assert time.monotonic() < end, "the scan hangs"
         for result in runner.take_results():
             scan.take_in()
-            result.task.ended(result)
+            result.task.on_result(result)
             answers.append(scan.is_complete)
     assert answers[0] is False
     scan.take_in()

@@ -14,7 +14,7 @@ from tests.tiering.rig import Memory, keys
 from kvoffload.base import OffloadingEvent, ReqContext
 from kvoffload.testing import FakeTier
 from kvoffload.tiering.base import JobResult
-from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 REQUEST = ReqContext("r")
 
@@ -35,7 +35,7 @@ def tier() -> FakeTier:
 
 
 def submit(jobs: TierJobs, tier: GuardedTier, *numbers: int) -> None:
-    assert jobs.submit(tier, keys(*numbers), list(range(len(numbers))), REQUEST, is_promotion=False) is None
+    assert jobs.submit(TierJob(tier, REQUEST, keys(*numbers), range(len(numbers)), is_promotion=False))
 
 
 def test_a_job_ends_once_with_the_keys_that_succeeded(tier: FakeTier) -> None:
@@ -57,7 +57,7 @@ def test_results_for_unknown_jobs_and_for_those_of_other_tiers_are_ignored(tier:
     tier._results += [JobResult(second, success=True), JobResult(99, success=True)]
     assert jobs.take_finished() == []
     tier._results += [JobResult(first, success=True)] * 2
-    assert [job.metadata.job_id for job in jobs.take_finished()] == [first]
+    assert [job.job_id for job in jobs.take_finished()] == [first]
     assert len(jobs.in_flight) == 1
 
 
@@ -73,16 +73,16 @@ def test_what_is_no_result_ends_no_job_and_hides_no_other(tier: FakeTier) -> Non
         JobResult([first], True),  # type: ignore[arg-type]
     ]
     tier._results += [*odd, JobResult(second, success=True, ended_s=math.nan)]
-    assert [(job.metadata.job_id, job.ended_s) for job in jobs.take_finished()] == [(second, None)]
+    assert [(job.job_id, job.ended_s) for job in jobs.take_finished()] == [(second, None)]
     assert list(jobs.in_flight) == [first], "its slots may still be written"
 
 
 def test_a_job_that_the_tier_did_not_take_is_returned_failed(tier: FakeTier) -> None:
     break_calls(tier, "submit_store")
     jobs = TierJobs()
-    refused = jobs.submit(GuardedTier(0, tier), keys(1), [0], REQUEST, is_promotion=False)
-    assert refused is not None
-    assert (refused.succeeded, refused.failed) == ([], keys(1))
+    job = TierJob(GuardedTier(0, tier), REQUEST, keys(1), [0], is_promotion=False)
+    assert not jobs.submit(job)
+    assert (job.succeeded, job.failed) == ([], keys(1))
     assert len(jobs.in_flight) == 0
 
 

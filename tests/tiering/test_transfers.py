@@ -151,7 +151,7 @@ def test_a_slice_has_four_mebibytes_at_most() -> None:
     transfers.submit_stores()
     assert runner.drain(60)
     for result in runner.take_results():
-        result.task.ended(result)
+        result.task.on_result(result)
     assert [len(written) for call, written in store.calls if call == "write"] == [4, 2]
     assert transfers.take_results() == [JobResult(1, True)]
     assert not transfers.is_pending

@@ -368,4 +368,4 @@ def test_an_eviction_of_an_unwritten_block_is_counted_for_each_tier_that_lacks_i
     write_back.on_reserved(2, keys(1, 2))
     assert write_back.dropped == 4
     assert not write_back.has_queued
-    assert [tier.tier.log[0].name for tier in tiers] == ["on_new_request"] * 2  # type: ignore[attr-defined]
+    assert [tier.inner.log[0].name for tier in tiers] == ["on_new_request"] * 2

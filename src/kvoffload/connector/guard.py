@@ -70,12 +70,12 @@ class GuardedManager(Boundary, OffloadingManager):
     def __init__(
         self, manager: OffloadingManager, log_every_s: float = 60.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.manager = self.inner = manager
+        self.inner = manager
         self.lost = manager.lost
         self._log = RateLimitedLog(logger, log_every_s, clock)
 
     def __repr__(self) -> str:
-        return f"GuardedManager({self.manager!r})"
+        return f"GuardedManager({self.inner!r})"
 
     def failed(self, name: str, exc: BaseException) -> None:
         self._log.exception(f"{name} failed; taken as a cache miss")

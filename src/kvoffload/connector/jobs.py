@@ -12,7 +12,7 @@ and cannot be allocated again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.base import (
@@ -63,14 +63,6 @@ class JobRecord:
     """Workers wait for it before its GPU blocks are used again, so it has no fences."""
 
 
-class _AnyAllocation:
-    """The pool of an engine that flushes in time. It may allocate what it likes."""
-
-    def hold(self, gpu_block_ids: Collection[int]) -> None: ...
-
-    def release(self, gpu_block_ids: Collection[int]) -> None: ...
-
-
 class JobTable:
     """All jobs in flight by id, their fences by GPU block, and what of them goes to the workers with the next step.
 
@@ -84,8 +76,8 @@ class JobTable:
         self.fences: dict[int, tuple[int, ...]] = {}
         """Job ids by GPU block: usually one, two when the same block is stored again after a reset. Others only test
         whether there are any."""
-        self.pool: GPUBlockPool = _AnyAllocation()
-        """Holds the GPU blocks of fenced stores. Set before the first job begins."""
+        self.pool: GPUBlockPool | None = None
+        """Holds the GPU blocks of fenced stores, where flushes come too late. Set before the first job begins."""
         self._num_ranks = num_ranks
         self._next_id = 0
         self._loads: list[TransferJob] = []
@@ -113,7 +105,7 @@ class JobTable:
         request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:
             fences[block_id] = (*fences[block_id], job_id) if block_id in fences else (job_id,)
-        if direction is _STORE:
+        if direction is _STORE and self.pool is not None:
             self.pool.hold(job.gpu_block_ids)
         return job
 
@@ -220,7 +212,7 @@ class JobTable:
                 del fences[block_id]
             elif jobs:
                 fences[block_id] = tuple(each for each in jobs if each != job.job_id)
-        if job.direction is _STORE:
+        if job.direction is _STORE and self.pool is not None:
             self.pool.release(job.gpu_block_ids)
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ class SlotTable:
         self.num_stored = 0
         """Blocks published so far."""
         self.num_evicted = 0
-        self._touch = with_options(policy.touch, "counts", "next_use")
+        self.touch = with_options(policy.touch, "counts", "next_use")
+        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes. ``next_use``:
+        what its client says of the next."""
         self._evict = with_options(policy.evict, "incoming")
         self._insert_all = with_options(policy.insert_all, "next_use")
         self._medium = CPULoadStoreSpec.medium()
@@ -135,11 +137,6 @@ class SlotTable:
         return self._num_in_flight + self._num_read
 
     # ---------------------------------------------------------------------------------------------- reads
-
-    def touch(self, keys: Collection[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
-        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes.
-        ``next_use``: what its client says of the next."""
-        self._touch(keys, counts=counts, next_use=next_use)
 
     def pin(self, keys: Collection[OffloadKey]) -> list[int]:
         """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned

@@ -28,7 +28,7 @@ class JobMetadata:
     job is returned by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
     """
 
-    __slots__ = ("is_promotion", "job_id", "keys", "req_context", "slots")
+    __slots__ = ("is_overdue", "is_promotion", "job_id", "keys", "req_context", "slots")
 
     def __init__(
         self,
@@ -44,6 +44,9 @@ class JobMetadata:
         """``block_ids``, of which an array is made only for tiers that want one."""
         self.is_promotion = is_promotion
         self.req_context = req_context
+        self.is_overdue = False
+        """Set by the tier when a call for the job has run for longer than it may. From then on no request waits for the
+        job's blocks, and other reads are not expected to end later because of it. It still ends, however late."""
 
     def __repr__(self) -> str:
         direction = "to the primary tier" if self.is_promotion else "to the tier"

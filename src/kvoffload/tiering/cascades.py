@@ -78,11 +78,11 @@ class Cascades:
                 not_taken += dropped
                 if not taken:
                     continue
-            spec = self._primary.prepare_read(taken, context)
+            slots = self._primary.prepare_read(taken, context).slots
             self.num_pinned[tier] += len(taken)
-            refused = self._jobs.submit(tier, taken, spec.slots, context, is_promotion=False)
-            if refused is not None:
-                self.end([refused])
+            job = TierJob(tier, context, taken, slots, is_promotion=False)
+            if not self._jobs.submit(job):
+                self.end([job])
                 not_taken += taken
         return not_taken
 
@@ -96,8 +96,8 @@ class Cascades:
         for job in jobs:
             self._blocks_written += len(job.succeeded)
             self._blocks_failed += len(job.failed)
-            self.num_pinned[job.tier] -= len(job.metadata.keys)
-            keys += job.metadata.keys
+            self.num_pinned[job.tier] -= len(job.keys)
+            keys += job.keys
         self._primary.complete_read(keys)
 
     def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
@@ -181,7 +181,7 @@ class Cascades:
         stored and ``promoted``."""
         pinned: Counter[GuardedTier] = Counter()
         for job in self._jobs.in_flight.values():
-            pinned[job.tier] += 0 if job.metadata.is_promotion else len(job.metadata.keys)
+            pinned[job.tier] += 0 if job.is_promotion else len(job.keys)
         assert +pinned == +self.num_pinned
         assert all(count <= self._max_backlog(tier) for tier, count in pinned.items())
         for key in self._storing:

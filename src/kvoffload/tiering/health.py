@@ -51,8 +51,9 @@ class StoreHealth:
     # ------------------------------------------------------------------------------------------ calls of the store
 
     def record(self, result: IoResult) -> None:
-        """A call of the store has ended, or was cancelled before it began."""
-        if result.task.queue is not IoQueue.LOOKUP and result.status is not IoStatus.CANCELLED:
+        """A call of the store has ended, was cancelled before it began, or is overdue: then its end follows, if it
+        returns after all."""
+        if result.task.queue is not IoQueue.LOOKUP and result.status in (IoStatus.DONE, IoStatus.FAILED):
             self._failed_transfers = self._failed_transfers + 1 if result.status is IoStatus.FAILED else 0
         match result.status:
             case IoStatus.DONE if self._failed_transfers:  # a lookup, which shows nothing of loads
@@ -67,9 +68,10 @@ class StoreHealth:
                 self.record_failure(_reason_of(result.error), text_of(result.error))
             case IoStatus.CANCELLED:
                 self.breaker.cancel_probe()
+            case IoStatus.OVERDUE:
+                self._record_hang()
 
-    def record_hang(self) -> None:
-        """A call of the store is overdue. If it returns after all, ``record`` follows."""
+    def _record_hang(self) -> None:
         _log.warning(
             "Tier %r: a call for %s has been running for more than %g s; its thread is lost until it returns.",
             self._labels[0],

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from statistics import median
-from typing import NamedTuple
 
+from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.speeds import AnswerEstimator, LinkSpeedEstimator
 from kvoffload.tiering.worth import Pace
 
-__all__ = ["LATE", "OVERDUE_S", "Link"]
+__all__ = ["LATE", "Link"]
 
 LATE = 1.25
 """A read is late once it has taken this many times as long as expected: estimates of calm reads differ by less."""
@@ -20,27 +20,13 @@ _ORDER = 7
 """Reads whose times, each from the end of the one before, say whether a tier ends them one by one. Of a tier that reads
 several side by side the first one takes as long as all."""
 
-OVERDUE_S = 30.0
-"""A read is overdue once it is later than this, and than four times what was expected of it."""
-_OVERDUE = 4.0
-
-
-class _Read(NamedTuple):
-    """A promotion's job in the hands of the tier."""
-
-    number: int
-    """Among those of its tier."""
-    slots: Sequence[int]
-    overdue_s: float
-    """From when on it is overdue."""
-
 
 class Link:
     """Measures one tier by its own reads. Times are those of ``clock``; one thread.
 
-    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. An overdue read is skipped: it
-    delays no other read, and its own blocks are not waited for. If a later read ended before it, it says nothing of the
-    tier's speed.
+    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. One that its tier calls overdue is
+    skipped: it delays no other read, and its own blocks are not waited for. If a later read ended before it, it says
+    nothing of the tier's speed.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):
@@ -52,12 +38,8 @@ class Link:
         """How many times as long as expected the last reads took."""
         self._num_queued = 0
         """Blocks that were begun and not submitted."""
-        self._reads: dict[int, _Read] = {}
-        """Outstanding reads by their first slots: no other job gets a slot before its read ends."""
-        self._overdue_slots: set[int] = set()
-        """Slots of the reads that were overdue when that was looked at last."""
-        self._next_overdue_s = inf
-        """When it must be looked at again: until then no other read is overdue."""
+        self._reads: dict[JobMetadata, int] = {}
+        """Those that are outstanding, oldest first, with their numbers."""
         self._busy_since_s = self._last_end_s = 0.0
         """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
         self._num_ended = 0
@@ -76,16 +58,15 @@ class Link:
     @property
     def num_outstanding(self) -> int:
         """Blocks that were begun and have not ended, overdue ones included."""
-        return self._num_queued + sum(len(read.slots) for read in self._reads.values())
+        return self._num_queued + sum(len(read.keys) for read in self._reads)
 
     @property
     def num_due(self) -> int:
         """The same without overdue ones."""
-        return self._num_queued + sum(len(read.slots) for read in self._due_reads())
+        return self._num_queued + sum(len(read.keys) for read in self._due_reads())
 
-    def _due_reads(self) -> list[_Read]:
-        now_s = self._clock()
-        return [read for read in self._reads.values() if now_s <= read.overdue_s]
+    def _due_reads(self) -> list[JobMetadata]:
+        return [read for read in self._reads if not read.is_overdue]
 
     def begin(self, num_blocks: int) -> None:
         self._num_queued += num_blocks
@@ -93,32 +74,26 @@ class Link:
     def drop(self, num_blocks: int) -> None:
         self._num_queued -= num_blocks
 
-    def submit(self, slots: Sequence[int]) -> None:
-        """The tier reads blocks into ``slots``."""
-        now_s = self._clock()
-        due = sum(len(read.slots) for read in self._due_reads())
-        if not due:
-            self._busy_since_s, self._num_ended = now_s, 0
-        self._num_queued -= len(slots)
-        expected_s = 0.0 if self.speed is None else self.speed.seconds(due + len(slots))
-        overdue_s = now_s + expected_s + max(_OVERDUE * expected_s, OVERDUE_S)
+    def submit(self, read: JobMetadata) -> None:
+        """A promotion's job comes into the hands of the tier."""
+        if not self._due_reads():
+            self._busy_since_s, self._num_ended = self._clock(), 0
+        self._num_queued -= len(read.keys)
         self._num_reads += 1
-        self._reads[slots[0]] = _Read(self._num_reads, slots, overdue_s)
-        self._next_overdue_s = min(self._next_overdue_s, overdue_s)
+        self._reads[read] = self._num_reads
 
-    def end(self, slots: Sequence[int], num_read: int, ended_s: float | None) -> None:
+    def end(self, read: JobMetadata, num_read: int, ended_s: float | None) -> None:
         """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
         takes the sample, since reads whose ends are seen together were read side by side."""
-        read = self._reads.pop(slots[0])
-        self._overdue_slots.difference_update(slots)
-        now_s = self._clock()
-        if now_s > read.overdue_s and read.number < self._newest_ended:
+        number = self._reads.pop(read)
+        if read.is_overdue and number < self._newest_ended:
             return
-        self._newest_ended = max(self._newest_ended, read.number)
+        self._newest_ended = max(self._newest_ended, number)
         self._num_ended += num_read
+        now_s = self._clock()
         end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
         if self.speed is not None and num_read:
-            self._ratios.append((end_s - self._reading_since_s) / max(self.speed.seconds(len(slots)), 1e-9))
+            self._ratios.append((end_s - self._reading_since_s) / max(self.speed.seconds(len(read.keys)), 1e-9))
         self._last_end_s = end_s
 
     def measure(self) -> bool:
@@ -131,14 +106,6 @@ class Link:
         self._num_ended, self._busy_since_s = 0, self._last_end_s
         return num_ended > 0
 
-    def is_overdue(self, slot: int) -> bool:
-        """Whether the block that is to come into ``slot`` is in an overdue read."""
-        if (now_s := self._clock()) > self._next_overdue_s:
-            reads = self._reads.values()
-            self._overdue_slots = {slot for read in reads if now_s > read.overdue_s for slot in read.slots}
-            self._next_overdue_s = min((read.overdue_s for read in reads if now_s <= read.overdue_s), default=inf)
-        return slot in self._overdue_slots
-
     @property
     def _reading_since_s(self) -> float:
         """Since when the oldest read is under way."""
@@ -150,20 +117,20 @@ class Link:
         reads = self._due_reads()
         if not reads or self.speed is None:
             return 1.0
-        expected_s = max(self.speed.seconds(len(reads[0].slots)), 1e-9)
+        expected_s = max(self.speed.seconds(len(reads[0].keys)), 1e-9)
         elapsed_s = self._clock() - self._reading_since_s
         usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
         is_late = elapsed_s > LATE * usual * expected_s
         return (2 * elapsed_s - usual * expected_s) / expected_s if is_late else 1.0
 
-    def arrival_s(self, slot: int) -> float | None:
-        """Until the block that is to come into ``slot`` is expected; ``None``: it is not read, or the tier is late."""
+    def arrival_s(self, read: JobMetadata) -> float | None:
+        """Until all of ``read`` is expected; ``None``: it is not outstanding, or the tier is late."""
         if self.speed is None or self.slowdown() > 1:
             return None
         before = 0
-        for read in self._due_reads():
-            before += len(read.slots)
-            if slot in read.slots:
+        for each in self._due_reads():
+            before += len(each.keys)
+            if each is read:
                 return max(self.speed.seconds(before) - (self._clock() - self._reading_since_s), 0.0)
         return None
 
@@ -173,7 +140,7 @@ class Link:
         if not reads or self.speed is None:
             return inf
         usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
-        return LATE * usual * self.speed.seconds(len(reads[0].slots)) - (self._clock() - self._reading_since_s)
+        return LATE * usual * self.speed.seconds(len(reads[0].keys)) - (self._clock() - self._reading_since_s)
 
     def queue_s(self) -> float:
         """Until all that is due has arrived. What is late already is expected to be late by as much again, and what is
@@ -183,11 +150,11 @@ class Link:
             return 0.0
         elapsed_s = self._clock() - self._reading_since_s if reads else 0.0
         if (slowdown := self.slowdown()) > 1:
-            num_first = len(reads[0].slots)
+            num_first = len(reads[0].keys)
             return slowdown * (self.speed.seconds(num_first) + self.speed.block_s * (num_due - num_first)) - elapsed_s
         return abs(self.speed.seconds(num_due) - elapsed_s)
 
     def check_invariants(self, num_queued: int, num_reading: int) -> None:
         """``num_queued`` and ``num_reading``: blocks of promotions that are not submitted, and that the tier reads."""
         assert self._num_queued == num_queued
-        assert sum(len(read.slots) for read in self._reads.values()) == num_reading
+        assert sum(len(read.keys) for read in self._reads) == num_reading

@@ -125,6 +125,7 @@ class Lookups:
         """For a request that may wait."""
         is_due = self._clock() >= wait.due_s and wait.is_open and self._is_due(wait)
         is_planned = wait.is_planned(keys)
+        # These blocks are another group's, say, and were not weighed: there is nothing to plan again.
         if is_due and not is_planned and wait.is_late(self._waits.seen_s(wait, is_news=False)):
             self._stop_late(wait, keys)
         question = wait.questions.get(keys[0])
@@ -158,26 +159,30 @@ class Lookups:
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None, *, is_due: bool
     ) -> list[bool | None]:
         request = wait.request
+        # Ask.
         question = Question([*keys], wait.kept(keys))
         first, stop = len(question.answers), wait.stop_of(keys)
         if first < stop or is_due:
+            # Survey. A prefetch has nothing to weigh: what it does not find is not needed yet.
             progress = self._places.progress()
-            # A prefetch has nothing to weigh: what it does not find is not needed yet.
             is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
             is_weighed &= wait.plan is None or wait.is_planned(keys)
             begin = 0 if is_weighed else first
             survey = self._places.survey(request, keys[begin:stop], begin)
+            # Plan.
             plan: Plan | None = None
             if not is_weighed:
                 segments = self._planner.sources(survey.segments)
             elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
+                # Nothing new is known: what the plan waits for is waited for still.
                 held = Place((), waited_tiers(wait.plan.segments))
                 segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
             else:
                 plan = self._plan(wait, keys, stop, survey, ends)
                 stop, segments = min(stop, plan.stop), plan.segments
-                if len(question.answers) > plan.stop:
+                if len(question.answers) > plan.stop:  # it declines blocks that were claimed
                     question = Question([*keys], wait.kept(keys))
+            # Reserve.
             version = wait.version
             self._reserve(wait, question, stop, survey, cut(segments, len(question.answers) - begin))
             if wait.version != version:
@@ -222,7 +227,7 @@ class Lookups:
         plan = self._planner.plan(survey.segments, keys[0], useful, so_far)
         self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:
-            return plan._replace(stop=stop if stop < len(keys) else len(keys))
+            return plan._replace(stop=stop)
         self.num_ended_early += plan.is_lost
         self._waits.decline(wait, keys, plan.stop)
         for tier, reason, blocks, _ in plan.declined:

@@ -305,10 +305,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         requests = self._requests.values()
-        self._cascades.check_invariants(requests, set(self._promotions))
+        self._cascades.check_invariants(requests, self._waits.promoted)
         if self._write_back is not None:
             self._write_back.check_invariants()
-        self._waits.check_invariants(requests, set(self._promotions))
+        self._waits.check_invariants(requests)
 
     def _request(self, req_context: ReqContext) -> Request:
         request = self._requests.get(req_context.req_id)
@@ -325,13 +325,13 @@ class TieringOffloadingManager(OffloadingManager):
             return
         cascades, here = [], list[OffloadKey]()
         for job in finished:
-            if not job.metadata.is_promotion:
+            if not job.is_promotion:
                 cascades.append(job)
                 continue
             self._promotions.end(job)
             here += job.succeeded
             if self._cascades.parked:
-                self._end_stores(job.metadata.keys)
+                self._end_stores(job.keys)
         if here:
             self._waits.ask_anew(here)
         if cascades:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -28,17 +27,8 @@ OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """The loads of one step for one (tier, request)."""
-
-    tier: GuardedTier
-    context: ReqContext
-    slots: dict[OffloadKey, int] = field(default_factory=dict)
-
-
 class Promotions:
-    """Reserves a primary slot per block at once, gathers a step's loads into batches, and publishes what arrives.
+    """Reserves a primary slot per block at once, gathers a step's loads into jobs, and publishes what arrives.
 
     A slot stays reserved until the tier has reported the end of its job, whoever still wants the block: memory that a
     late read may write to is never reused. ``on_reserved`` is called after each reservation. A promotion that no
@@ -61,11 +51,11 @@ class Promotions:
         self.probe_context = ReqContext("kvoffload:probe")
         self._probed: set[GuardedTier] = set()
         """The tiers that know of it."""
-        self.queue: dict[tuple[int, str], _Batch] = {}
+        self.queue: dict[tuple[int, str], TierJob] = {}
         """Loads to submit, by tier and request. Others only read it."""
-        self._batches: dict[OffloadKey, _Batch] = {}
-        """Of every block that is being promoted, the batch that it was queued in."""
-        waits.promoted = self._batches.keys()
+        self._job_of: dict[OffloadKey, TierJob] = {}
+        """Of every block that is being promoted, queued or read."""
+        waits.promoted = self._job_of.keys()
         self._places: dict[tuple[int, bool], Place] = {}
         """Of blocks that are being promoted, by tier and by whether their reads are overdue."""
         self._reserved_since_refresh = 0
@@ -73,37 +63,30 @@ class Promotions:
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
     def __repr__(self) -> str:
-        return f"Promotions(in_flight={len(self._batches)}, batches_queued={len(self.queue)})"
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._batches
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        return iter(self._batches)
+        return f"Promotions(in_flight={len(self._job_of)}, jobs_queued={len(self.queue)})"
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._job_of)
 
     def place_of(self, key: OffloadKey) -> Place:
         """Where a block that is being written comes from: a tier, or the device, which is as good as here."""
-        batch = self._batches.get(key)
-        if batch is None:
+        job = self._job_of.get(key)
+        if job is None:
             return HERE
-        tier = batch.tier.index
-        name = tier, self._planner.link(tier).is_overdue(batch.slots[key])
+        name = job.tier.index, job.is_overdue
         place = self._places.get(name)
         if place is None:
-            place = self._places[name] = Place((tier,), is_arriving=True, is_overdue=name[1])
+            place = self._places[name] = Place((job.tier.index,), is_arriving=True, is_overdue=job.is_overdue)
         return place
 
     def arrival_s(self, key: OffloadKey) -> float | None:
         """Until a block that is being promoted is expected; ``None``: its tier is late, or does not read it."""
-        batch = self._batches.get(key)
-        return None if batch is None else self._planner.link(batch.tier.index).arrival_s(batch.slots[key])
+        job = self._job_of.get(key)
+        return None if job is None else self._planner.link(job.tier.index).arrival_s(job)
 
     def are_waited_for(self) -> bool:
         """Whether a request that is not a prefetch waits for a block that is being promoted."""
-        return any(key in self._batches for key in self._waits.open_keys())
+        return any(key in self._job_of for key in self._waits.open_keys())
 
     # ---------------------------------------------------------------------------------------------------- begin
 
@@ -163,13 +146,14 @@ class Promotions:
 
     def _queue(self, tier: GuardedTier, keys: Sequence[OffloadKey], slots: list[int], context: ReqContext) -> None:
         name = tier.index, context.req_id
-        batch = self.queue.get(name)
-        if batch is None or batch.context is not context:
-            if batch is not None:
+        job = self.queue.get(name)
+        if job is None or job.req_context is not context:
+            if job is not None:
                 self._submit(name)
-            batch = self.queue[name] = _Batch(tier, context)
-        batch.slots.update(zip(keys, slots, strict=True))
-        self._batches.update(dict.fromkeys(keys, batch))
+            job = self.queue[name] = TierJob(tier, context, is_promotion=True)
+        job.keys = (*job.keys, *keys)
+        job.slots += slots
+        self._job_of.update(dict.fromkeys(keys, job))
         self._planner.link(tier.index).begin(len(keys))
 
     def _certain_room(self, request: Request, hits: Collection[OffloadKey]) -> int:
@@ -177,7 +161,7 @@ class Promotions:
         slots = self._primary.slots
         # A block that is being promoted is both busy and claimed, and is subtracted once.
         claimed = self._waits.claimed
-        num_claimed = len(claimed) - len(self._batches)
+        num_claimed = len(claimed) - len(self._job_of)
         if request.wait is None:
             num_claimed += sum(key not in claimed for key in hits)
         return slots.num_blocks - slots.num_busy - num_claimed
@@ -214,48 +198,48 @@ class Promotions:
 
     def submit(self, context: ReqContext | None = None) -> None:
         """Submits what is queued, for all requests or one of them."""
-        for name in [name for name, batch in self.queue.items() if context is None or batch.context is context]:
+        for name in [name for name, job in self.queue.items() if context is None or job.req_context is context]:
             self._submit(name)
 
     def _submit(self, name: tuple[int, str]) -> None:
-        batch = self.queue.pop(name)
-        keys, slots = list(batch.slots), list(batch.slots.values())
-        waited = () if batch.context is self.probe_context else keys
-        size = self._planner.portion_blocks(batch.tier.index, waited)
+        queued = self.queue.pop(name)
+        tier, context, keys, slots = queued.tier, queued.req_context, queued.keys, queued.slots
+        size = self._planner.portion_blocks(tier.index, () if context is self.probe_context else keys)
         for start in range(0, len(keys), size):
-            portion = slots[start : start + size]
-            self._planner.link(batch.tier.index).submit(portion)
-            refused = self._jobs.submit(
-                batch.tier, keys[start : start + size], portion, batch.context, is_promotion=True
-            )
-            if refused is not None:
-                self.end(refused)
+            stop = start + size
+            job = queued
+            if len(keys) > size:
+                job = TierJob(tier, context, keys[start:stop], slots[start:stop], is_promotion=True)
+                self._job_of.update(dict.fromkeys(job.keys, job))
+            self._planner.link(tier.index).submit(job)
+            if not self._jobs.submit(job):
+                self.end(job)
 
     def end(self, job: TierJob) -> None:
         """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         link = self._planner.link(job.tier.index)
-        link.end(job.metadata.slots, len(job.succeeded), job.ended_s)
+        link.end(job, len(job.succeeded), job.ended_s)
         if job.succeeded:
-            self._primary.complete_write(job.succeeded, job.metadata.req_context)
+            self._primary.complete_write(job.succeeded, job.req_context)
         if job.failed:
-            self._primary.complete_write(job.failed, job.metadata.req_context, success=False)
+            self._primary.complete_write(job.failed, job.req_context, success=False)
         if job.is_stale:
             return  # only its slots are left of it
-        for key in job.metadata.keys:
-            del self._batches[key]
+        for key in job.keys:
+            del self._job_of[key]
         self._waits.arrived(job.succeeded, job.tier.name, job.ended_s)
         self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 
     def reset(self) -> None:
         """No request waits any more, and what is queued is not begun. The primary tier forgets the blocks; the slots of
         jobs in flight are given back when those end."""
-        for batch in self.queue.values():
-            self._primary.complete_write(list(batch.slots), batch.context, success=False)
-            self._planner.link(batch.tier.index).drop(len(batch.slots))
+        for job in self.queue.values():
+            self._primary.complete_write(job.keys, job.req_context, success=False)
+            self._planner.link(job.tier.index).drop(len(job.keys))
         self.queue.clear()
-        self._batches.clear()
+        self._job_of.clear()
 
     def close(self) -> None:
         """Informs the tiers that there are no more probes. Idempotent."""
@@ -264,21 +248,16 @@ class Promotions:
 
     def check_invariants(self) -> None:
         """Every promotion is queued or in a job, once, and its slot is reserved for it alone."""
-        moving = [(key, slot) for batch in self.queue.values() for key, slot in batch.slots.items()]
-        reading: Counter[int] = Counter()
-        for job in self._jobs.in_flight.values():
-            if job.metadata.is_promotion:
-                reading[job.tier.index] += len(job.metadata.keys)
-                if not job.is_stale:
-                    moving += zip(job.metadata.keys, job.metadata.slots, strict=True)
-        queued: Counter[int] = Counter()
-        for batch in self.queue.values():
-            queued[batch.tier.index] += len(batch.slots)
+        submitted = [job for job in self._jobs.in_flight.values() if job.is_promotion]
+        queued = Counter(job.tier.index for job in self.queue.values() for _ in job.keys)
+        reading = Counter(job.tier.index for job in submitted for _ in job.keys)
         self._planner.check_invariants(queued, reading)
-        assert len(moving) == len(self._batches)
-        assert {key for key, _ in moving} == set(self._batches)
-        for key, slot in moving:
-            block = self._primary.slots.get(key)
-            assert block is not None
-            assert not block.is_ready
-            assert block.block_id == slot
+        moving = [*self.queue.values(), *(job for job in submitted if not job.is_stale)]
+        assert self._job_of == {key: job for job in moving for key in job.keys}
+        assert len(self._job_of) == sum(len(job.keys) for job in moving)
+        for job in moving:
+            for key, slot in zip(job.keys, job.slots, strict=True):
+                block = self._primary.slots.get(key)
+                assert block is not None
+                assert not block.is_ready
+                assert block.block_id == slot

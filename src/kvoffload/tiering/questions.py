@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext, get_offload_group_idx
 from kvoffload.tiering.health import StoreHealth
@@ -85,10 +85,6 @@ class Questions:
         if at_once:
             self._submit(at_once, _SLICE, self._contains)
 
-    def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """No answer comes: a call for ``keys`` hangs or has failed."""
-        self._asking.difference_update(keys)
-
     def _submit(
         self, keys: list[OffloadKey], slice_keys: int, call: Callable[[Sequence[OffloadKey]], list[bool]]
     ) -> None:
@@ -98,9 +94,12 @@ class Questions:
             found = answers[start] = call(keys[start:stop])
             return found + [False] * (stop - start - len(found))
 
-        def ended(result: IoResult) -> None:
-            self._index.end_hang(result.keys)
+        def on_result(result: IoResult) -> None:
             self._asking.difference_update(result.keys)
+            if result.status is IoStatus.OVERDUE:
+                self._index.begin_hang(result.keys)
+            else:
+                self._index.end_hang(result.keys)
             self._reads.record(result)
             if result.status is IoStatus.DONE:
                 found = answers.pop(result.start)
@@ -108,7 +107,7 @@ class Questions:
                     self._index.record_answer(key, is_present)
                 self._go_on(result.keys[len(found) :], all(found))
 
-        self._runner.submit(IoTask(IoQueue.LOOKUP, len(keys), ask, keys, ended), slice_keys)
+        self._runner.submit(IoTask(IoQueue.LOOKUP, len(keys), ask, keys, on_result), slice_keys)
 
     def _go_on(self, rest: Sequence[OffloadKey], is_present_before: bool) -> None:
         """With the ``rest`` of a prefix, which was not asked for."""

@@ -86,7 +86,6 @@ class Wait:
         "declined",
         "due_s",
         "expected_s",
-        "has_begun",
         "lost",
         "marks",
         "num_arrived",
@@ -104,14 +103,13 @@ class Wait:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.has_begun = False
-        """From then on each of ``answers`` is a claim."""
         self.began_s = 0.0
         """Start of the wait, moved forward by any time it was fully answered."""
         self.answered_s: float | None = None
         """Since when all of it is answered. From then on it waits for the engine."""
         self.answers: dict[OffloadKey, bool | None] = {}
-        """Blocks that are here or on their way. Until the wait begins: those that were here in this step."""
+        """Blocks that are here or on their way, each of which is a claim. Until the wait begins: those that were here
+        in this step."""
         self.version = 0
         """Another number whenever an answer is kept no longer, or a block is declined."""
         self.num_arrived = 0
@@ -147,6 +145,11 @@ class Wait:
 
     def __repr__(self) -> str:
         return f"Wait({self.request.context.req_id!r}, open={self.num_open}, answers={len(self.answers)})"
+
+    @property
+    def has_begun(self) -> bool:
+        """From its first ``None`` to its end."""
+        return self.request.wait is self
 
     def waited_s(self, now_s: float) -> float:
         """How long it has waited for answers."""

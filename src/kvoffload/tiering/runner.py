@@ -57,8 +57,8 @@ class IoTask:
     work: Callable[[int, int], list[bool]]
     keys: Sequence[OffloadKey] = ()
     """The blocks that are the items, if they are blocks."""
-    ended: Callable[[IoResult], None] = lambda result: None
-    """What whoever takes results does with the end of a slice. The runner does not call it."""
+    on_result: Callable[[IoResult], None] = lambda result: None
+    """Called with each result by whoever takes them, not by the runner."""
     num_open_slices: int = field(init=False, default=0)
     num_hung_slices: int = field(init=False, default=0)
     """Open slices that are overdue and still run. The runner's threads change it too."""

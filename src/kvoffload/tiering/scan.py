@@ -102,7 +102,7 @@ class StoreScan:
                     return [False]
             return [True]
 
-        task = IoTask(IoQueue.UPKEEP, 1, go_on, ended=lambda result: self._stopped(listing, result))
+        task = IoTask(IoQueue.UPKEEP, 1, go_on, on_result=lambda result: self._stopped(listing, result))
         self._runner.submit(task, 1)
 
     def _list_keys(self) -> Iterator[bool]:

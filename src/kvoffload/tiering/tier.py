@@ -22,7 +22,7 @@ from kvoffload.tiering.health import StoreHealth
 from kvoffload.tiering.losses import StoreLosses
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.questions import Questions
-from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, IoTask, TierRunner
+from kvoffload.tiering.runner import IoQueue, IoResult, IoTask, TierRunner
 from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
@@ -339,15 +339,7 @@ class StoreTier(SecondaryTierManager):
     def _take_result(self, result: IoResult) -> None:
         queue, was_on = result.task.queue, self._reads.breaker.is_closed
         self._num_answers += queue in (IoQueue.LOOKUP, IoQueue.UPKEEP)
-        if result.status is not IoStatus.OVERDUE:
-            result.task.ended(result)
-        elif result.task.queue in READS:
-            self._index.begin_hang(result.keys)
-            if self._questions is not None:
-                self._questions.drop(result.keys)
-            self._reads.record_hang()
-        else:
-            self._writes.record_hang()
+        result.task.on_result(result)
         self._num_answers += not (was_on and self._reads.breaker.is_closed)  # off, all that is asked is a miss
 
     # ----------------------------------------------------------------------------------------------------- upkeep
@@ -374,7 +366,7 @@ class StoreTier(SecondaryTierManager):
             self._losses.queue()
             return [True]
 
-        self._runner.submit(IoTask(IoQueue.LOAD, 1, probe, ended=self._reads.record), 1)
+        self._runner.submit(IoTask(IoQueue.LOAD, 1, probe, on_result=self._reads.record), 1)
 
     def _submit_touches(self) -> None:
         self._next_touch_s = self._clock() + _TOUCH_INTERVAL_S

@@ -8,7 +8,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.boundary import Boundary, guarded, up_to_a_miss
@@ -36,7 +35,7 @@ class GuardedTier(Boundary):
 
     def __init__(self, index: int, tier: SecondaryTierManager) -> None:
         self.index = index
-        self.tier = self.inner = tier
+        self.inner = tier
         self.name = tier.tier_type
         self.max_backlog_blocks = None if tier.max_backlog_blocks is None else int(tier.max_backlog_blocks)
         self.faults = 0
@@ -61,7 +60,7 @@ class GuardedTier(Boundary):
     def allows(self, req_context: ReqContext) -> bool:
         """Whether the request may load from the tier."""
         allowed = req_context.load_tiers
-        return allowed is None or allowed.allows(self.tier.medium, self.tier.locality)
+        return allowed is None or allowed.allows(self.inner.medium, self.inner.locality)
 
     def submit(self, job: JobMetadata) -> bool:
         """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
@@ -112,18 +111,29 @@ class GuardedTier(Boundary):
     shutdown = guarded(SecondaryTierManager.shutdown, lambda: None)
 
 
-@dataclass(slots=True, eq=False)
-class TierJob:
-    """One job of one tier, from its submit to its end. ``succeeded`` and ``failed`` are filled at its end."""
+class TierJob(JobMetadata):
+    """A job of ``tier`` as the manager knows it: gathered in a step, then the tier's until it ends, once. It has no id
+    before its submit. ``succeeded`` and ``failed`` are filled at its end."""
 
-    metadata: JobMetadata
-    tier: GuardedTier
-    is_stale: bool = False
-    """Begun before a reset of the primary tier."""
-    succeeded: Sequence[OffloadKey] = ()
-    failed: Sequence[OffloadKey] = ()
-    ended_s: float | None = None
-    """When it ended, if its tier knows."""
+    __slots__ = ("ended_s", "failed", "is_stale", "succeeded", "tier")
+
+    def __init__(
+        self,
+        tier: GuardedTier,
+        req_context: ReqContext,
+        keys: Sequence[OffloadKey] = (),
+        slots: Sequence[int] = (),
+        *,
+        is_promotion: bool,
+    ) -> None:
+        super().__init__(0, tuple(keys), [*slots], is_promotion, req_context)
+        self.tier = tier
+        self.is_stale = False
+        """Begun before a reset of the primary tier."""
+        self.succeeded: Sequence[OffloadKey] = ()
+        self.failed: Sequence[OffloadKey] = ()
+        self.ended_s: float | None = None
+        """When it ended, if its tier knows."""
 
 
 class TierJobs:
@@ -142,25 +152,17 @@ class TierJobs:
     def __repr__(self) -> str:
         return f"TierJobs(in_flight={len(self.in_flight)})"
 
-    def submit(
-        self,
-        tier: GuardedTier,
-        keys: Sequence[OffloadKey],
-        slots: list[int],
-        req_context: ReqContext,
-        *,
-        is_promotion: bool,
-    ) -> TierJob | None:
-        """Submits a job to ``tier``. Returns it, failed, if the tier did not take it."""
+    def submit(self, job: TierJob) -> bool:
+        """Submits a job to its tier. ``False``: the tier did not take it, and it has failed."""
         self._last_id += 1
-        job = TierJob(JobMetadata(self._last_id, tuple(keys), slots, is_promotion, req_context), tier)
+        job.job_id = self._last_id
         # Recorded first: a tier may finish a job, and be polled, within its own submit.
-        self.in_flight[self._last_id] = job
-        self._num_by_tier[tier] += 1
-        if tier.submit(job.metadata):
-            return None
-        self._end(job, JobResult(job.metadata.job_id, success=False))
-        return job
+        self.in_flight[job.job_id] = job
+        self._num_by_tier[job.tier] += 1
+        if job.tier.submit(job):
+            return True
+        self._end(job, JobResult(job.job_id, success=False))
+        return False
 
     def take_finished(self) -> list[TierJob]:
         """Jobs that ended since the last call. Tiers without a job are not asked."""
@@ -181,9 +183,8 @@ class TierJobs:
     def _end(self, job: TierJob, result: JobResult) -> None:
         del self.in_flight[result.job_id]
         self._num_by_tier[job.tier] -= 1
-        keys = job.metadata.keys
-        job.succeeded = result.succeeded(keys)
-        if len(job.succeeded) < len(keys):
+        job.succeeded = result.succeeded(job.keys)
+        if len(job.succeeded) < len(job.keys):
             good = set(job.succeeded)
-            job.failed = [key for key in keys if key not in good]
+            job.failed = [key for key in job.keys if key not in good]
         job.ended_s = result.ended_s

@@ -168,9 +168,9 @@ class StoreTransfers:
         outcomes: list[bool | None] = [None] * num_blocks
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
-            call, slice_ended = self._store.read_into, self._load_slice_ended
+            call, take_result = self._store.read_into, self._take_load_result
         else:
-            call, slice_ended = self._store.write, self._store_slice_ended
+            call, take_result = self._store.write, self._take_store_result
             self._index.begin_store(keys)
         # The work refers to the memory itself, so that a call which hangs beyond ``shutdown`` keeps it mapped.
         rows, losses = self._slots, self._losses
@@ -182,15 +182,20 @@ class StoreTransfers:
             finally:
                 losses.queue()
 
-        def ended(result: IoResult) -> None:
+        def on_result(result: IoResult) -> None:
             try:
-                slice_ended(result)
+                take_result(result)
             finally:  # whatever the bookkeeping raises, the job ends
                 end_jobs(result)
 
         def end_jobs(result: IoResult) -> None:
+            touched = range(bisect_right(stops, result.start), bisect_left(stops, result.stop) + 1)
+            if result.status is IoStatus.OVERDUE:
+                for at in touched:
+                    wanted[at][0].is_overdue = True
+                return
             outcomes[result.start : result.stop] = result.outcomes
-            for at in range(bisect_right(stops, result.start), bisect_left(stops, result.stop) + 1):
+            for at in touched:
                 job, count = wanted[at]
                 own = outcomes[stops[at] - count : stops[at]]
                 if None in own:
@@ -204,13 +209,15 @@ class StoreTransfers:
             if result.is_last:
                 del self._open[result.task]
 
-        task = IoTask(queue, num_blocks, transfer, keys, ended)
+        task = IoTask(queue, num_blocks, transfer, keys, on_result)
         self._open[task] = None
         self._num_open_jobs += len(wanted)
         self._runner.submit(task, self._slice_blocks_of(num_blocks, queue))
 
-    def _store_slice_ended(self, result: IoResult) -> None:
+    def _take_store_result(self, result: IoResult) -> None:
         self._writes.record(result)
+        if result.status is IoStatus.OVERDUE:
+            return
         self._index.end_store(result.keys, result.outcomes)
         self._stored.count(result)
         if result.status is IoStatus.CANCELLED:
@@ -218,8 +225,11 @@ class StoreTransfers:
         else:
             self._stored.num_failures += result.outcomes.count(False)
 
-    def _load_slice_ended(self, result: IoResult) -> None:
+    def _take_load_result(self, result: IoResult) -> None:
         self._reads.record(result)
+        if result.status is IoStatus.OVERDUE:
+            self._index.begin_hang(result.keys)
+            return
         self._index.end_hang(result.keys)
         self._loaded.count(result)
         missing = [key for key, is_loaded in zip(result.keys, result.outcomes, strict=True) if not is_loaded]

@@ -45,6 +45,8 @@ class Waits:
         self._clock = clock
         self._claims: dict[OffloadKey, dict[Wait, None]] = {}
         """Each claimed block, with the waits that claim it."""
+        self.claimed: Collection[OffloadKey] = self._claims.keys()
+        """The claimed blocks, in the order of the claims; `in` is O(1)."""
         self.promoted: Collection[OffloadKey] = ()
         """Blocks whose promotions are in flight, which are claimed with or without a wait. ``Promotions`` has them."""
         self._new: dict[OffloadKey, None] = {}
@@ -67,11 +69,6 @@ class Waits:
         return f"Waits({len(self._waiting)} requests, {len(self._claims)} of {self.most_claimed} blocks claimed)"
 
     # -------------------------------------------------------------------------------------------------- questions
-
-    @property
-    def claimed(self) -> Collection[OffloadKey]:
-        """The claimed blocks, in the order of the claims; `in` is O(1)."""
-        return self._claims.keys()
 
     @property
     def are_any(self) -> bool:
@@ -117,7 +114,7 @@ class Waits:
         if wait.has_begun:
             return
         request, now_s = wait.request, self._clock()
-        wait.has_begun, wait.began_s = True, now_s
+        wait.began_s = now_s
         request.wait = self._waiting[request] = wait
         self._asking.pop(request, None)
         self._due_s = min(self._due_s, now_s + request.patience_s)
@@ -179,7 +176,7 @@ class Waits:
         }
         question.is_final = is_complete and question.num_kept == len(answers)
         if not is_complete or kept.count(False) != question.num_unknown:
-            question.progress = None
+            question.progress = None  # it waits for room or for its turn, too, of which no tier knows
         question.version, question.num_arrived = wait.version, wait.num_arrived
         if (before := wait.questions.get(question.keys[0])) is not None:
             self.expect(wait, before, False)
@@ -213,7 +210,7 @@ class Waits:
         if wait.deadline_s is None:
             wait.planned_s, wait.expected_s = self._clock(), wait.plan.wait_s
         wait.deadline_s = seen_s + wait.plan.deadline_s
-        wait.due_s, wait.num_planned = seen_s, wait.num_arrived
+        wait.due_s, wait.num_planned = seen_s, wait.num_arrived  # at the next ask: its reads begin when the step ends
 
     def look_again(self, wait: Wait, seconds: float) -> None:
         """Nothing is to be planned before so many seconds have passed, or an answer has come."""
@@ -386,19 +383,18 @@ class Waits:
         self._claims.clear()
         self._new.clear()
 
-    def check_invariants(self, requests: Collection[Request], arriving: set[OffloadKey]) -> None:
+    def check_invariants(self, requests: Collection[Request]) -> None:
         """Recomputes the claims from ``requests``, all there are, the promotions in flight, and the blocks that are
         here."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
-        assert arriving <= self._claims.keys()
+        assert {*self.promoted} <= self._claims.keys()
         assert self._new.keys() <= self._claims.keys()
         assert len(self._claims) <= self.most_claimed
         for key, claim in self._claims.items():
-            assert claim or key in arriving
+            assert claim or key in self.promoted
             assert all(key in wait.answers for wait in claim)
         for request, wait in self._waiting.items():
             assert request.wait is wait
-            assert wait.has_begun
             assert wait.request is request
             assert (wait.answered_s is None) or not wait.num_open
             for key, answer in wait.answers.items():
@@ -410,7 +406,7 @@ class Waits:
             assert wait.num_open == len(untracked) + [*wait.answers.values()].count(None), wait
         for request, wait in self._asking.items():
             assert request.wait is None
-            assert not wait.has_begun
+            assert wait.request is request
         waiting = [question for wait in self._waiting.values() for question in wait.questions.values()]
         assert self._untracked.keys() <= {question for question in waiting if question.untracked}
         held = {question for question in waiting if question.untracked and question.progress is not None}

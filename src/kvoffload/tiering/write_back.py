@@ -120,7 +120,7 @@ class WriteBack:
     def _end(self, target: _Target, job: TierJob) -> None:
         if job.is_stale:
             return
-        if job.metadata.req_context is self.context:
+        if job.req_context is self.context:
             self._failed(target, job.failed)
         else:
             for key in job.succeeded:

@@ -87,7 +87,7 @@ class PageTiers:
             for index, each in enumerate(options):
                 # Guarded: if it raised amid a call, the call's slots would never be given back.
                 self._tiers.append(GuardedTier(index, build_tier(each, view, namespace)))
-                self._tiers[-1].tier.call_on_progress(self._wake)
+                self._tiers[-1].inner.call_on_progress(self._wake)
         except BaseException:
             self.close()
             raise

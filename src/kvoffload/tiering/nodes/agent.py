@@ -143,7 +143,7 @@ class _Tier:
     def take_results(self) -> None:
         for result in self._runner.take_results():
             if result.status is not IoStatus.OVERDUE:  # an end follows, or the order has none
-                result.task.ended(result)
+                result.task.on_result(result)
 
     def begin(self, order: Order, rows: npt.NDArray[np.uint8], put: Callable[[Answer], None]) -> None:
         """Begins ``order``, and gives its end to ``put`` when its results are taken."""
@@ -215,7 +215,7 @@ class _Tier:
         outcomes = [False] * num_items
         failures: list[BaseException] = []
 
-        def ended(result: IoResult) -> None:
+        def on_result(result: IoResult) -> None:
             outcomes[result.start : result.stop] = result.outcomes
             if result.status is not IoStatus.DONE:
                 failures.append(result.error or StoreError("the call was queued for too long"))
@@ -226,4 +226,4 @@ class _Tier:
             else:
                 put(Answer(order.number, outcomes[: len(order.keys)], found or ()))
 
-        self._runner.submit(IoTask(queue, num_items, work, order.keys, ended), slice_items)
+        self._runner.submit(IoTask(queue, num_items, work, order.keys, on_result), slice_items)
