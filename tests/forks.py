@@ -3,19 +3,31 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-__all__ = ["Command", "Fork"]
+__all__ = ["Command", "Fork", "output_of"]
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["tests.stateful.neighbour", "tests.tiering.stores.fs.host", "tests.s3_server", "moto.server", "moto.s3.urls"]
+    [
+        "tests.cpu.partner",
+        "tests.stateful.neighbour",
+        "tests.tiering.stores.disk.rig",
+        "tests.tiering.stores.fs.host",
+        "tests.s3_server",
+        "moto.server",
+        "moto.s3.urls",
+    ]
 )
 
 
@@ -73,3 +85,22 @@ class Fork(_Process):
         """Waits until it has ended."""
         self._process.join()
         self.pipe.close()
+
+
+def output_of(script: str, *arguments: object) -> str:
+    """What a script prints, in a process of its own that must end well."""
+    fork = Fork(_run, script, [str(argument) for argument in arguments])
+    try:
+        printed: str = fork.pipe.recv()
+    except EOFError:
+        raise AssertionError("the script has failed; see the standard error output") from None
+    finally:
+        fork.end()
+    return printed
+
+
+def _run(pipe: Connection, script: str, arguments: list[str]) -> None:
+    sys.argv = ["-c", *arguments]
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    pipe.send(printed.getvalue())

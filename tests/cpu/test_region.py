@@ -6,14 +6,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.cpu import partner
+from tests.forks import Fork
 from tests.users import NOBODY, as_user, needs_root
 
 from kvoffload.cpu.memory_limits import available_bytes
@@ -112,60 +111,36 @@ def test_processes_that_disagree_are_refused(name: str) -> None:
     first.close()
 
 
-PARTNER = """
-import sys
-from pathlib import Path
-import numpy as np
-from kvoffload.cpu.region import SharedOffloadRegion
-name, processes, mark, mount = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-region = SharedOffloadRegion.shared(name, 8, 4096, num_processes=processes, mount=Path(mount))
-view = np.asarray(region.create_kv_memoryview())
-view[mark] = mark + 100
-print("mapped", flush=True)
-sys.stdin.readline()
-print(view[:, 0].tolist(), flush=True)
-"""
-
-
-def start_partner(name: str, processes: int, mark: int) -> subprocess.Popen[str]:
-    partner = subprocess.Popen(
-        [sys.executable, "-c", PARTNER, name, str(processes), str(mark), str(SHM)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert partner.stdout is not None
-    assert partner.stdout.readline() == "mapped\n"
-    return partner
-
-
-def kill(partner: subprocess.Popen[str]) -> None:
-    partner.send_signal(signal.SIGKILL)
-    partner.communicate()
+def start_partner(name: str, processes: int, mark: int) -> Fork:
+    """A process that has mapped the region, and marked one of its eight blocks."""
+    started = Fork(partner.join, name, processes, mark, str(SHM))
+    assert started.pipe.recv() == "mapped"
+    return started
 
 
 def test_two_processes_see_each_others_bytes(name: str) -> None:
     region = join(name, 8, 4096, num_processes=2)
     np.asarray(region.create_kv_memoryview())[1] = 42
-    partner = start_partner(name, 2, 3)
+    other = start_partner(name, 2, 3)
     assert np.asarray(region.create_kv_memoryview())[3, 0] == 103
-    seen, _ = partner.communicate("\n")
-    assert seen == "[0, 42, 0, 103, 0, 0, 0, 0]\n"
+    other.pipe.send("what do you see?")
+    assert other.pipe.recv() == [0, 42, 0, 103, 0, 0, 0, 0]
+    other.end()
     region.close()
 
 
 def test_kill_9_of_all_processes_after_the_start_leaves_nothing(name: str) -> None:
-    partners = [start_partner(name, 2, mark) for mark in (1, 2)]
+    others = [start_partner(name, 2, mark) for mark in (1, 2)]
     assert leftovers() == []
-    for partner in partners:
-        kill(partner)
+    for other in others:
+        other.kill()
     again = join(name, 8, 4096, num_processes=1)
     assert not np.asarray(again.create_kv_memoryview()).any()
     again.close()
 
 
 def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: str) -> None:
-    kill(start_partner(name, 2, 1))
+    start_partner(name, 2, 1).kill()
     assert len(leftovers()) == 2
     other = join(name + "-other", 2, 4096, num_processes=1)
     assert leftovers() == []
@@ -175,49 +150,31 @@ def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: s
     again.close()
 
 
-STUCK = """
-import sys
-from kvoffload.cpu import region
-def stuck(*_):
-    print("made", flush=True)
-    sys.stdin.readline()
-name, mount, where = sys.argv[1:]
-if where == "lock":
-    region._write_joined = stuck
-else:
-    region.os.posix_fallocate = stuck
-region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, mount=region.Path(mount))
-"""
-
-
-def start_stuck(name: str, where: str) -> subprocess.Popen[str]:
+def start_stuck(name: str, where: str) -> Fork:
     """A process that stops while it holds the start-up lock, or while it allocates pages."""
-    partner = subprocess.Popen(
-        [sys.executable, "-c", STUCK, name, str(SHM), where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert partner.stdout is not None
-    assert partner.stdout.readline() == "made\n"
-    return partner
+    started = Fork(partner.stop_at, name, str(SHM), where)
+    assert started.pipe.recv() == "made"
+    return started
 
 
 def test_kill_9_while_the_segment_is_being_made_does_not_stop_the_next_start(name: str) -> None:
-    partner = start_stuck(name, "lock")
+    stuck = start_stuck(name, "lock")
     assert len(leftovers()) == 2, "the segment and the lock"
     with pytest.raises(CapacityError, match="held the lock"):
         join(name, 8, 4096, num_processes=2, timeout_s=0.05)
-    kill(partner)
+    stuck.kill()
     both = [join(name, 8, 4096, num_processes=2) for _ in range(2)]
     for region in both:
         region.close()
 
 
 def test_an_engine_that_allocates_for_minutes_holds_up_no_other(name: str) -> None:
-    partner = start_stuck(name, "allocation")
+    stuck = start_stuck(name, "allocation")
     other = join(name + "-other", 8, 4096, num_processes=1, timeout_s=0.05)
     other.close()
     own_part = join(name, 8, 4096, num_processes=2, timeout_s=0.05)  # allocates by itself
     np.asarray(own_part.create_kv_memoryview())[:] = 1
-    kill(partner)
+    stuck.kill()
     own_part.close()
     assert leftovers() == []
 
@@ -227,22 +184,22 @@ def test_what_a_starting_engine_has_still_to_allocate_is_not_given_away(
 ) -> None:
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
     monkeypatch.setattr("kvoffload.cpu.memory_limits.available_bytes", lambda: None)
-    partner = start_stuck(name, "allocation")
+    stuck = start_stuck(name, "allocation")
     segment = next(path for path in SHM.iterdir() if not path.suffix)
     os.truncate(segment, free // 2)  # as large as nobody here has memory for
     with pytest.raises(CapacityError, match="enlarge that mount"):
         join(name + "-other", 1, free * 3 // 4, num_processes=1)
-    kill(partner)
+    stuck.kill()
     join(name + "-other", 1, 4096, num_processes=1).close()
 
 
 def test_a_start_in_progress_is_never_reclaimed(name: str) -> None:
-    partner = start_partner(name, 2, 1)
+    starting = start_partner(name, 2, 1)
     other = join(name + "-other", 2, 4096, num_processes=1)
     assert len(leftovers()) == 2
     region = join(name, 8, 4096, num_processes=2)
     assert np.asarray(region.create_kv_memoryview())[1, 0] == 101
-    kill(partner)
+    starting.kill()
     region.close()
     other.close()
 

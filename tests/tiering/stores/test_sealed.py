@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.tiering.stores.disk.rig import may_grow
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing import block_of, keys
@@ -166,7 +167,7 @@ def test_blocks_under_an_old_key_give_all_of_their_room_to_new_ones(tmp_path: Pa
     newer = opened(b"the new key of the fleet")
     rotating = Rotating(newer, [older])
     for _ in range(20):
-        newer._quota.not_before_s = 0.0
+        may_grow(newer)
         rotating.write(many, blocks)
         newer.refresh()
         older._quota._answered.clear()  # not only every few seconds

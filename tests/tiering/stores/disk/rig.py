@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from kvoffload.base import OffloadKey
@@ -27,7 +28,12 @@ def aligned(data: bytes) -> memoryview:
 
 
 def write(store: DiskStore, *keys: OffloadKey, size: int = SMALL) -> list[bool]:
-    return store.write(keys, [aligned(block_of(key, size)) for key in keys])
+    step = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = memoryview(mmap.mmap(-1, step * max(len(keys), 1)))
+    blocks = [memory[start : start + size] for start in range(0, step * len(keys), step)]
+    for key, block in zip(keys, blocks, strict=True):
+        block[:] = block_of(key, size)
+    return store.write(keys, blocks)
 
 
 def read(store: DiskStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
@@ -37,10 +43,10 @@ def read(store: DiskStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
 
 def right(store: DiskStore, *keys: OffloadKey, size: int = SMALL) -> set[OffloadKey]:
     """The keys whose blocks can be read. Every block that can be read is right."""
-    found = set()
+    found, buffer = set(), aligned(bytes(size))
     for key in keys:
-        if (block := read(store, key, size)) is not None:
-            assert block == block_of(key, size), "wrong bytes"
+        if store.read_into([key], [buffer]) == [True]:
+            assert buffer == block_of(key, size), "wrong bytes"
             found.add(key)
     return found
 
@@ -87,6 +93,13 @@ def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None
                 file.write(bytes([block[at] ^ 4]))
             return
     raise AssertionError("the block is in no slab")
+
+
+def hold_open(pipe: Connection, root: str, size: int, max_bytes: int, first: int, last: int) -> None:
+    """In a process of its own: writes the blocks of these numbers, says how many it has, and keeps the store open."""
+    store, keys = DiskStore(root, size, "", max_bytes), keys_of(*range(first, last))
+    pipe.send(store.write(keys, [memoryview(block_of(key, size)) for key in keys]).count(True))
+    pipe.recv()
 
 
 def sparse_root(root: Path, num_slabs: int, num_slots: int, size: int) -> None:

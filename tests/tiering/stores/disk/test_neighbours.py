@@ -15,11 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 from tests.files import disk_bytes
+from tests.forks import Fork
 from tests.tiering.stores.disk.rig import (
     SMALL,
     aligned,
     damage,
     here,
+    hold_open,
     may_grow,
     payloads,
     right,
@@ -43,19 +45,6 @@ from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 
 KEYS = keys_of(*range(100))
-
-CHILD = """
-import sys
-from kvoffload.testing.keys import keys as keys_of
-from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.disk import DiskStore
-root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
-store = DiskStore(root, size, "", max_bytes)
-keys = keys_of(*range(first, last))
-print(store.write(keys, [memoryview(block_of(key, size)) for key in keys]).count(True), flush=True)
-sys.stdin.read()
-"""
-
 
 PARENT = """
 import multiprocessing, os, sys, time
@@ -94,20 +83,17 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.fixture
 def neighbour(tmp_path: Path):
     """Starts a process that writes blocks of these numbers, keeps the store open, and waits."""
-    started = []
+    started: list[Fork] = []
 
-    def start(max_bytes: int, first: int, last: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CHILD, *map(str, (tmp_path / "kv", SMALL, max_bytes, first, last))]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(child)
-        assert child.stdout is not None
-        assert child.stdout.readline() == f"{last - first}\n"
-        return child
+    def start(max_bytes: int, first: int, last: int) -> Fork:
+        started.append(Fork(hold_open, str(tmp_path / "kv"), SMALL, max_bytes, first, last))
+        assert started[-1].pipe.recv() == last - first
+        return started[-1]
 
     yield start
     for child in started:
-        child.kill()
-        child.communicate()
+        if child.is_alive:
+            child.kill()
 
 
 def two_slabs(size: int = SMALL) -> int:
@@ -255,8 +241,7 @@ class TestAdoption:
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert slabs_of(store).num_slots == 0
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.kill()
         store.refresh()
         assert slabs_of(store).num_slots > 0
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
@@ -291,21 +276,21 @@ class TestAdoption:
         child = neighbour(slab_of(8), 0, 8)
         store = open_store(max_bytes=slab_of(8))
         for number in range(40, 44):
-            store._quota.not_before_s = 0.0
+            may_grow(store)
             assert write(store, KEYS[number]) == [False]
         (said,) = [record.getMessage() for record in caplog.records if "locked by" in record.getMessage()]
         assert f"process {child.pid} " in said
 
     def test_a_stopped_neighbour_is_waited_for_by_nobody(self, open_store, neighbour) -> None:
         child = neighbour(two_slabs(), 0, 40)
-        child.send_signal(signal.SIGSTOP)
+        child.stop()
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:40]) == set(KEYS[:40])
         assert write(store, *KEYS[40:60]) == [True] * 20
         store.refresh()
         store.close()
         assert right(open_store(max_bytes=two_slabs()), *KEYS[:60]) == set(KEYS[:60])
-        child.send_signal(signal.SIGCONT)
+        child.go_on()
 
     def test_only_one_adopts(self, open_store, tmp_path: Path) -> None:
         store = open_store(max_bytes=two_slabs())
@@ -494,16 +479,15 @@ class TestSharing:
         mine, control = open_store(namespace="mine", max_bytes=6 << 20), tmp_path / "kv" / CONTROL_DIR
         with upkeep_of(mine).lock:  # its thread gives nothing away
             self.fill(mine, 0, 5800)
-            command = [sys.executable, "-c", CHILD, *map(str, (tmp_path / "kv", SMALL, 6 << 20, 9000, 9001))]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-                while not (asked := list(control.glob("want-*"))):
-                    assert child.poll() is None
-                child.send_signal(signal.SIGSTOP)
-                os.utime(asked[0], ns=(0, 0))  # as time passes
-                monkeypatch.setattr(quota_module, "_GIVEN_S", 0.0)
-                for _ in range(10):
-                    upkeep_of(mine).poll()
-                child.kill()
+            child = Fork(hold_open, str(tmp_path / "kv"), SMALL, 6 << 20, 9000, 9001)
+            while not (asked := list(control.glob("want-*"))):
+                assert child.is_alive
+            child.stop()
+            os.utime(asked[0], ns=(0, 0))  # as time passes
+            monkeypatch.setattr(quota_module, "_GIVEN_S", 0.0)
+            for _ in range(10):
+                upkeep_of(mine).poll()
+            child.kill()
             assert self.owned(mine) == 6
 
     def test_who_has_as_much_gives_nothing(self, open_store) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.forks import Fork, output_of
 from tests.memory_files import memory_directory
 from tests.sizes import by_size
 from tests.tiering.stores.disk.rig import (
@@ -18,6 +19,7 @@ from tests.tiering.stores.disk.rig import (
     aligned,
     damage,
     here,
+    hold_open,
     may_grow,
     payloads,
     right,
@@ -46,14 +48,6 @@ KILLS = by_size(quick=8, thorough=400)
 def pool() -> Iterator[Path]:
     with memory_directory() as path:
         yield path / "kv"
-
-
-def run_python(script: str, *arguments: object) -> str:
-    """What a script prints, in a process of its own."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not ran.returncode, f"ended with {ran.returncode}: {ran.stdout}{ran.stderr}"
-    return ran.stdout
 
 
 class TestFiles:
@@ -95,8 +89,7 @@ class TestFiles:
         assert store.stats().corrupt_blocks == 1
         store.close()
 
-    @pytest.mark.parametrize("left", [0, 1, 4096, 3 * PAGED + 1])
-    def test_a_file_that_was_cut_off_is_a_miss_and_kills_nobody(self, pool: Path, left: int) -> None:
+    def test_a_file_that_was_cut_off_is_a_miss_and_kills_nobody(self, pool: Path) -> None:
         """In a process of its own, which the kernel would end with SIGBUS."""
         script = """
 import os, sys
@@ -104,20 +97,24 @@ from pathlib import Path
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.disk import DiskStore
-root, size, max_bytes, left = Path(sys.argv[1]), *map(int, sys.argv[2:])
-store, keys = DiskStore(root, size, max_bytes=max_bytes), keys_of(*range(6))
+size, max_bytes, *cuts = map(int, sys.argv[2:])
+keys = keys_of(*range(6))
 blocks = [memoryview(block_of(key, size)) for key in keys]
-store.write(keys, blocks)
-(path,) = root.rglob("*.slab")
-os.truncate(path, left)
-buffers = [memoryview(bytearray(size)) for _ in keys]
-for answers in (store.read_into(keys, buffers), store.write(keys, blocks), store.read_into(keys, buffers)):
-    print(sum(answers))
-    assert all(not good or buffer == block for good, buffer, block in zip(answers, buffers, blocks))
-store.close()
+for left in cuts:
+    root = Path(sys.argv[1], str(left))
+    store = DiskStore(root, size, max_bytes=max_bytes)
+    store.write(keys, blocks)
+    (path,) = root.rglob("*.slab")
+    os.truncate(path, left)
+    buffers = [memoryview(bytearray(size)) for _ in keys]
+    for answers in (store.read_into(keys, buffers), store.write(keys, blocks), store.read_into(keys, buffers)):
+        print(sum(answers), flush=True)
+        assert all(not good or buffer == block for good, buffer, block in zip(answers, buffers, blocks))
+    store.close()
 """
-        said = run_python(script, pool, PAGED, slab_of(8, PAGED), left).split()
-        assert said == [str(left // PAGED), "6", "6"]
+        cuts = (0, 1, 4096, 3 * PAGED + 1)
+        said = output_of(script, pool, PAGED, slab_of(8, PAGED), *cuts).split()
+        assert said == [word for left in cuts for word in (str(left // PAGED), "6", "6")]
 
     def test_a_file_with_holes_is_not_mapped(self, pool: Path) -> None:
         """To touch a hole would kill the process on the day the file system is full."""
@@ -216,27 +213,13 @@ class TestMemory:
         parse_tier({"type": "disk", "path": str(pool), "max_bytes": "1MiB"}).open_store(PAGED, "").close()
 
 
-CHILD = """
-import sys
-from kvoffload.testing.keys import keys as keys_of
-from kvoffload.testing.store_contract import block_of
-from kvoffload.tiering.stores.disk import DiskStore
-root, size, max_bytes, first, last = sys.argv[1], *map(int, sys.argv[2:])
-store, keys = DiskStore(root, size, "", max_bytes), keys_of(*range(first, last))
-print(sum(store.write(keys, [memoryview(block_of(key, size)) for key in keys])), flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_second_process_hits_what_the_first_stored(pool: Path) -> None:
-    command = [sys.executable, "-c", CHILD, *map(str, (pool, PAGED, 4 << 20, 0, 20))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "20\n"
-        second = DiskStore(pool, PAGED, max_bytes=4 << 20)
-        assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:20])
-        assert write(second, *KEYS[15:25], size=PAGED) == [True] * 10
-        first.kill()
+    first = Fork(hold_open, str(pool), PAGED, 4 << 20, 0, 20)
+    assert first.pipe.recv() == 20
+    second = DiskStore(pool, PAGED, max_bytes=4 << 20)
+    assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:20])
+    assert write(second, *KEYS[15:25], size=PAGED) == [True] * 10
+    first.kill()
     second.refresh()
     assert right(second, *KEYS[:30], size=PAGED) == set(KEYS[:25]), "of the dead, too"
     assert all(slab.is_own for slab in slabs_of(second).open.values())

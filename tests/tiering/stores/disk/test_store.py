@@ -124,6 +124,7 @@ class TestEviction:
         assert store.stats().evicted_blocks == 8
         assert right(store, *KEYS[:16]) == set(KEYS[8:16])
 
+    @pytest.mark.once
     def test_slabs_above_a_smaller_quota_count_as_evicted(self, open_store) -> None:
         store, keys = open_store(max_bytes=4 << 20), keys_of(*range(3000))
         for start in range(0, 3000, 100):
@@ -157,6 +158,7 @@ class TestEviction:
             write(store, KEYS[number])
             assert store.take_lost() == {KEYS[victim]: "evicted"}
 
+    @pytest.mark.once
     def test_slots_are_used_up_before_anything_is_evicted(self, open_store) -> None:
         store = open_store(max_bytes=4 * slab_of(1000))
         keys = keys_of(*range(3500))
@@ -167,6 +169,7 @@ class TestEviction:
 
 
 class TestRestart:
+    @pytest.mark.once
     def test_a_large_store_is_served_while_its_last_slabs_are_read(self, open_store, monkeypatch) -> None:
         store = open_store(max_bytes=4 << 20)
         keys = keys_of(*range(3800))
@@ -608,6 +611,7 @@ class TestRoot:
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         assert disk_bytes(tmp_path) <= slab_of(8)
 
+    @pytest.mark.once
     @pytest.mark.parametrize("removed", ["", CONTROL_DIR])
     def test_a_root_that_was_emptied_is_written_to_again(self, open_store, tmp_path: Path, removed: str) -> None:
         store, keys = open_store(max_bytes=2 << 20), keys_of(*range(1500))
@@ -747,6 +751,7 @@ class TestRoot:
         store.check_invariants()
         store.close()
 
+    @pytest.mark.once
     @pytest.mark.parametrize("damage", ["deleted", "garbage", "directory", "pipe"])
     def test_damage_to_the_control_directory_costs_nothing(self, open_store, tmp_path: Path, damage: str) -> None:
         """What lies there is only locked, and read by name."""
@@ -777,6 +782,7 @@ class TestRoot:
         store = open_store(max_bytes=2 << 20)
         assert right(store, *keys[-600:]) == set(keys[-600:])
 
+    @pytest.mark.once
     def test_slabs_deleted_from_outside_are_gone_at_the_next_poll(self, open_store, tmp_path: Path) -> None:
         store = open_store(max_bytes=2 << 20)
         keys = keys_of(*range(1500))
@@ -799,6 +805,7 @@ class TestRoot:
         assert right(store, *keys[:100]) == set(keys[:100])
         assert disk_bytes(tmp_path) <= 2 << 20
 
+    @pytest.mark.once
     def test_locks_that_fail_later_cost_the_next_slab(self, open_store, tmp_path: Path, monkeypatch) -> None:
         store, neighbour = open_store(max_bytes=2 << 20), open_store(max_bytes=2 << 20)
         keys = keys_of(*range(3000))
@@ -1174,6 +1181,7 @@ def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkey
 
 
 class TestFullQuota:
+    @pytest.mark.once
     def test_to_find_that_it_has_no_room_opens_no_slab_again(self, open_store, monkeypatch) -> None:
         """It is found out up to once a second. A slab of another block size gives way as soon as nobody uses it."""
         other = open_store(500, max_bytes=4 << 20)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other processes of an engine that shares a region, for ``test_region.py``."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.cpu import region
+
+
+def join(pipe: Connection, name: str, num_processes: int, mark: int, mount: str) -> None:
+    """Marks one of eight blocks, and says what it sees in each when it hears again."""
+    shared = region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=num_processes, mount=Path(mount))
+    view = np.asarray(shared.create_kv_memoryview())
+    view[mark] = mark + 100
+    pipe.send("mapped")
+    pipe.recv()
+    pipe.send(view[:, 0].tolist())
+
+
+def stop_at(pipe: Connection, name: str, mount: str, where: str) -> None:
+    """Stops while it holds the start-up lock, or while it allocates pages."""
+
+    def stuck(*_: object) -> None:
+        pipe.send("made")
+        pipe.recv()
+
+    if where == "lock":
+        region._write_joined = stuck
+    else:
+        region.os.posix_fallocate = stuck
+    region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, mount=Path(mount))
