@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -12,8 +13,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
 from tests.ports import free_port
 from tests.redis_server import PATIENCE_S, wait_until
+from tests.sizes import IS_THOROUGH
+
+HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
+needs_mooncake = pytest.mark.skipif(
+    not (HAS_MOONCAKE and IS_THOROUGH),
+    reason="needs Mooncake's client, and half a minute: `make test-remote` brings it, and takes the thorough size",
+)
 
 _DONOR = """
 import sys, time

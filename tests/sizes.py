@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two sizes of the suite: quick for ``make test``, thorough for ``make test-all``.
 
-``KVOFFLOAD_TESTS`` chooses. Both sizes run the same tests, except those marked ``long``; a quick one takes fewer
-examples, a shorter trace or a part of a matrix.
+``KVOFFLOAD_TESTS`` chooses. Both sizes run the same tests, except those marked ``long`` and those with Mooncake; a
+quick one takes fewer examples, a shorter trace or a part of a matrix.
 """
 
 from __future__ import annotations

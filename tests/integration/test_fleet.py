@@ -4,7 +4,6 @@ lost costs misses until it is back."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,9 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests import redis_server, s3_server
-from tests.mooncake_server import MooncakePool
+from tests.mooncake_server import MooncakePool, needs_mooncake
 from tests.redis_server import RedisServer, wait_until
 from tests.s3_server import BUCKET, S3Server
+from tests.sizes import IS_THOROUGH
 from tests.tiering.test_spec import PAGE_BYTES, Engine, layout, spec
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -50,11 +50,6 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
     made = MooncakePool(tmp_path_factory.mktemp("mooncake"))
     yield made
     made.stop()
-
-
-needs_mooncake = pytest.mark.skipif(
-    importlib.util.find_spec("mooncake") is None, reason="needs Mooncake's client; `make test-remote` brings it"
-)
 
 
 @pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=needs_mooncake)])
@@ -141,7 +136,18 @@ class Mortal(NamedTuple):
     start: Callable[[], None]
 
 
-@pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.long])])
+MOTO_ENDS_SLOWLY = pytest.mark.skipif(
+    not (os.environ.get("KVOFFLOAD_S3_SERVER") or IS_THOROUGH), reason="`make test-remote` has SeaweedFS"
+)
+
+
+@pytest.fixture(
+    params=[
+        "redis",
+        pytest.param("object", marks=MOTO_ENDS_SLOWLY),
+        pytest.param("mooncake", marks=needs_mooncake),
+    ]
+)
 def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
     server: Any
     if request.param == "redis":

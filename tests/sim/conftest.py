@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ TRACES = Path(__file__).parents[3] / "shared" / "traces"
 def shared_trace() -> Callable[..., Trace]:
     """``shared_trace(name, max_requests=None)``; skips the test where the folder is absent."""
 
+    @functools.cache
     def load(name: str, max_requests: int | None = None) -> Trace:
         path = TRACES / f"{name}.jsonl.zst"
         if not path.exists():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 import pytest
+from tests.sizes import by_size
 
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
@@ -84,9 +85,9 @@ def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:
     return hits
 
 
-@pytest.mark.parametrize("share", [2, 10])
+@pytest.mark.parametrize("share", by_size([10], [2, 10]))
 def test_hits_are_those_of_a_plain_lru_request_by_request(shared_trace: Callable[..., Trace], share: int) -> None:
-    trace = shared_trace("mooncake_conversation", max_requests=1200)
+    trace = shared_trace("mooncake_conversation", max_requests=by_size(300, 1200))
     config = SimConfig(cpu_blocks=trace.num_unique * share // 100, block_bytes=1, policy="lru")
     found: list[int] = []
     simulate(trace, config, on_request=lambda _, gpu, cpu, disk: found.append(gpu + cpu + disk))
@@ -100,13 +101,13 @@ def test_the_defaults_are_those_of_serving() -> None:
 
 
 def test_the_same_input_gives_the_same_result(shared_trace: Callable[..., Trace]) -> None:
-    trace = shared_trace("lmcache_agent_b256")
+    trace = shared_trace("lmcache_agent_b256", max_requests=by_size(150, None))
     config = SimConfig(cpu_blocks=400, gpu_blocks=200, disk_blocks=900, block_bytes=8_000_000, policy="density")
     assert simulate(trace, config) == simulate(trace, config)
 
 
 def test_tiers_add_up(shared_trace: Callable[..., Trace]) -> None:
-    trace = shared_trace("lmcache_agent_b256")
+    trace = shared_trace("lmcache_agent_b256", max_requests=by_size(300, None))
     small = SimConfig(cpu_blocks=300, block_bytes=1000, policy="lru", cascade="on_store")
     alone = simulate(trace, small)
     with_device = simulate(trace, replace(small, gpu_blocks=100))

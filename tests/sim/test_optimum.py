@@ -73,7 +73,7 @@ def test_tokens_of_a_partial_block_count_once(trace_of: Callable[..., Trace]) ->
 @pytest.mark.parametrize(
     ("name", "published"),
     [
-        ("mooncake_conversation", [24.64, 36.64, 36.64, 36.64, 36.64]),
+        pytest.param("mooncake_conversation", [24.64, 36.64, 36.64, 36.64, 36.64], marks=pytest.mark.long),
         ("lmcache_agent_b256", [54.16, 84.48, 89.90, 89.90, 89.90]),
     ],
 )

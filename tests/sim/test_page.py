@@ -26,6 +26,7 @@ def report(trace_of: Callable[..., Trace]) -> Report:
     return sweep(trace, configs, processes=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("is_page", "magic"), [(False, b"\x89PNG"), (True, b"<!doctype html>")])
 def test_a_picture_and_a_page(report: Report, is_page: bool, magic: bytes) -> None:
     assert draw_sweeps([report, report][1 - is_page :], is_page).startswith(magic)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from bench.policy_replay import replay_policy
+from tests.sizes import by_size
 
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.sim.optimum import optimum
@@ -16,7 +17,8 @@ from kvoffload.sim.trace import Trace
 
 PERCENT = (1, 5, 10, 20, 50)
 CHAT, AGENTS, CODING = "mooncake_conversation", "lmcache_agent_b256", "weka_cc_64_s60"
-TRACES = [CHAT, AGENTS, pytest.param(CODING, marks=pytest.mark.long)]  # CODING: 8.4 million accesses
+TRACES = [pytest.param(name, marks=pytest.mark.long) for name in (CHAT, AGENTS, CODING)]
+QUICK = {(AGENTS, "lru", 5), (AGENTS, "arc", 10)}
 YARDSTICK = {
     (CHAT, "lru"): [5.25, 19.58, 27.89, 34.53, 36.31],
     (CHAT, "arc"): [6.49, 21.02, 28.43, 32.01, 36.27],
@@ -29,12 +31,11 @@ YARDSTICK = {
 
 
 def published_rows() -> list[Any]:
-    """(trace, policy, share, hit rate), the slow ones marked."""
+    """(trace, policy, share, hit rate). Millions of accesses, so that two rows stand for all in the quick size."""
     rows = []
     for (name, policy), rates in YARDSTICK.items():
         for share, rate in zip(PERCENT, rates, strict=True):
-            is_long = name == CODING or ((name, policy) == (CHAT, "arc") and share < PERCENT[-1])
-            marks = [pytest.mark.long] if is_long else []
+            marks = [] if (name, policy, share) in QUICK else [pytest.mark.long]
             rows.append(pytest.param(name, policy, share, rate, marks=marks, id=f"{name}-{policy}-{share}"))
     return rows
 
@@ -69,7 +70,7 @@ def plain_lru(trace: Trace, capacity: int) -> tuple[int, int]:
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.2])
 def test_runs_of_blocks_are_used_as_single_ones_would_be(shared_trace: Callable[..., Trace], share: float) -> None:
     """With requests longer than the cache, too: those of the coding trace have thousands of blocks."""
-    trace = shared_trace("weka_cc_64_s60", max_requests=100)
+    trace = shared_trace("weka_cc_64_s60", max_requests=by_size(15, 100))
     capacity = max(1, int(trace.num_unique * share))
     run = replay_policy(trace, "lru", capacity)
     assert (run.hit_blocks, run.evicted_blocks) == plain_lru(trace, capacity)
@@ -77,7 +78,7 @@ def test_runs_of_blocks_are_used_as_single_ones_would_be(shared_trace: Callable[
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_no_policy_beats_the_optimum(shared_trace: Callable[..., Trace], policy: str) -> None:
-    trace = shared_trace("mooncake_conversation", max_requests=1500)
+    trace = shared_trace("mooncake_conversation", max_requests=by_size(300, 1500))
     capacities = [trace.num_unique * share // 100 for share in (1, 10)]
     for bound, capacity in zip(optimum(trace, capacities), capacities, strict=True):
         run = replay_policy(trace, policy, capacity)
@@ -86,7 +87,7 @@ def test_no_policy_beats_the_optimum(shared_trace: Callable[..., Trace], policy:
 
 
 def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[..., Trace]) -> None:
-    trace = shared_trace("lmcache_agent_b256")
+    trace = shared_trace("lmcache_agent_b256", max_requests=by_size(200, None))
     (bound,) = optimum(trace, [trace.num_unique])
     for policy in POLICIES.names():
         run = replay_policy(trace, policy, trace.num_unique)
@@ -97,8 +98,10 @@ def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[...
 
 
 def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:
-    trace = shared_trace("mooncake_conversation", max_requests=1500)
-    everything, twice = (replay_policy(trace, "lru", 2000, store_threshold=threshold) for threshold in (1, 2))
+    trace = shared_trace("mooncake_conversation", max_requests=by_size(500, 1500))
+    everything, twice = (
+        replay_policy(trace, "lru", by_size(700, 2000), store_threshold=threshold) for threshold in (1, 2)
+    )
     assert twice.stored_blocks < everything.stored_blocks / 2
 
 

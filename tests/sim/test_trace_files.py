@@ -224,6 +224,7 @@ def test_bytes_per_access(tmp_path: Path) -> None:
     assert peak / trace.num_accesses < 60
 
 
+@pytest.mark.long
 def test_shared_traces_are_what_their_readme_says(shared_trace: Callable[..., Trace]) -> None:
     chat = shared_trace("mooncake_conversation")
     assert (len(chat), chat.num_accesses, chat.num_unique, chat.block_tokens) == (12_031, 288_500, 182_790, 512)

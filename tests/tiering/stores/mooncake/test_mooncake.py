@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.jumping_clock import JumpingClock, check, compiler
-from tests.mooncake_server import MooncakePool
+from tests.mooncake_server import HAS_MOONCAKE, MooncakePool, needs_mooncake
 from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import wait_until
@@ -32,9 +31,7 @@ from kvoffload.tiering.stores.mooncake.options import MooncakeOptions
 from kvoffload.tiering.stores.mooncake.store import MooncakeStore
 from kvoffload.tiering.stores.seal import EncryptionKey
 
-HAS_MOONCAKE = importlib.util.find_spec("mooncake") is not None
 LARGE = 1 << 20
-needs_mooncake = pytest.mark.skipif(not HAS_MOONCAKE, reason="needs Mooncake's client; `make test-remote` brings it")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +54,7 @@ class TestMooncakeStore(BlockStoreContract):
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         assert isinstance(store, MooncakeStore)
-        client, name = store._connected(), store._name(key)
+        client, name = as_client(store, key)
         value = bytearray(client.get(name))
         value[7] ^= 1
         return client.batch_remove([name], True) == [0] and client.put(name, bytes(value)) == 0
@@ -66,6 +63,11 @@ class TestMooncakeStore(BlockStoreContract):
 @needs_mooncake
 class TestEncrypted(TestMooncakeStore):
     secret = EncryptionKey(b"a secret of the fleet")
+
+
+def as_client(store: MooncakeStore, key: OffloadKey) -> tuple[Any, str]:
+    """Mooncake's client, and what a block is called there."""
+    return store._connected(), store._name(key)
 
 
 def store_on(pool: MooncakePool, block_bytes: int = BLOCK_BYTES, namespace: str = "", **options: Any) -> MooncakeStore:
@@ -80,7 +82,7 @@ def test_a_value_of_another_length_is_a_miss_and_is_deleted(
 ) -> None:
     store = store_on(pool, namespace=repr(value_from))
     assert write(store, keys(1, 2)) == [True, True]
-    client, name = store._connected(), store._name(keys(1)[0])
+    client, name = as_client(store, keys(1)[0])
     value = client.get(name)
     assert client.batch_remove([name], True) == [0]
     assert client.put(name, value_from(value)) == 0
