@@ -74,13 +74,14 @@ class Served:
         self.serve(101, num_blocks=SLOTS - 1)
         return request
 
-    def until(self, condition: Callable[[], object]) -> None:
+    def until(self, condition: Callable[[], object], nap_s: float = 0.001) -> None:
+        """Steps. The naps let the tier's threads run; nothing depends on them."""
         deadline_s = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline_s
             self.engine.step()
             self.engine.check_invariants()
-            time.sleep(0.001)  # lets the tier's threads run; nothing depends on it
+            time.sleep(nap_s)
 
     def stat(self, *sample: str) -> float:
         return self.engine.get_stats().get(sample, 0)
@@ -172,10 +173,10 @@ def test_a_prefetch_that_gives_way_for_too_long_is_dropped(make: MakeServed) -> 
     served.until(lambda: served.stat("promotions_in_flight") == 4)
     served.engine.prefetch(served.prompt(2, num_blocks=4))
     served.engine.step()
-    time.sleep(0.5)  # so that the next request has patience for longer than the prefetch
+    time.sleep(1.0)  # so that the next request has patience for longer than the prefetch
     asked.append(served.add(3, num_blocks=4))
-    served.until(lambda: served.prefetches() == (0, 1, 0))
-    served.until(lambda: all(request.is_done for request in asked))
+    served.until(lambda: served.prefetches() == (0, 1, 0), nap_s=0.05)
+    served.until(lambda: all(request.is_done for request in asked), nap_s=0.05)
     served.gate.open_gate()
     served.engine.drain()
     assert served.stat("tier_blocks_loaded", "gated") == 8

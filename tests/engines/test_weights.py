@@ -18,6 +18,7 @@ from kvoffload.engines import weights
 from kvoffload.engines.weights import changed_since, fingerprint, local_directory, process_start_s
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+FILE_BYTES = 600 * KIB
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     (directory / "vision").mkdir(parents=True)
     for name in ("model-1.safetensors", "model-2.safetensors", "vision/model.safetensors"):
-        (directory / name).write_bytes(os.urandom(3 * MIB))
+        (directory / name).write_bytes(os.urandom(FILE_BYTES))
     (directory / "model.safetensors.index.json").write_text("{}")
     (directory / "config.json").write_text("{}")
     return directory
@@ -61,10 +62,10 @@ def test_files_that_are_links_count_as_what_they_point_to(model: Path, tmp_path:
     "change",
     [
         lambda model: write_at(model / "model-1.safetensors", 0, b"new!"),
-        lambda model: write_at(model / "model-2.safetensors", 3 * MIB - 4, b"new!"),
-        lambda model: write_at(model / "vision" / "model.safetensors", MIB, bytes(64 * KIB)),
+        lambda model: write_at(model / "model-2.safetensors", FILE_BYTES - 4, b"new!"),
+        lambda model: write_at(model / "vision" / "model.safetensors", FILE_BYTES // 3, bytes(64 * KIB)),
         lambda model: (model / "model-1.safetensors").rename(model / "model-3.safetensors"),
-        lambda model: os.truncate(model / "model-2.safetensors", 3 * MIB + 1),
+        lambda model: os.truncate(model / "model-2.safetensors", FILE_BYTES + 1),
         lambda model: (model / "model-2.safetensors").unlink(),
         lambda model: (model / "extra.bin").touch(),
         lambda model: (model / "model.safetensors.index.json").write_text("[]"),
@@ -372,7 +373,7 @@ def test_a_process_knows_when_it_started() -> None:
 
 
 def test_files_that_were_written_right_before_a_process_are_older(model: Path) -> None:
-    for number in range(by_size(2, 5)):
+    for number in range(by_size(1, 5)):
         write_at(model / "model-1.safetensors", number, b"new!")
         _, start_s, _ = start_of_a_process()
         assert changed_since(model, start_s) is None

@@ -29,7 +29,7 @@ BLOCKS = 8
 class _Quiet(ServedTiers):
     def step(self) -> None:
         self.engine.step()
-        for handler in self._handlers:
+        for handler in self.handlers:
             for job_id in handler.pending:
                 handler.run(job_id)
         time.sleep(0.02)  # an engine that is slower than a busy disk

@@ -81,12 +81,12 @@ class ServedTiers:
             block_worth=block_worth,
             clock=clock,
         )
-        self._handlers: list[ManualHandler] = []
+        self.handlers: list[ManualHandler] = []
 
         def make_worker(rank: int, pages: Bytes) -> OffloadingConnectorWorker:
-            self._handlers.append(ManualHandler(pages, region.rows, (PAGE_BYTES,), 1))
+            self.handlers.append(ManualHandler(pages, region.rows, (PAGE_BYTES,), 1))
             worker = OffloadingConnectorWorker(rank)
-            worker.register_kv_caches(ManualSpec(self.manager, self._handlers[-1]), CanonicalKVCaches())
+            worker.register_kv_caches(ManualSpec(self.manager, self.handlers[-1]), CanonicalKVCaches())
             return worker
 
         self.engine = FakeEngine(
@@ -131,7 +131,7 @@ class ServedTiers:
 
     def step(self) -> None:
         self.engine.step()
-        for handler in self._handlers:
+        for handler in self.handlers:
             for job_id in handler.pending:
                 handler.run(job_id)
         self.engine.check()

@@ -229,7 +229,7 @@ def test_a_reset(make: MakeRecorded) -> None:
 
 def test_failed_stores_and_loads(make: MakeRecorded) -> None:
     recorded = make()
-    handler = recorded.served._handlers[0]
+    handler = recorded.served.handlers[0]
     run, fails = handler.run, {"yes": True}
     handler.run = lambda job_id, success=True: run(job_id, success and not fails["yes"])  # type: ignore[method-assign]
     recorded.ask(1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.engines.reference.inside import num_final_stores, take_reports
 from tests.engines.reference.zoo import VOCAB, tiny_model
 from tests.sizes import by_size
 from tests.tiering.rig import quiesce
@@ -142,18 +143,15 @@ def serve_one(engine: Engine, trace: Trace, number: int) -> tuple[int, int]:
     while not request.is_done:
         engine.step()
         end_transfers(engine)
-    assert engine._connector is not None
-    if engine._connector._jobs.final_stores:
+    if num_final_stores(engine):
         engine.step()
         end_transfers(engine)
     return request.device_hit_tokens // BLOCK_TOKENS, request.external_hit_tokens // BLOCK_TOKENS
 
 
 def end_transfers(engine: Engine) -> None:
-    assert engine._connector is not None
-    assert engine._worker is not None
-    while engine.get_stats()["jobs_in_flight",] > len(engine._connector._jobs.final_stores):
-        engine._scheduler.take_outcome(engine._connector.update_connector_output(engine._worker.get_report()))
+    while engine.get_stats()["jobs_in_flight",] > num_final_stores(engine):
+        take_reports(engine)
 
 
 def simulated(

@@ -161,13 +161,12 @@ def test_a_reset_while_parts_are_on_their_way(start: Start, right: list[list[int
     with start() as engine:
         assert ask(engine) == right
         for _ in range(20):
-            for prompt in PROMPTS[:3]:
-                engine.add_request(prompt, TOKENS)
+            requests = [engine.add_request(prompt, TOKENS) for prompt in PROMPTS[:3]]
             for _ in range(3):
                 engine.step()
             engine.reset_cache()
-            for request in list(engine._requests):
-                engine.abort(request)
+            for request in requests:
+                engine.abort(request.request_id)
         engine.drain()
         engine.check_invariants()
         assert stat(engine, "primary_blocks_pinned") == 0

@@ -20,6 +20,11 @@ BLOCK_BYTES = 64
 CONTEXT = ReqContext("r")
 
 
+def is_scanned(tier: StoreTier) -> bool:
+    """Whether what a tier does at its start has ended."""
+    return tier._scan.is_complete
+
+
 class Region:
     """Memory for a primary tier."""
 
@@ -110,8 +115,16 @@ class Rig:
         """Until the store was asked all that it was to be asked."""
         self.until(lambda: not self.tier._questions.are_open)
 
+    @property
+    def is_scanned(self) -> bool:
+        return is_scanned(self.tier)
+
+    @property
+    def has_threads(self) -> bool:
+        return any(thread.is_alive() for thread in self.runner._threads)
+
     def until_scanned(self) -> None:
-        self.until(lambda: self.tier._scan.is_complete)
+        self.until(lambda: self.is_scanned)
 
     def wait_for_results(self) -> None:
         """Waits until the result of a submitted lookup or load, if there is any, can be taken, and does not take it."""

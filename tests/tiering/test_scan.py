@@ -69,8 +69,8 @@ class TestScans:
             wait_for_upkeep(rig)
             assert store.num_empty == left
             rig.step()
-        rig.until(lambda: rig.tier._scan.is_complete)
-        assert len(rig.tier._index) == 100
+        rig.until_scanned()
+        assert rig.stat("tier_blocks") == 100
 
     def test_a_step_takes_in_a_bounded_part_of_what_a_scan_has_found(self, make) -> None:
         rig = make(max_blocks=10_000)
@@ -78,13 +78,13 @@ class TestScans:
         rig.start()
         while rig.runner.num_open_slices and not rig.runner.ended:
             time.sleep(0.001)
-        seen = [len(rig.tier._index)]
+        seen = [rig.stat("tier_blocks")]
         while seen[-1] < 5_000:
             rig.tier.on_schedule_end()
             rig.tier.lookup(keys_of(1)[0], CONTEXT)
             rig.tier.get_finished_jobs()
             rig.tier.get_finished_jobs()
-            seen.append(len(rig.tier._index))
+            seen.append(rig.stat("tier_blocks"))
         assert max(after - before for before, after in itertools.pairwise(seen)) <= 64
 
     def test_a_scan_rests_while_some_thousand_keys_wait(self, make) -> None:
@@ -97,8 +97,8 @@ class TestScans:
         rig.clock.advance(2)
         calls = rig.store.inner.calls
         rig.until(lambda: ("touch", tuple(keys_of(1))) in calls)
-        assert not rig.tier._scan.is_complete
-        while not rig.tier._scan.is_complete:
+        assert not rig.is_scanned
+        while not rig.is_scanned:
             assert sum(map(len, rig.tier._scan._found)) <= 5_000
             rig.step()
             wait_for_upkeep(rig)
@@ -129,7 +129,7 @@ class TestScans:
         wait_for_upkeep(rig)
         rig.tier.shutdown()
         assert (store.num_pages, store.num_ended) == (4, 1), "the scan has let go of what it held"
-        assert not any(thread.is_alive() for thread in rig.runner._threads)
+        assert not rig.has_threads
 
     def test_blocks_that_were_deleted_from_outside_are_forgotten(self, make) -> None:
         rig = make()

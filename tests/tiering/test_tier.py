@@ -146,7 +146,7 @@ def test_a_block_that_a_request_peeks_at_and_looks_up_counts_once(make) -> None:
     rig = make(exclusive=True)
     rig.below(keys_of(1, 2))
     rig.start()
-    rig.until(lambda: rig.stat("tier_blocks") == 2 and rig.tier._scan.is_complete)
+    rig.until(lambda: rig.stat("tier_blocks") == 2 and rig.is_scanned)
     primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
     manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
     manager.on_new_request(CONTEXT)
@@ -205,7 +205,7 @@ def test_an_exclusive_tier_answers_absent_keys_at_once(make) -> None:
     rig = make(exclusive=True)
     rig.below(keys_of(1))
     rig.start()
-    rig.until(lambda: rig.stat("tier_blocks") == 1 and rig.tier._scan.is_complete)
+    rig.until(lambda: rig.stat("tier_blocks") == 1 and rig.is_scanned)
     assert rig.ask(keys_of(1, 2)) == [True, False]
 
 
@@ -248,7 +248,7 @@ def test_drain_and_shutdown_with_a_hung_store_are_bounded(make, caplog) -> None:
     rig.tier.shutdown()
     assert "hang in the store" in caplog.text
     rig.gate.open_gate()
-    rig.until(lambda: not any(t.is_alive() for t in rig.runner._threads))
+    rig.until(lambda: not rig.has_threads)
 
 
 def test_a_second_shutdown_does_nothing(make, monkeypatch) -> None:

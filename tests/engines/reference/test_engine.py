@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from tests.engines.reference.zoo import FAMILIES, greedy, random_prompts, tiny_model
@@ -37,6 +39,14 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> l
     return requests
 
 
+@functools.cache
+def alone(family: str) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
+    """Prompts, and what transformers answers to each."""
+    prompts = random_prompts(6, 3, 50, seed=1)
+    prompts.append(prompts[0] + prompts[1][:5])  # shares a prefix
+    return prompts, [greedy(tiny_model(family), prompt, STEPS) for prompt in prompts]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "options",
@@ -54,9 +64,7 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> l
 def test_logits_are_those_of_transformers(
     family: str, options: EngineOptions, logits_by_request: dict[str, list[torch.Tensor]]
 ) -> None:
-    prompts = random_prompts(6, 3, 50, seed=1)
-    prompts.append(prompts[0] + prompts[1][:5])  # shares a prefix
-    expected = [greedy(tiny_model(family), prompt, STEPS) for prompt in prompts]
+    prompts, expected = alone(family)
     with Engine(tiny_model(family), options) as engine:
         requests = run(engine, prompts, SamplingParams(max_tokens=STEPS))
         assert (engine.counts.preemptions > 0) == (options.num_blocks == 17)

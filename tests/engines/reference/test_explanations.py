@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines.reference.inside import wrap_handlers
 from tests.engines.reference.zoo import tiny_model
 
 from kvoffload.base import LoadStoreSpec, OffloadingHandler, TransferResult
@@ -94,9 +95,7 @@ class Recorded:
                 }
             ),
         )
-        assert self.engine._worker is not None
-        self.handlers = {media: Prompt(each) for media, each in self.engine._worker._handlers.items()}
-        self.engine._worker._handlers = dict(self.handlers)
+        self.handlers = wrap_handlers(self.engine, lambda _, handler: Prompt(handler))
 
     def ask(self, *first_tokens: int, num_blocks: int = BLOCKS) -> list[Request]:
         """Requests that arrive at once, from their arrival until all is written, on a device that has nothing."""

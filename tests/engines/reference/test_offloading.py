@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engines.reference.inside import begin_step, end_step, num_free, pools_of, wrap_handlers
 from tests.engines.reference.zoo import FAMILIES, VOCAB, random_prompts, tiny_model
 from tests.sizes import by_size
 
@@ -57,8 +58,7 @@ def assert_nothing_leaks(engine: Engine) -> None:
     engine.check_invariants()
     stats = engine.get_stats()
     assert stats["jobs_in_flight",] == stats["requests_tracked",] == stats["primary_blocks_pinned",] == 0
-    for pool in engine._kv_cache._pools:
-        assert pool.num_free == engine.options.num_blocks
+    assert {*num_free(engine)} == {engine.options.num_blocks}
 
 
 @pytest.mark.parametrize("factor", by_size([2], [1, 2, 4]))
@@ -126,7 +126,7 @@ class Flaky(OffloadingHandler):
         destination = spec[1]
         if destination.medium() == "GPU":
             position = 0
-            for pool, size in zip(self._engine._runner.pools, destination.group_sizes, strict=True):  # type: ignore[attr-defined]
+            for pool, size in zip(pools_of(self._engine), destination.group_sizes, strict=True):  # type: ignore[attr-defined]
                 for block in destination.block_ids[position : position + size]:  # type: ignore[attr-defined]
                     pool[int(block)] = 7.0
                 position += size
@@ -143,15 +143,9 @@ class Flaky(OffloadingHandler):
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_tokens_are_the_same_when_transfers_fail(family: str, share: float) -> None:
     with Engine(tiny_model(family), OPTIONS, config()) as engine:
-        worker = engine._worker
-        assert worker is not None
         # With share 1.0 every load fails, and no store.
         shares = {("CPU", "GPU"): share, ("GPU", "CPU"): share if share < 1 else 0.0}
-        flaky = {
-            media: Flaky(handler, engine, random.Random(3), shares[media])
-            for media, handler in worker._handlers.items()
-        }
-        worker._handlers = dict(flaky)
+        flaky = wrap_handlers(engine, lambda media, handler: Flaky(handler, engine, random.Random(3), shares[media]))
         assert chat(engine) == reference(family)
         assert flaky["CPU", "GPU"].failures
         assert engine.counts.failed_loads
@@ -200,13 +194,11 @@ def test_a_request_aborted_while_it_loads_leaves_its_blocks_to_others() -> None:
         for _ in range(5):
             engine.reset_cache(offloaded=False)
             request = engine.add_request(prompts[0], SamplingParams(max_tokens=4))
-            plan = engine._scheduler.schedule()
-            assert engine._connector is not None and engine._worker is not None
-            engine._worker.start_step(engine._connector.build_connector_meta(plan.for_connector))
+            begin_step(engine)
             assert request.state is State.LOADING
             engine.abort(request.request_id)
             engine.check_invariants()
-            engine._worker.end_step()
+            end_step(engine)
             # These take the blocks the aborted load may still be writing.
             assert engine.generate(prompts[1:], SamplingParams(max_tokens=4)) == expected[1:]
         assert_nothing_leaks(engine)

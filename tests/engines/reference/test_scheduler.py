@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.engines.reference.inside import tables_of
 from tests.engines.reference.zoo import random_prompts, tiny_model
 
 from kvoffload.config import GroupKind, KVGroupLayout, parse_config
@@ -83,8 +84,8 @@ def test_a_step_computes_no_more_tokens_than_it_may_and_the_connector_gets_all_o
                 plan_tables[each.request_id] = tables[each.request_id]
                 assert len(tables[each.request_id]) * 4 >= each.num_computed_tokens + each.num_scheduled_tokens
             for request_id, table in plan_tables.items():
-                if request_id in engine._kv_cache._tables:
-                    assert table == engine._kv_cache._tables[request_id][0]
+                if request_id in tables_of(engine):
+                    assert table == tables_of(engine)[request_id][0]
             assert not step.preempted_request_ids & set(plan_tables)
         assert engine.counts.preemptions
         assert any(step.preempted_request_ids for step in steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engines.reference.inside import begin_step, end_step, pools_of, tables_of, take_reports
 from tests.engines.reference.zoo import VOCAB, greedy, random_prompts, tiny_model
 from transformers.cache_utils import Cache
 
@@ -57,18 +58,15 @@ def test_another_requests_state_changes_the_tokens() -> None:
             engine.drain()
             engine.reset_cache(offloaded=False)
             requests = [engine.add_request(prompt, SAMPLING) for prompt in prompts]
-            plan = engine._scheduler.schedule()
-            assert not plan.scheduled and engine._connector is not None and engine._worker is not None
+            assert begin_step(engine) == 0
             assert {request.state for request in requests} == {State.LOADING}
-            engine._worker.start_step(engine._connector.build_connector_meta(plan.for_connector))
-            engine._worker.end_step()
+            end_step(engine)
             while any(request.state is State.LOADING for request in requests):  # nothing runs before both have loaded
-                outcome = engine._connector.update_connector_output(engine._worker.get_report())
-                engine._scheduler.take_outcome(outcome)
+                take_reports(engine)
             assert all(request.num_computed_tokens == 40 for request in requests)
             if spoil:
-                blocks = [engine._kv_cache.table(request)[1][9] for request in requests]
-                states = engine._runner.pools[1]
+                blocks = [tables_of(engine)[request.request_id][1][9] for request in requests]
+                states = pools_of(engine)[1]
                 states[blocks] = states[blocks[::-1]]
             engine.drain()
             assert ([request.output_token_ids for request in requests] == expected) == (not spoil)

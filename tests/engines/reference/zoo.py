@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from typing import Any
 
@@ -48,7 +50,12 @@ FAMILIES = tuple(_OWN)
 
 
 def tiny_model(family: str, seed: int = 0) -> Any:
-    """A float32 model with the plain (eager) attention of transformers."""
+    """A float32 model with the plain (eager) attention of transformers, the caller's own."""
+    return copy.deepcopy(_made(family, seed))
+
+
+@functools.cache
+def _made(family: str, seed: int) -> Any:
     config = AutoConfig.for_model(family, **_SMALL, **_OWN[family])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

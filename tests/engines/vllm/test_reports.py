@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +72,15 @@ def key(name: str, index: int, group: int = 0) -> OffloadKey:
 
 def stored(*keys: OffloadKey) -> OffloadingEvent:
     return OffloadingEvent(list(keys), "CPU", removed=False)
+
+
+def num_tracked(translator: EventTranslator) -> int:
+    """Hashes by which a request can be found."""
+    return len(translator._holders)
+
+
+def live(translator: EventTranslator) -> Container[str]:
+    return translator._live
 
 
 @BOTH
@@ -233,8 +242,8 @@ def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end
         translator.finish(request(f"r{n}", 1))
     (event,) = translator.translate([stored(key("a", 1))])
     assert event.block_size == 0
-    assert len(translator._holders) == 512
-    assert not translator._live
+    assert num_tracked(translator) == 512
+    assert not live(translator)
 
 
 @BOTH
@@ -250,7 +259,7 @@ def test_finished_requests_are_tracked_up_to_a_number_of_tokens(monkeypatch: pyt
     translator.translate([OffloadingEvent([key("c", 4)], "CPU", removed=True)])
     events = translator.translate([stored(key("c", 4)), stored(key("long", 10))])
     assert [event.block_size for event in events] == [0, 4], "the last one is tracked however long it is"
-    assert len(translator._holders) == 11
+    assert num_tracked(translator) == 11
 
 
 @BOTH
@@ -281,7 +290,7 @@ def test_a_block_whose_last_token_the_next_input_of_a_session_replaced_is_descri
     translator.finish(session)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
-    assert len(translator._holders) == 512
+    assert num_tracked(translator) == 512
 
 
 @BOTH
@@ -338,7 +347,7 @@ def test_an_id_used_again_is_another_request() -> None:
     translator.finish(new)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
-    assert not translator._live
+    assert not live(translator)
     (event,) = translator.translate([stored(*keys)])
     assert event.block_size == 0
 
@@ -376,7 +385,7 @@ def test_blocks_promoted_before_their_request_is_admitted_are_described() -> Non
     assert [event.parent_block_hash for event in events] == [None, b"a-0"]
     # Aborted while it waits: it is forgotten like any other.
     side.request_finished(asked)
-    assert not side._events._live
+    assert not live(side._events)
 
 
 @pytest.mark.parametrize("call", ["on_new_request", "get_num_new_matched_tokens"])
@@ -391,7 +400,7 @@ def test_a_request_is_tracked_with_whichever_call_comes_first(call: str) -> None
     asked.num_tokens = asked.num_prompt_tokens = 10
     asked.kv_transfer_params = None
     getattr(side, call)(*([asked] if call == "on_new_request" else [asked, 0]))
-    assert len(side._events._holders) == 2
+    assert num_tracked(side._events) == 2
 
 
 @pytest.mark.parametrize("first_to_end", ["old", "young"])
@@ -407,11 +416,11 @@ def test_a_shared_prefix_stays_tracked_for_the_request_that_still_runs(first_to_
     (event,) = translator.translate([stored(key("a", 0))])
     assert event.block_size == 4
     for ended in (old, young):
-        if ended.request_id in translator._live:
+        if ended.request_id in live(translator):
             translator.finish(ended)
     for n in range(512):
         translator.finish(request(f"r{n}", 1))
-    assert len(translator._holders) == 512
+    assert num_tracked(translator) == 512
 
 
 # ------------------------------------------------------------------------------------------------------ metrics

@@ -90,12 +90,13 @@ def test_a_tier_that_a_node_lacks_is_a_failure() -> None:
 
 
 def test_a_scan_finds_what_all_nodes_have() -> None:
-    with opened(MemoryStore(SLOT_BYTES), MemoryStore(SLOT_BYTES), num_slots=8) as (store, two):
+    first, second = MemoryStore(SLOT_BYTES), MemoryStore(SLOT_BYTES)
+    with opened(first, second, num_slots=8) as (store, _):
         names = keys_of(*range(2100))
-        for agent_store in (tier.store for agent in two.agents for tier in agent._tiers):
-            agent_store.write(names, [memoryview(bytes(SLOT_BYTES))] * len(names))
-        two.agents[0]._tiers[0].store.discard(names[:10])
-        two.agents[1]._tiers[0].store.discard(names[5:20])
+        for each in (first, second):
+            each.write(names, [memoryview(bytes(SLOT_BYTES))] * len(names))
+        first.discard(names[:10])
+        second.discard(names[5:20])
         for _ in range(2):  # a later scan begins anew
             assert [key for batch in store.scan() for key in batch] == names[20:]
 
@@ -123,9 +124,10 @@ def test_a_use_reaches_all_nodes() -> None:
 
 def test_a_loss_is_recorded_with_its_node() -> None:
     lost, names = LostBlocks(), keys_of(1, 2)
-    with opened(MemoryStore(SLOT_BYTES), MemoryStore(SLOT_BYTES)) as (store, two):
+    second = MemoryStore(SLOT_BYTES)
+    with opened(MemoryStore(SLOT_BYTES), second) as (store, two):
         store.write(names[:1], slots(two, 0))
-        two.agents[1]._tiers[0].store.discard(names)
+        second.discard(names)
         assert store.read_into(names[:1], slots(two, 0)) == [False]
         NodesLosses(lost, store).record(names, Miss.REMOVED, "disk")
     assert [loss and loss.cause for loss in lost.find(names)] == ["removed disk on node 1", "removed disk"]

@@ -29,6 +29,11 @@ def here(store: FileSystemStore, *keys: OffloadKey) -> set[OffloadKey]:
     return {key for key, found in zip(keys, store.contains(keys), strict=True) if found}
 
 
+def path_of(store: FileSystemStore, key: OffloadKey) -> str:
+    """Of a block's file, below the root."""
+    return store._layout.path_of(key)
+
+
 def files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*" + SUFFIX))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiering.stores.rig import PAGED, files, read, room_for, write
+from tests.tiering.stores.rig import PAGED, files, path_of, read, room_for, write
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.errors import StoreError
@@ -78,7 +78,7 @@ class Rig:
         path.replace(PLAN)
 
     def path_of(self, key: OffloadKey) -> str:
-        return self.store._layout.path_of(key)
+        return path_of(self.store, key)
 
     def submit(self, number: int, keys: Sequence[OffloadKey], *, load: bool) -> None:
         job = JobMetadata(number, keys, np.arange(len(keys)) + number % 20, load, CONTEXT)

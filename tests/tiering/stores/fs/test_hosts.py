@@ -14,7 +14,7 @@ import pytest
 from tests.files import disk_bytes
 from tests.sizes import by_size
 from tests.tiering.stores.fs.host import Host
-from tests.tiering.stores.rig import KEY, OTHER, PAGED, SMALL, files, room_for
+from tests.tiering.stores.rig import KEY, OTHER, PAGED, SMALL, files, path_of, room_for
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -177,7 +177,7 @@ def test_three_hosts_keep_one_quota_whatever_their_clocks_say(host, tmp_path: Pa
 @pytest.mark.parametrize("skew_s", [-40 * MINUTES_S, 40 * MINUTES_S])
 def test_what_a_host_is_writing_is_not_swept_by_one_whose_clock_differs(host, tmp_path: Path, skew_s: float) -> None:
     store = FileSystemStore(tmp_path / "kv", SMALL)
-    path = tmp_path / "kv" / store._layout.path_of(KEY)
+    path = tmp_path / "kv" / path_of(store, KEY)
     path.parent.mkdir(parents=True)
     now_ns = time.time_ns()
     unfinished = path.parent / f"{TEMPORARY_PREFIX}of-another-host-1"

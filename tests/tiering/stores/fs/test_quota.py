@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.files import disk_bytes
 from tests.sizes import by_size
-from tests.tiering.stores.rig import KEY, SMALL, files, here, read, room_for, write
+from tests.tiering.stores.rig import KEY, SMALL, files, here, path_of, read, room_for, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
@@ -102,7 +102,7 @@ def test_what_is_used_while_there_is_room_is_no_younger_for_it(open_store, tmp_p
     store, keys = open_store(max_bytes=room_for(4)), keys_of(*range(4))
     for seconds, key in enumerate(keys):
         write(store, key)
-        age(tmp_path / "kv" / store._layout.path_of(key), (100 - seconds) * 10**9)
+        age(tmp_path / "kv" / path_of(store, key), (100 - seconds) * 10**9)
     read(store, keys[0])
     store.touch(keys)
     write(store, keys[0])
@@ -116,12 +116,12 @@ def test_an_old_block_that_is_used_is_deleted_later(open_store, tmp_path: Path) 
     store, keys = open_store(max_bytes=room_for(8)), keys_of(*range(8))
 
     def times() -> list[int]:
-        paths = [tmp_path / "kv" / store._layout.path_of(key) for key in keys]
+        paths = [tmp_path / "kv" / path_of(store, key) for key in keys]
         return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
 
     for seconds, key in enumerate(keys):
         write(store, key)
-        age(tmp_path / "kv" / store._layout.path_of(key), (100 - seconds) * 10**9)
+        age(tmp_path / "kv" / path_of(store, key), (100 - seconds) * 10**9)
     write(store, *keys_of(10))
     before = times()
     read(store, keys[1])
@@ -234,7 +234,7 @@ def test_a_neighbour_that_deletes_the_same_files_is_no_trouble(open_store, tmp_p
 def leave_behind(store: FileSystemStore, root: Path, number: int, age_ns: int) -> Path:
     """What a writer leaves that is killed, some time ago by the clock of the file system."""
     (key,) = keys_of(number)
-    path = root / store._layout.path_of(key)
+    path = root / path_of(store, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     left = path.parent / f"{TEMPORARY_PREFIX}0123456789abcdef-{number}"
     left.write_bytes(b"half")

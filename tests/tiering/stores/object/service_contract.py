@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiering.stores.blocks import read, write
+from tests.tiering.stores.object.inside import path_of
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys
@@ -33,7 +34,7 @@ class ServiceContract(BlockStoreContract):
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
         assert isinstance(store, ObjectStore)
-        name = f"{directory.name}/{store._path(key)}"
+        name = f"{directory.name}/{path_of(store, key)}"
         value = bytearray(self.server.get(name))
         value[7] ^= 1
         self.server.put(name, bytes(value))
@@ -42,7 +43,7 @@ class ServiceContract(BlockStoreContract):
     def test_a_block_that_is_there_is_not_written_again(self) -> None:
         store = self.open_store("once", 4096)
         assert write(store, keys(1)) == [True]
-        name = f"once/{store._path(keys(1)[0])}"
+        name = f"once/{path_of(store, keys(1)[0])}"
         value = bytes(4096 + SEAL_BYTES)  # of the right length: another one would be replaced
         self.server.put(name, value)
         assert write(store, keys(1)) == [True]

@@ -19,6 +19,7 @@ from tests.redis_server import wait_until
 from tests.s3_server import BUCKET, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, succeeds, write
 from tests.tiering.stores.growth import Held, check_growth, held
+from tests.tiering.stores.object.inside import path_of, put, wrap_client
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
@@ -259,7 +260,7 @@ def test_who_lacks_the_secret_cannot_make_a_block(shared_s3: S3Server, open_stor
     write(theirs, keys(1))
     assert ours.contains(keys(1)) == [False]
     write(ours, keys(1))
-    mine, other = (store._path(keys(1)[0]) for store in (ours, theirs))
+    mine, other = (path_of(store, keys(1)[0]) for store in (ours, theirs))
     shared_s3.put(f"keyed/{mine}", shared_s3.get(f"keyed/{other}"))
     assert read(ours, keys(1)) == [False]
 
@@ -300,20 +301,20 @@ class Counting:
 
 def test_what_is_there_is_not_uploaded(shared_s3: S3Server, open_store: OpenStore) -> None:
     store = open_store(shared_s3, "again")
-    store._client = client = Counting(store._client)
+    client = wrap_client(store, Counting)
     assert write(store, keys(1, 2)) == [True, True]
     assert write(store, keys(1, 2, 3)) == [True, True, True]
-    assert sorted(client.uploads) == sorted(store._path(key) for key in keys(1, 2, 3))
+    assert sorted(client.uploads) == sorted(path_of(store, key) for key in keys(1, 2, 3))
     store.discard(keys(2))
     assert write(store, keys(1, 2)) == [True, True]  # nothing remembers that it was there
-    assert client.uploads[-1] == store._path(keys(2)[0])
+    assert client.uploads[-1] == path_of(store, keys(2)[0])
     assert read(store, keys(1, 2, 3)) == [True, True, True]
 
 
 def test_blocks_that_are_there_hide_no_failure_of_the_others(shared_s3: S3Server, open_store: OpenStore) -> None:
     store = open_store(shared_s3, "hidden")
     assert write(store, keys(1)) == [True]
-    store._client = client = Counting(store._client)
+    client = wrap_client(store, Counting)
     client.fails = True
     assert write(store, keys(1)) == [True]
     with pytest.raises(StoreError, match="no upload today"):
@@ -322,7 +323,7 @@ def test_blocks_that_are_there_hide_no_failure_of_the_others(shared_s3: S3Server
 
 def test_an_object_of_another_length_is_replaced(shared_s3: S3Server, open_store: OpenStore) -> None:
     store = open_store(shared_s3, "replaced")
-    store._client.put(store._objects, store._path(keys(1)[0]), b"short")
+    put(store, keys(1)[0], b"short")
     assert store.contains(keys(1)) == [False]
     assert write(store, keys(1)) == [True]
     assert read(store, keys(1)) == [True]
@@ -333,9 +334,9 @@ def test_a_block_that_a_reader_evicts_once_a_writer_has_found_it_is_lost_after_t
 ) -> None:
     """It is reported as lost when it is gone, so that no write that found it before is announced later."""
     store = open_store(shared_s3, "evicted")
-    path = store._path(keys(1)[0])
-    store._client.put(store._objects, path, bytes(BLOCK_BYTES + 16))  # as long as the block, and not it
-    store._client = client = Counting(store._client)
+    path = path_of(store, keys(1)[0])
+    put(store, keys(1)[0], bytes(BLOCK_BYTES + 16))  # as long as the block, and not it
+    client = wrap_client(store, Counting)
     lost_before: list[object] = []
 
     def evict() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.ports import free_port
 from tests.redis_server import wait_until
 from tests.s3_server import BUCKET, S3Server
+from tests.tiering.store_rig import is_scanned
 from tests.tiering.stores.blocks import read, write
 
 from kvoffload.base import ReqContext
@@ -248,7 +249,7 @@ def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_s3: S3S
 
     def is_found() -> bool:
         tier.on_schedule_end()
-        answers.append(tier.lookup(keys(1)[0], ReqContext("r")) if tier._scan.is_complete else None)
+        answers.append(tier.lookup(keys(1)[0], ReqContext("r")) if is_scanned(tier) else None)
         return answers[-1] is not None
 
     wait_until(is_found, "the service has answered")

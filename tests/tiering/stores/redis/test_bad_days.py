@@ -21,7 +21,7 @@ from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
-from tests.tiering.stores.redis.inside import name_of, servers_of
+from tests.tiering.stores.redis.inside import idle_of, name_of, servers_of
 from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import StoreError
@@ -245,12 +245,12 @@ def test_idle_connections_that_a_firewall_forgot_cost_one_deadline_together(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(node._idle) == 5
+    assert len(idle_of(node)) == 5
     proxy.forget()
     node._connector.timeouts = Timeouts(window_s=SOON_S)
     with pytest.raises(StoreError, match="no answer in time"):
         store.contains(keys(1))
-    assert node._idle == []
+    assert idle_of(node) == []
     wait_until(lambda: _succeeds(lambda: store.contains(keys(1)) == [False]), "the store works again")
 
 
@@ -277,7 +277,7 @@ def test_an_idle_connection_that_the_kernel_gave_up_is_no_timeout(
 def test_the_kernel_looks_after_idle_connections(shared_server: RedisServer, open_store: OpenStore) -> None:
     store = open_store(shared_server.url)
     assert store.contains(keys(1)) == [False]
-    ((wire,),) = (node._idle for node in servers_of(store).split([b"name"]))
+    ((wire,),) = (idle_of(node) for node in servers_of(store).split([b"name"]))
     assert wire.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert wire.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
@@ -418,7 +418,7 @@ def test_many_threads_keep_one_connection_each(shared_server: RedisServer, open_
     for thread in threads:
         thread.join()
     (node,) = servers_of(store).split([b"name"])
-    assert 1 <= len(node._idle) <= 8
+    assert 1 <= len(idle_of(node)) <= 8
 
 
 # --------------------------------------------------------------------------------------------- full, evicting, aging

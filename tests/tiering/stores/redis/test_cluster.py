@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,18 @@ from redis.crc import key_slot
 from tests.ports import free_port
 from tests.redis_server import RedisCluster, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
-from tests.tiering.stores.redis.inside import name_of, servers_of, set_deadline
+from tests.tiering.stores.redis.inside import (
+    ask_for_the_map,
+    ask_nobody,
+    learn,
+    name_of,
+    nodes_of,
+    open_ports,
+    servers_of,
+    set_clock,
+    set_deadline,
+    slots_of,
+)
 from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import ConfigError, StoreError
@@ -116,8 +126,7 @@ def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster
     frozen.freeze()
     try:
         assert read(store, WANTED) == others
-        open_breakers = [address for address, node in cluster_nodes._nodes.items() if not node.breaker.is_closed]
-        assert [address.port for address in open_breakers] == [frozen.port]
+        assert open_ports(cluster_nodes) == [frozen.port]
     finally:
         frozen.thaw()
     wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the node is used again")
@@ -178,10 +187,10 @@ def test_a_node_that_hangs_does_not_delay_the_map(cluster: RedisCluster) -> None
     frozen = cluster.nodes[0]  # which the URL names
     frozen.freeze()
     try:
-        before = nodes._slots
-        nodes._is_stale, nodes._next_refresh_s = True, 0.0
+        before = slots_of(nodes)
+        ask_for_the_map(nodes)
         nodes.split([])
-        assert nodes._slots is not before  # by another node, long before the first one's deadline
+        assert slots_of(nodes) is not before  # by another node, long before the first one's deadline
     finally:
         frozen.thaw()
     store.close()
@@ -256,7 +265,7 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
     store, clock, exchange = open_store(cluster.url, cluster=True), ManualClock(), Node.exchange
     nodes, asked = servers_of(store), list[int]()
     assert isinstance(nodes, Cluster)
-    nodes._clock = clock
+    set_clock(nodes, clock)
     assert all(write(store, WANTED))
     source, frozen = cluster.nodes[0], cluster.nodes[2]
     missing = next(key for key in keys(*range(1000, 2000)) if slot_of(name_of(store, key)) < 5461)
@@ -327,13 +336,13 @@ def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_be
 ) -> None:
     cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
     asked = Address("127.0.0.1", 7000)
-    cluster._learn(asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])()
-    cluster._is_known, cluster._is_stale = True, False
+    ask_nobody(cluster)
+    learn(cluster, asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])
     find = bisect.bisect_right
 
     def adopt_meanwhile(*what: Any) -> int:
         found = find(*what)
-        cluster._learn(asked, [[0, 16_383, [b"127.0.0.1", 7002]]])()
+        learn(cluster, asked, [[0, 16_383, [b"127.0.0.1", 7002]]])
         return found
 
     names = [b"a", b"b", b"c"]
@@ -347,7 +356,7 @@ def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_be
 
 def manual_cluster() -> Cluster:
     cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
-    cluster._is_known, cluster._next_refresh_s = True, math.inf  # nobody is asked
+    ask_nobody(cluster)
     return cluster
 
 
@@ -358,7 +367,7 @@ def map_of(*nodes: tuple[str, int]) -> list[Any]:
 
 def test_redirections_are_read_and_other_errors_are_none() -> None:
     cluster = manual_cluster()
-    cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.2", 6381), ("fe80::1", 6381), ("127.0.0.1", 6381)))()
+    learn(cluster, Address("10.0.0.1", 1), map_of(("10.0.0.2", 6381), ("fe80::1", 6381), ("127.0.0.1", 6381)))
     for reply, address in (
         ("MOVED 3999 10.0.0.2:6381", "10.0.0.2:6381"),
         ("ASK 3999 [fe80::1]:6381", "fe80::1:6381"),
@@ -374,15 +383,15 @@ def test_redirections_are_read_and_other_errors_are_none() -> None:
 def test_nodes_are_those_of_the_map_however_many_there_have_been() -> None:
     cluster = manual_cluster()
     for number in range(1, 300):
-        cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.1", number), ("10.0.0.2", number)))()
+        learn(cluster, Address("10.0.0.1", 1), map_of(("10.0.0.1", number), ("10.0.0.2", number)))
         assert cluster.redirect(ErrorReply(f"MOVED 1 10.0.0.2:{number}")) is not None
         with pytest.raises(StoreError, match="not a node of the cluster"):
             cluster.redirect(ErrorReply(f"MOVED 1 10.0.0.3:{number}"))
-    assert len(cluster._nodes) <= 3
-    cluster._learn(Address("10.0.0.1", 1), map_of(("10.0.0.1", 7), ("10.0.0.2", 0)))()  # no such replica
-    assert [str(node.address) for node in cluster._slots.nodes] == ["10.0.0.1:7"]
+    assert len(nodes_of(cluster)) <= 3
+    learn(cluster, Address("10.0.0.1", 1), map_of(("10.0.0.1", 7), ("10.0.0.2", 0)))  # no such replica
+    assert [str(node.address) for node in slots_of(cluster).nodes] == ["10.0.0.1:7"]
     with pytest.raises(StoreError, match="names 5000 nodes"):
-        cluster._learn(Address("10.0.0.1", 1), map_of(*(("10.0.0.1", port) for port in range(1, 5001))))
+        learn(cluster, Address("10.0.0.1", 1), map_of(*(("10.0.0.1", port) for port in range(1, 5001))))
 
 
 @pytest.mark.parametrize("kind", ["MOVED", "ASK"])

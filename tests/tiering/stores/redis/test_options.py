@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.ports import free_port
 from tests.redis_server import PATIENT_OPTIONS, RedisServer, wait_until
+from tests.tiering.store_rig import is_scanned
 from tests.tiering.stores.blocks import read, write
 
 from kvoffload.base import ReqContext
@@ -248,7 +249,7 @@ def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_server:
 
     def has_begun() -> bool:
         tier.on_schedule_end()
-        return tier._scan.is_complete
+        return is_scanned(tier)
 
     wait_until(has_begun, "what a tier does at its start has ended")
 

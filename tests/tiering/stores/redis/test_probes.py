@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.redis_server import RedisCluster, wait_until
 from tests.tiering.stores.blocks import write
-from tests.tiering.stores.redis.inside import servers_of, set_deadline
+from tests.tiering.stores.redis.inside import open_ports, servers_of, set_clock, set_deadline
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.clock import ManualClock
@@ -31,7 +31,7 @@ def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
     store, clock = open_store(cluster.url, cluster=True), ManualClock()
     nodes, lost = servers_of(store), cluster.nodes[2]
     assert isinstance(nodes, Cluster)
-    nodes._clock = clock
+    set_clock(nodes, clock)
     assert all(write(store, WANTED))
     set_deadline(nodes, lost, 0.5)
     lost.freeze()
@@ -67,7 +67,7 @@ def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
 
 def _open_ports(store: RedisStore, nodes: Cluster) -> list[int]:
     store.contains(WANTED)
-    return [address.port for address, node in nodes._nodes.items() if not node.breaker.is_closed]
+    return open_ports(nodes)
 
 
 def _found_later(store: RedisStore, clock: ManualClock) -> int:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of a reference engine that offloads, for tests of what happens within a step or goes wrong in a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from kvoffload.base import OffloadingHandler
+from kvoffload.connector import OffloadingConnectorScheduler, OffloadingConnectorWorker
+from kvoffload.engines.reference import Engine
+
+T = TypeVar("T", bound=OffloadingHandler)
+
+
+def sides_of(engine: Engine) -> tuple[OffloadingConnectorScheduler, OffloadingConnectorWorker]:
+    assert engine._connector is not None and engine._worker is not None
+    return engine._connector, engine._worker
+
+
+def begin_step(engine: Engine) -> int:
+    """Submits the loads of a step that computes nothing. The number of requests that would run."""
+    connector, worker = sides_of(engine)
+    plan = engine._scheduler.schedule()
+    worker.start_step(connector.build_connector_meta(plan.for_connector))
+    return len(plan.scheduled)
+
+
+def end_step(engine: Engine) -> None:
+    sides_of(engine)[1].end_step()
+
+
+def take_reports(engine: Engine) -> None:
+    """Of transfers that ended, without a step."""
+    connector, worker = sides_of(engine)
+    engine._scheduler.take_outcome(connector.update_connector_output(worker.get_report()))
+
+
+def num_final_stores(engine: Engine) -> int:
+    """Stores of requests that have ended, which the next step submits."""
+    return len(sides_of(engine)[0]._jobs.final_stores)
+
+
+def wrap_handlers(engine: Engine, wrap: Callable[[tuple[str, str], OffloadingHandler], T]) -> dict[tuple[str, str], T]:
+    """Puts what ``wrap`` makes of each handler, and of its media, in its place."""
+    worker = sides_of(engine)[1]
+    wrapped = {media: wrap(media, handler) for media, handler in worker._handlers.items()}
+    worker._handlers = dict(wrapped)
+    return wrapped
+
+
+def tables_of(engine: Engine) -> dict[str, tuple[list[int], ...]]:
+    """GPU blocks by request and group."""
+    return engine._kv_cache._tables
+
+
+def pools_of(engine: Engine) -> tuple[torch.Tensor, ...]:
+    """The GPU blocks of each group."""
+    return engine._runner.pools
+
+
+def num_free(engine: Engine) -> list[int]:
+    """GPU blocks of each group."""
+    return [pool.num_free for pool in engine._kv_cache._pools]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inside of an ``ObjectStore``, for tests that look there: nothing else of them depends on how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.object import ObjectStore
+
+
+def path_of(store: ObjectStore, key: OffloadKey) -> str:
+    """What a block is called below the store's prefix."""
+    return store._path(key)
+
+
+def put(store: ObjectStore, key: OffloadKey, value: bytes) -> None:
+    """An object in a block's place."""
+    store._client.put(store._objects, store._path(key), value)
+
+
+def wrap_client(store: ObjectStore, wrap: Callable[[Any], Any]) -> Any:
+    """Puts what ``wrap`` makes of the store's client in its place."""
+    store._client = wrap(store._client)
+    return store._client
