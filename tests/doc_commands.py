@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import re
 import runpy
@@ -150,9 +151,7 @@ def check(words: tuple[str, ...]) -> None:
 
 def parse_kvoffload(arguments: tuple[str, ...]) -> Any:
     """The context of the subcommand. A mention of one, such as ``kvoffload store``, has no arguments and needs none."""
-    import typer
-
-    command: Any = typer.main.get_command(make_app())
+    command = _kvoffload()
     if arguments[0] == "--version":
         return None
     for at, name in enumerate(arguments):
@@ -161,6 +160,13 @@ def parse_kvoffload(arguments: tuple[str, ...]) -> Any:
         assert name in command.commands or name == "--help", f"kvoffload has no {name}"
         command = command.commands.get(name, command)
     return None
+
+
+@functools.cache
+def _kvoffload() -> Any:
+    import typer
+
+    return typer.main.get_command(make_app())
 
 
 def make_lines(arguments: tuple[str, ...]) -> list[tuple[str, ...]]:

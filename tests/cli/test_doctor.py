@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kvoffload doctor`` prints and writes: without a device, and over the fake driver in a process of its own."""
+"""What ``kvoffload doctor`` prints and writes, without a device and over the fake driver."""
 
 from __future__ import annotations
 
@@ -12,24 +12,16 @@ from typing import Any
 
 import pytest
 from tests.cpu.copy import fake_cuda
+from tests.cpu.copy.fake_cuda import FakeCuda, cuda
 
-from kvoffload.cli import main
+from kvoffload.cli import doctor, main
 from kvoffload.cli.doctor import Effort, examine
 from kvoffload.cpu.copy.self_check import CopiesHang
 from kvoffload.doctor.findings import verdict
 
+__all__ = ["cuda"]
+
 TINY = Effort(check_s=0, pages=(4 << 10, 64 << 10), device_bytes=1 << 20, host_bytes=1 << 20, repeats=1)
-
-
-def doctor(*options: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvoffload", "doctor", *options],
-        env={**os.environ, "COLUMNS": "120", **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +35,12 @@ def with_fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run_main(*options: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(["doctor", *options])
+    """Its exit code. What copies is compared once, not for as long as users wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        check = doctor.check_copies_under_load
+        patch.setattr(doctor, "check_copies_under_load", lambda place, seconds: check(place, seconds=0))
+        with pytest.raises(SystemExit) as caught:
+            main(["doctor", *options])
     code = caught.value.code
     assert isinstance(code, int)
     return code
@@ -105,20 +101,28 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--cpu-bytes: 'much' is not a size" in capsys.readouterr().err
 
 
-def test_over_the_fake_driver(with_fake: dict[str, str], tmp_path: Path) -> None:
+@pytest.fixture
+def fake(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake driver is that of the machine."""
+    monkeypatch.setattr("kvoffload.cpu.copy.driver.load_driver", lambda: cuda.driver)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.mark.usefixtures("fake")
+def test_over_the_fake_driver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "doctor.json"
-    done = doctor("--quick", "--cpu-bytes", "1MiB", "--out", str(file), environment=with_fake)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "fake device" in done.stdout
-    assert "all pages of a job in one call" in done.stdout
-    assert "every byte right" in done.stdout
+    assert run_main("--quick", "--cpu-bytes", "1MiB", "--out", str(file)) == 0
+    said = capsys.readouterr().out
+    assert "fake device" in said
+    assert "all pages of a job in one call" in said
+    assert "every byte right" in said
     assert json.loads(file.read_text())["device"]["name"] == "fake device"
 
 
-def test_a_device_that_does_not_exist(with_fake: dict[str, str]) -> None:
-    done = doctor("--device", "7", environment=with_fake)
-    assert done.returncode == 2
-    assert "--device 7 does not exist: this process sees" in done.stderr
+@pytest.mark.usefixtures("fake")
+def test_a_device_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--device", "7") == 2
+    assert "--device 7 does not exist: this process sees" in capsys.readouterr().err
 
 
 @pytest.mark.long
