@@ -24,6 +24,7 @@ from kvoffload.config import RankSlice
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.cuda import make_cuda_handlers
 from kvoffload.cpu.copy.driver import Stream
+from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.cpu.gpu_worker import copy_layout
 from kvoffload.cpu.region import SharedOffloadRegion
 
@@ -32,6 +33,10 @@ PAGES = (4096, 65_536, 4096)
 
 Bytes = npt.NDArray[np.uint8]
 Make = Callable[..., dict[tuple[str, str], OffloadingHandler]]
+
+
+def layout_of(handler: OffloadingHandler) -> CopyLayout:
+    return handler._copies.layout  # type: ignore[attr-defined,no-any-return]
 
 
 @dataclass(slots=True)
@@ -86,6 +91,10 @@ class CudaRig(HandlerRig):
 
     def stream_of(self, handler: OffloadingHandler) -> Stream:
         return Stream(handler._lane.stream)  # type: ignore[attr-defined]
+
+    @property
+    def layout(self) -> CopyLayout:
+        return layout_of(self.store)
 
     def in_block(self, block: int) -> set[int]:
         return set(np.unique(self.read_page(0, block)).tolist())

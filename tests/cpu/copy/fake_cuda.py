@@ -45,12 +45,20 @@ def _headers() -> Path | None:
     return next((path.parent for folder in folders for path in Path(folder).glob("**/include/cuda.h")), None)
 
 
-def build(folder: Path) -> Path:
-    """Compiles it into ``folder``. Only where nothing is ``missing``."""
-    library = folder / LIBRARY
+@functools.cache
+def compiled() -> Path:
+    """The library, compiled once in a process. Only where nothing is ``missing``."""
+    folder = tempfile.mkdtemp(prefix="kvoffload-fake-cuda-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = Path(folder) / LIBRARY
     options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run(["cc", *options, f"-I{_headers()}", "-o", library, SOURCE, "-lpthread"], check=True)
     return library
+
+
+def build(folder: Path) -> Path:
+    """Leaves it in ``folder``."""
+    return Path(shutil.copy(compiled(), folder))
 
 
 class FakeCuda:
@@ -169,9 +177,7 @@ class FakeCuda:
 @functools.cache
 def load() -> FakeCuda:
     """One for the process. Only where nothing is ``missing``."""
-    folder = tempfile.mkdtemp(prefix="kvoffload-fake-cuda-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return FakeCuda(build(Path(folder)))
+    return FakeCuda(compiled())
 
 
 @pytest.fixture

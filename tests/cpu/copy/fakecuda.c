@@ -66,6 +66,7 @@ typedef struct Stream {
     int alive, is_held, is_busy, is_closing;
     size_t longest_queue; /* 0: any */
     pthread_t thread;
+    pthread_cond_t may_go_on;
     Op *head, *tail;
     uint64_t random;
     struct Stream *next;
@@ -210,6 +211,13 @@ static int can_go_on(void) {
     return 0;
 }
 
+/* Something has changed: whoever waits for the device looks, and of the streams those alone that can go on. */
+static void tell(void) {
+    pthread_cond_broadcast(&changed);
+    for (Stream *stream = streams; stream; stream = stream->next)
+        if (!stream->is_busy && (stream->is_closing || !is_blocked(stream))) pthread_cond_signal(&stream->may_go_on);
+}
+
 static void let_go(Event *event) {
     event->users--;
     if (!event->alive && !event->users) free(event);
@@ -235,9 +243,9 @@ static void run_copies(Stream *stream, const Op *op) {
     free(order);
 }
 
-static void wait_for_work(void) {
+static void wait_for_work(Stream *stream) {
     if (!is_trusting) {
-        pthread_cond_wait(&changed, &lock);
+        pthread_cond_wait(&stream->may_go_on, &lock);
         return;
     }
     pthread_mutex_unlock(&lock);
@@ -249,7 +257,7 @@ static void *run(void *argument) {
     Stream *stream = argument;
     pthread_mutex_lock(&lock);
     for (;;) {
-        while (is_blocked(stream) && !(stream->is_closing && !stream->head)) wait_for_work();
+        while (is_blocked(stream) && !(stream->is_closing && !stream->head)) wait_for_work(stream);
         Op *op = stream->head;
         if (!op) break;
         stream->is_busy = 1;
@@ -271,7 +279,7 @@ static void *run(void *argument) {
         if (!stream->head) stream->tail = NULL;
         stream->is_busy = 0;
         free(op);
-        pthread_cond_broadcast(&changed);
+        tell();
     }
     for (Stream **each = &streams; *each; each = &(*each)->next)
         if (*each == stream) {
@@ -287,6 +295,7 @@ static Stream *make_stream(void) {
     stream->alive = ALIVE;
     stream->is_held = holds_new_streams;
     stream->random = draw(&seed) | 1;
+    pthread_cond_init(&stream->may_go_on, NULL);
     stream->next = streams;
     streams = stream;
     pthread_create(&stream->thread, NULL, run, stream);
@@ -326,7 +335,7 @@ static void push(Stream *stream, Op op) {
     if (stream->tail) stream->tail->next = kept;
     else stream->head = kept;
     stream->tail = kept;
-    if (!is_trusting) pthread_cond_broadcast(&changed);
+    if (!is_trusting) tell();
 }
 
 static CUresult drain(Stream *stream) {
@@ -530,7 +539,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
     if (!stream) return end(CUDA_ERROR_INVALID_HANDLE);
     stream->alive = 0;
     stream->is_closing = 1;
-    pthread_cond_broadcast(&changed);
+    tell();
     return end(CUDA_SUCCESS);
 }
 
@@ -759,14 +768,14 @@ EXPORT void fake_disown(uintptr_t address) {
 EXPORT void fake_hold(CUstream stream, int is_held) {
     pthread_mutex_lock(&lock);
     stream_of(stream)->is_held = is_held;
-    pthread_cond_broadcast(&changed);
+    tell();
     pthread_mutex_unlock(&lock);
 }
 
 EXPORT void fake_let_all_go(void) {
     pthread_mutex_lock(&lock);
     for (Stream *stream = streams; stream; stream = stream->next) stream->is_held = 0;
-    pthread_cond_broadcast(&changed);
+    tell();
     pthread_mutex_unlock(&lock);
 }
 
@@ -789,7 +798,7 @@ EXPORT void fake_fail(const char *call, int code, long after) {
 EXPORT void fake_break(int code) {
     pthread_mutex_lock(&lock);
     broken = code;
-    pthread_cond_broadcast(&changed);
+    tell();
     pthread_mutex_unlock(&lock);
 }
 
@@ -811,7 +820,7 @@ EXPORT void fake_trust(int trusts) {
     pthread_mutex_lock(&lock);
     is_trusting = trusts;
     mallopt(M_MMAP_THRESHOLD, 1 << 24); /* large batches: no new pages for each */
-    pthread_cond_broadcast(&changed);
+    for (Stream *stream = streams; stream; stream = stream->next) pthread_cond_signal(&stream->may_go_on);
     pthread_mutex_unlock(&lock);
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 import torch
-from tests.cpu.copy.cuda_rig import CudaRig, make_rig
+from tests.cpu.copy.cuda_rig import CudaRig, layout_of, make_rig
 from tests.cpu.copy.fake_cuda import BROKEN, FakeCuda, cuda
 from tests.cpu.copy.scenarios import SCENARIOS, Scenario
 from tests.fakes.handler_contract import HandlerContract, HandlerRig, collect
@@ -454,8 +454,7 @@ def test_the_check_at_start_leaves_everything_as_it_was(cuda: FakeCuda) -> None:
     rig.fill(1)
     before = [[rig.read_page(tensor, block) for block in range(16)] for tensor in range(3)]
     view = rig.region.create_kv_memoryview()
-    layout = rig.store._copies.layout  # type: ignore[attr-defined]
-    self_check.check_copies(rig.store, rig.load, view, layout)
+    self_check.check_copies(rig.store, rig.load, view, rig.layout)
     after = [[rig.read_page(tensor, block) for block in range(16)] for tensor in range(3)]
     np.testing.assert_equal(before, after)
     assert not rig.slots.any()
@@ -475,9 +474,8 @@ def test_the_check_at_start_leaves_the_bytes_of_other_ranks(cuda: FakeCuda, rank
         return make_cuda_handlers(caches, view, layout, device)
 
     rig = make_rig(cuda, factor=factor, rank=rank, shared=True, make=make)
-    layout = rig.store._copies.layout  # type: ignore[attr-defined]
     own = np.zeros(rig.slots.shape[1], dtype=bool)
-    for part in [*layout.bytes_in_slot(0), *layout.bytes_in_slot(1)]:
+    for part in [*rig.layout.bytes_in_slot(0), *rig.layout.bytes_in_slot(1)]:
         own[part] = True
     assert own.any()
     assert (rig.slots[:, ~own] == 7).all()
@@ -498,7 +496,7 @@ def test_wrong_bytes_at_start_are_refused_in_one_sentence(cuda: FakeCuda) -> Non
         view = arguments[1]
         assert isinstance(view, memoryview)
         with pytest.raises(TransferError, match=r"wrong bytes: this machine does not keep the order of copies; serve"):
-            self_check.check_copies(_OffByOne(store), load, view, store._copies.layout)  # type: ignore[attr-defined]
+            self_check.check_copies(_OffByOne(store), load, view, layout_of(store))
         return handlers
 
     make_rig(cuda, make=corrupt).close()

@@ -63,8 +63,12 @@ def rig() -> Iterator[Rig]:
     region.close()
 
 
-def test_a_store_waits_for_the_compute_that_writes_its_blocks(rig: Rig) -> None:
+def compute_for_long() -> None:
     torch.cuda._sleep(LONG_CYCLES)
+
+
+def test_a_store_waits_for_the_compute_that_writes_its_blocks(rig: Rig) -> None:
+    compute_for_long()
     rig.pool[1].fill_(5)
     rig.transfer(1, rig.store, 1, 2)
     rig.store.wait([1])
@@ -74,7 +78,7 @@ def test_a_store_waits_for_the_compute_that_writes_its_blocks(rig: Rig) -> None:
 def test_a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: Rig) -> None:
     np.asarray(rig.region.create_kv_memoryview())[0] = 9
     rig.pool[3].fill_(4)
-    torch.cuda._sleep(LONG_CYCLES)
+    compute_for_long()
     seen = rig.pool[3].clone()
     rig.transfer(1, rig.load, 3, 0)
     rig.load.wait([1])
@@ -86,7 +90,7 @@ def test_a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: Rig) -> N
 def test_a_load_does_not_wait_for_the_compute_after_the_mark(rig: Rig) -> None:
     np.asarray(rig.region.create_kv_memoryview())[0] = 9
     rig.load.mark_compute()
-    torch.cuda._sleep(LONG_CYCLES)
+    compute_for_long()
     busy = torch.cuda.Event()
     busy.record()
     rig.transfer(1, rig.load, 3, 0)
@@ -98,7 +102,7 @@ def test_a_load_does_not_wait_for_the_compute_after_the_mark(rig: Rig) -> None:
 
 def test_compute_waits_on_the_device_for_a_flushed_store(rig: Rig) -> None:
     rig.pool[0].fill_(7)
-    torch.cuda._sleep(LONG_CYCLES)
+    compute_for_long()
     rig.transfer(1, rig.store, 0, 1)
     rig.store.flush([1])
     rig.pool[0].fill_(8)
@@ -108,7 +112,7 @@ def test_compute_waits_on_the_device_for_a_flushed_store(rig: Rig) -> None:
 
 def test_the_next_use_of_a_slot_waits_for_the_transfer_before(rig: Rig) -> None:
     rig.pool[0].fill_(7)
-    torch.cuda._sleep(LONG_CYCLES)
+    compute_for_long()
     rig.transfer(1, rig.store, 0, 1)
     rig.transfer(2, rig.load, 2, 1)
     rig.transfer(3, rig.store, 2, 3)
