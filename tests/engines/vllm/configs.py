@@ -115,6 +115,7 @@ def model_config(total_heads: int, **more: Any) -> Any:
         "try_get_generation_config": dict,
         "use_mla": False,
         "is_hybrid": False,
+        "is_diffusion": False,
         "get_total_num_hidden_layers": lambda: 12,
         "get_and_verify_max_len": lambda asked: 4096,
         "architecture": "SmallForCausalLM",
@@ -163,13 +164,14 @@ def vllm_config(**changes: Any) -> Any:
     kinds = {name: "".join(word.capitalize() for word in name.split("_")) for name in parts}
     stubs = {name: stub(kinds[name], **values) for name, values in parts.items() if kinds[name] in FIELDS}
     others = {name: SimpleNamespace(**values) for name, values in parts.items() if name not in stubs}
-    scheduler = SimpleNamespace(async_scheduling=False)
+    scheduler = SimpleNamespace(async_scheduling=False, enable_chunked_prefill=True)
     config = stub(
         "VllmConfig",
         **stubs | others,
         model_config=model_config(2),
         scheduler_config=scheduler,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        aux_output_config=SimpleNamespace(enabled=False),
         use_v2_model_runner=False,
         instance_id="1",
     )

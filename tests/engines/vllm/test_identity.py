@@ -398,7 +398,7 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
     "ports": (PLAIN, engine(parallel_config__master_port=1234)),
     "where a library is": (PLAIN, engine(load_config__download_dir="/elsewhere")),
     "threads that load": (PLAIN, engine(load_config__safetensors_prefetch_num_threads=1)),
-    "batches": (PLAIN, engine(scheduler_config=type(vllm_config().scheduler_config)(async_scheduling=True))),
+    "batches": (PLAIN, engine(scheduler_config__async_scheduling=True)),
     "kernels": (PLAIN, engine(kernel_config__enable_jit_warmup=True)),
     "logs": (PLAIN, engine(observability_config__kv_cache_metrics=True)),
     "adapters that are left out": (PLAIN, engine(lora_config=stub("LoRAConfig", lora_dtype="float16"))),

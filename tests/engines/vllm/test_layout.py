@@ -87,12 +87,24 @@ def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(m
         ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
         ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
+        # Such as a prefix LM, a mean of all tokens, or latent attention on a CPU.
+        (
+            {"scheduler_config__enable_chunked_prefill": False, "cache_config__enable_prefix_caching": False},
+            "computes each prompt in one piece",
+        ),
+        ({"model_config__is_diffusion": True}, "diffusion models"),
+        ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
     ],
 )
 def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(change: dict[str, Any], words: str) -> None:
     assert check_engine(vllm_config()) == CONFIG
     with pytest.raises(ConfigError, match=words):
         check_engine(vllm_config(**change))
+
+
+def test_a_prefix_cache_that_is_off_alone_is_no_reason() -> None:
+    check_engine(vllm_config(cache_config__enable_prefix_caching=False))
+    check_engine(vllm_config(scheduler_config__enable_chunked_prefill=False))
 
 
 def test_sleep_is_refused_where_it_takes_memory_away_from_copies(monkeypatch: pytest.MonkeyPatch) -> None:

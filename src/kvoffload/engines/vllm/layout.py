@@ -22,6 +22,7 @@ from kvoffload.engines.vllm.versions import (
     hashes_have_adapter_paths,
     loaded_requests_go_first,
     names_states,
+    returns_routed_experts,
     says_what_is_sharded,
     tells_of_sleep,
 )
@@ -62,6 +63,7 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     _refuse_stages(vllm_config)
     if vllm_config.speculative_config is not None:
         _refuse_speculation(vllm_config.speculative_config)
+    _refuse_other_answers(vllm_config)
     if vllm_config.attention_config.hisparse_config is not None:
         raise ConfigError("kvoffload does not work with HiSparse, which keeps KV in host memory itself.")
     if vllm_config.model_config.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
@@ -256,6 +258,28 @@ def _unproven_drafter(what: str) -> ConfigError:
         f"{', '.join(DRAFTERS_WITH_KV + _DRAFTERS_WITHOUT_KV)} with sequential drafting by one module, or serve "
         "without kvoffload."
     )
+
+
+def _refuse_other_answers(vllm_config: Any) -> None:
+    """Answers that need more of a prefix than its KV, and KV that depends on what comes after it. vLLM asks a connector
+    where it has no prefix cache, too."""
+    if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
+        # For want of causal attention, of a kernel that goes on from a prefix, or because all tokens are pooled.
+        raise ConfigError(
+            "vLLM computes each prompt in one piece here, since chunked prefill and prefix caching are both off, so no "
+            "part of one can be loaded: serve this model without kvoffload, or leave out --no-enable-chunked-prefill "
+            "and --no-enable-prefix-caching."
+        )
+    if vllm_config.model_config.is_diffusion:
+        raise ConfigError(
+            "kvoffload does not work with diffusion models: vLLM may end a request whose last tokens have the KV of a "
+            "draft."
+        )
+    if returns_routed_experts(vllm_config):
+        raise ConfigError(
+            "kvoffload cannot say which experts computed a block that it loads: leave out "
+            "--enable-return-routed-experts, or serve without kvoffload."
+        )
 
 
 def _refuse_measured_scales(vllm_config: Any, tier: str) -> None:

@@ -36,6 +36,8 @@ SINCE = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.unregister_kv_caches": (0, 33),
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.restore_kv_caches": (0, 33),
     "vllm.v1.request.Request.kv_hints": (0, 31),
+    "vllm.config.vllm.VllmConfig.aux_output_config": (0, 31),
+    "vllm.config.aux_output.AuxOutputConfig.enabled": (0, 31),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
 """What older versions lack. ``versions.py`` does without it there."""
@@ -86,13 +88,13 @@ _ATTRIBUTES = {
         "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size rank "
         "cp_kv_cache_interleave_size"
     ),
-    ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo cache_dtype use_replayssm",
+    ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo enable_prefix_caching cache_dtype use_replayssm",
     ("vllm.config.model", "ModelConfig"): (
         "model model_weights revision dtype seed trust_remote_code hf_config hf_overrides hf_text_config "
         "multimodal_config override_generation_config try_get_generation_config use_mla is_hybrid "
         "get_total_num_kv_heads "
         "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture "
-        "enable_sleep_mode sleep_mode_backend"
+        "enable_sleep_mode sleep_mode_backend is_diffusion"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config draft_load_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
@@ -100,8 +102,10 @@ _ATTRIBUTES = {
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
         "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens "
-        "observability_config ec_transfer_config device_config instance_id"
+        "observability_config ec_transfer_config device_config instance_id scheduler_config aux_output_config"
     ),
+    ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling enable_chunked_prefill",
+    ("vllm.config.aux_output", "AuxOutputConfig"): "enabled",
     ("vllm.config.observability", "ObservabilityConfig"): "otlp_traces_endpoint",
     ("vllm.platforms.interface", "Platform"): "device_name fp8_dtype get_device_capability",
     ("vllm.model_executor.models.registry", "_ModelRegistry"): "models",

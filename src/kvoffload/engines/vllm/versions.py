@@ -30,6 +30,7 @@ __all__ = [
     "kv_tp_replicas",
     "names_states",
     "release_of",
+    "returns_routed_experts",
     "says_what_is_sharded",
     "tells_of_sleep",
     "untried_version",
@@ -153,6 +154,14 @@ def has_wrong_hashes(request: Any) -> bool:
 def says_what_is_sharded() -> bool:
     """Whether KV groups say if decode context parallelism divides the tokens of their blocks. Not before 0.31."""
     return vllm_release() >= _0_31
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether answers have the experts that computed each token of the prompt. Before 0.31 that is the model's
+    option."""
+    if vllm_release() >= _0_31:
+        return bool(vllm_config.aux_output_config.enabled)
+    return bool(vllm_config.model_config.enable_return_routed_experts)
 
 
 def tells_of_sleep() -> bool:
