@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiering manager of an earlier revision beside that of this tree, on a trace, request by request::
+
+    python -m tests.tiering.shadow 8828d72 TRACE cost always+asked+resets+hints [--requests 150]
+
+A case is ``always`` or ``cost``, and what is on besides: ``asked``, a second tier that must find out what it has;
+``resets`` of the cache; ``hints``. Two requests are alike if they hit as many blocks, from the same tiers, after the
+same time. With ``cost``, this tree's manager is run with the earlier planner in it, too: what differs no longer then is
+the planner's. And each plan is made by both planners in the same state, and counted by how the two differ.
+
+Time is a number, tiers read one block after another, and the engine computes prompts at a fixed speed. So a run is the
+same each time, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import zstandard
+
+from kvoffload.base import NextUse, ReqContext, RequestOffloadingContext, StepWork, make_offload_key
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.tiering.base import JobResult, SecondaryTierManager
+from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.manager import TieringOffloadingManager
+
+ROOT = Path(__file__).parents[2]
+TOKENS, TOKENS_PER_S, STEP_S = 64, 20_000.0, 0.02
+MOST_BLOCKS, MOST_RUNNING, ARRIVAL_S, RESET_AFTER = 1200, 6, 0.35, 150
+HINTS = NextUse.UNKNOWN, NextUse.SOON, NextUse.NEVER
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Memory:
+    def __init__(self, num_slots: int) -> None:
+        self._view = memoryview(bytearray(num_slots)).cast("B", (num_slots, 1))
+
+    def create_kv_memoryview(self) -> memoryview:
+        return self._view
+
+
+class Tier(SecondaryTierManager):
+    """Reads one block after another. If it must find out, it answers 8 ms after it was asked."""
+
+    def __init__(self, view: memoryview, name: str, block_s: float, must_ask: bool, capacity: int, clock: Clock):
+        super().__init__(view, name)
+        self.max_backlog_blocks = 10**9
+        self.block_s, self.must_ask, self.capacity, self.clock = block_s, must_ask, capacity, clock
+        self.blocks, self.known, self.open, self.jobs = {}, {}, {}, []
+        self.free_s, self.num_answers = 0.0, 0
+
+    def lookup(self, key, req_context):
+        if not self.must_ask:
+            return key in self.blocks
+        self.progress()
+        if key not in self.known:
+            self.open.setdefault(key, self.clock() + 0.008)
+        return self.known.get(key)
+
+    def progress(self):
+        for key in [key for key, at_s in self.open.items() if at_s <= self.clock()]:
+            del self.open[key]
+            self.known[key] = key in self.blocks
+            self.num_answers += 1
+        return self.num_answers
+
+    def submit_store(self, job):
+        for key in job.keys:
+            self.blocks[key] = self.known[key] = True
+            if len(self.blocks) > self.capacity:
+                oldest = next(iter(self.blocks))
+                del self.blocks[oldest]
+                self.known[oldest] = False
+        self.jobs.append((self.clock() + 0.001, job, job.keys))
+
+    def submit_load(self, job):
+        self.free_s = max(self.free_s, self.clock()) + 0.0005 + self.block_s * len(job.keys)
+        self.jobs.append((self.free_s, job, [key for key in job.keys if key in self.blocks]))
+
+    def get_finished_jobs(self):
+        ended = [each for each in self.jobs if each[0] <= self.clock()]
+        self.jobs = [each for each in self.jobs if each[0] > self.clock()]
+        return [JobResult(job.job_id, len(good) == len(job.keys), good, at_s) for at_s, job, good in ended]
+
+    def on_new_request(self, req_context):
+        return RequestOffloadingContext()
+
+    def has_pending_work(self):
+        return bool(self.jobs)
+
+    def drain_jobs(self):
+        self.clock.now_s = max([self.clock(), *(at_s for at_s, _, _ in self.jobs)])
+
+
+def serve(
+    trace: str, case: str, num_requests: int, num_slots: int, earlier: str | None = None, planner: str = "own"
+) -> None:
+    """Prints a line for each request: its number, hit, blocks, seconds of waiting, blocks of the hit by tier. The last
+    line has the counts of plans."""
+    options = {*case.split("+")}
+    prompts = []
+    with open(trace, "rb") as file:
+        for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file)):
+            ids = json.loads(line)["hash_ids"][:MOST_BLOCKS]
+            prompts.append([make_offload_key(b"%032d" % (each % (1 << 64)), 0) for each in ids])
+            if len(prompts) == num_requests:
+                break
+    clock = Clock()
+    primary = CPUPrimaryTierOffloadingManager(num_slots, Memory(num_slots), "lru")
+    tiers = [Tier(primary.kv_view, "disk", 0.0004, False, 8_000, clock)]
+    if "asked" in options:
+        tiers.append(Tier(primary.kv_view, "remote", 0.0008, True, 60_000, clock))
+    worth = BlockWorth(1 << 20, (TOKENS,), None) if "cost" in options else None
+    manager = TieringOffloadingManager(primary, tiers, max_wait_s=5.0, block_worth=worth, clock=clock)
+    plans: Counter[str] = Counter()
+    if earlier is not None and worth is not None:
+        (_compare_plans if planner == "own" else _plan_as_before)(manager, _planner_of(Path(earlier)), plans)
+
+    queue, waiting, running, stores, num_served, step = [*enumerate(prompts)], [], [], [], 0, 0
+    while queue or waiting or running or stores:
+        clock.now_s = max(clock.now_s, step * STEP_S)
+        step += 1
+        while queue and queue[0][0] * ARRIVAL_S <= clock():
+            number, keys = queue.pop(0)
+            hint = HINTS[number % 3] if "hints" in options else NextUse.UNKNOWN
+            context = ReqContext(f"r{number}", next_use=hint)
+            manager.on_new_request(context)
+            waiting.append((number, keys, context, clock()))
+        for keys, context in stores:
+            manager.complete_store(keys, context)
+        stores = []
+        for each in [*waiting]:
+            if len(running) >= MOST_RUNNING:
+                break
+            number, keys, context, since_s = each
+            answers = manager.lookup_prefix(keys, context) if keys else []
+            if None in answers:
+                continue
+            hit = answers.index(False) if False in answers else len(answers)
+            sources = manager.sources(context)
+            by_tier = Counter(sources.get(key, "CPU") for key in keys[:hit])
+            waiting.remove(each)
+            if hit:
+                manager.prepare_load(keys[:hit], context)
+                manager.touch(keys[:hit], context)
+            running.append([keys, context, hit, True, (len(keys) - hit) * TOKENS])
+            print(json.dumps([number, hit, len(keys), round(clock() - since_s, 3), by_tier]))
+        left, prompt_tokens = TOKENS_PER_S * STEP_S, 0
+        for each in [*running]:
+            keys, context, hit, is_loading, tokens = each
+            if is_loading and hit:
+                manager.complete_load(keys[:hit], context)
+            taken = min(left, tokens)
+            left -= taken
+            prompt_tokens += int(taken)
+            each[3:] = False, tokens - taken
+            if each[4] > 0:
+                continue
+            for at in range(hit, len(keys), 64):
+                output = manager.prepare_store(keys[at : at + 64], context)
+                if output is None:
+                    break
+                stores.append((output.keys_to_store, context))
+            manager.touch(keys, context)
+            manager.on_request_finished(context)
+            running.remove(each)
+            num_served += 1
+            if "resets" in options and num_served % RESET_AFTER == 0:
+                manager.reset_cache()
+        queued = int(sum(each[4] for each in running))
+        manager.note_step(StepWork(prompt_tokens + len(running), prompt_tokens, queued, bool(running)))
+        manager.on_schedule_end()
+    print(json.dumps(plans))
+
+
+# ---------------------------------------------------------------------------------------------------- the two planners
+
+
+def _planner_of(tree: Path) -> ModuleType:
+    """``load_policy`` of another tree, with all that it imports."""
+    own = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "kvoffload"}
+    sys.path.insert(0, str(tree / "src"))
+    import kvoffload.tiering.load_policy as found
+
+    del sys.path[0]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvoffload"]:
+        del sys.modules[name]
+    sys.modules.update(own)
+    return found
+
+
+def _earlier_plan(earlier, survey, speeds, ends):
+    """What the earlier planner says: blocks come from the first tier that has them, and one that must find out is taken
+    to have them."""
+    segments = [
+        earlier.Segment(
+            earlier.Place(next(iter(place.tiers or place.unknown), None), place.is_arriving, place.is_overdue, unknown),
+            num_blocks,
+        )
+        for place, num_blocks in survey
+        for unknown in [place.is_unknown]
+    ]
+    links = [
+        earlier.LinkState(
+            None if link.pace is None else earlier.Pace(*link.pace), link.queue_s, link.room_blocks, link.reason
+        )
+        for link in speeds.links
+    ]
+    return earlier.plan(segments, earlier.Speeds(speeds.block_compute_s, speeds.queue_s, tuple(links)), ends)
+
+
+def _first_sources(survey, stop):
+    from kvoffload.tiering.segments import Place, Segment
+
+    found = []
+    for place, num_blocks in survey:
+        count = min(num_blocks, stop)
+        stop -= count
+        if place.is_below:
+            place = Place(place.tiers[:1], () if place.tiers else place.unknown[:1])
+        if count:
+            found.append(Segment(place, count))
+    return tuple(found)
+
+
+def _speeds(planner, survey, key):
+    from kvoffload.base import get_offload_group_idx
+    from kvoffload.tiering.segments import HERE
+
+    tokens = planner._tokens[get_offload_group_idx(key)]
+    return planner.speeds(tokens, any(place != HERE for place, _ in survey))
+
+
+def _plan_as_before(manager, earlier, plans) -> None:
+    """Puts the earlier planner into the manager. It plans once for a wait, which ends at its deadline with what has
+    arrived, and its jobs take 0.1 s each."""
+    from kvoffload.tiering.links import Link
+    from kvoffload.tiering.plans import NOTHING, Plan
+    from kvoffload.tiering.segments import HERE
+
+    planner = manager._planner
+
+    def plan(survey, key, ends, so_far=NOTHING):
+        total = sum(num_blocks for _, num_blocks in survey)
+        here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
+        if so_far.num_here is not None:
+            stop = total if so_far.granted_s > 0 else here
+            return Plan(stop, 0.0, so_far.granted_s, (), _first_sources(survey, stop), here)
+        found = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
+        declined = tuple((place.tier, reason, blocks, (place.tier,)) for place, reason, blocks in found.declined)
+        segments = _first_sources(survey, found.stop)
+        return Plan(found.stop, found.wait_s, found.deadline_s, declined, segments, here)
+
+    def portion_blocks(tier, keys):
+        speed = planner.link(tier).speed
+        portion = max(4 << 20, 0.1 / speed.block_s * planner._block_bytes if speed is not None else 0.0)
+        return planner._num_blocks(portion)
+
+    planner.plan, planner.portion_blocks = plan, portion_blocks
+    planner.is_late = lambda plan: False
+    planner.due_s = lambda plan: plan.deadline_s
+    planner.adds = lambda tier, others: False
+    manager._promotions.arrival_s = lambda key: None
+    patch.object(Link, "slowdown", lambda link: 1.0).start()
+
+
+def _compare_plans(manager, earlier, plans) -> None:
+    """Counts how each plan differs from what the earlier planner says in the same state."""
+    from kvoffload.tiering import plans as module
+    from kvoffload.tiering.plans import NOTHING
+    from kvoffload.tiering.segments import side_by_side
+
+    planner = manager._planner
+    make = planner.plan
+
+    def plan(survey, key, ends, so_far=NOTHING):
+        found = make(survey, key, ends, so_far)
+        if any(place.is_below or place.is_arriving for place, _ in survey):
+            plans[kind_of(found, survey, key, ends, so_far)] += 1
+        return found
+
+    def kind_of(found, survey, key, ends, so_far):
+        if so_far.num_here is not None:
+            return "made again: " + ("ends the wait" if found.is_lost else "goes on")
+        before = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
+        firsts = _first_sources(survey, before.stop)
+        is_same = all(one == other for one, other, _ in side_by_side(found.segments, firsts))
+        if found.stop == before.stop and is_same:
+            return "same blocks and sources" + (", other deadline" if found.stop and before.wait_s else "")
+        if any(place.unknown for place, _ in survey):
+            return "answers have a price"
+        if not is_same:
+            return "sources by earliest arrival"
+        if any(reason == "unmeasured" and len(blocks) == 1 for _, reason, blocks, _ in found.declined):
+            return "last block measures a tier"
+        with patch.object(module, "RISK_S", 1e9):
+            if make(survey, key, ends, so_far).stop == before.stop:
+                return "bound on the wait"
+        return f"rule of gain: loads {'more' if found.stop > before.stop else 'fewer'}"
+
+    planner.plan = plan
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Two tiering managers on a trace, request by request.")
+    parser.add_argument("revision")
+    parser.add_argument("trace")
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--requests", type=int, default=150)
+    parser.add_argument("--slots", type=int, default=1500)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", asked.revision, "src"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+
+        def run(case: str, source: Path, *planner: str) -> tuple[dict[int, list], dict[str, int]]:
+            sizes = str(asked.requests), str(asked.slots)
+            command = [sys.executable, "-m", __spec__.name, "--serve", asked.trace, case, *sizes, *planner]
+            environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+            done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+            *rows, plans = map(json.loads, done.stdout.splitlines())
+            return {row[0]: row[1:] for row in rows}, plans
+
+        for case in asked.cases:
+            before, _ = run(case, Path(folder))
+            now, plans = run(case, ROOT, folder, "own")
+            print(f"{case}: {_difference(before, now)}")
+            if plans:
+                mixed, _ = run(case, ROOT, folder, "earlier")
+                print(f"    with the earlier planner in it: {_difference(before, mixed)}")
+                print("    plans:", "; ".join(f"{kind} {count}" for kind, count in Counter(plans).most_common()))
+
+
+def _difference(before: dict[int, list], now: dict[int, list]) -> str:
+    differ = [number for number in before if before[number] != now[number]]
+    other_hit = sum(before[number][0] != now[number][0] for number in differ)
+    hits = [sum(row[0] for row in rows.values()) for rows in (before, now)]
+    waited_s = [sum(row[2] for row in rows.values()) / len(rows) for rows in (before, now)]
+    return (
+        f"{len(differ)} of {len(before)} requests differ, {other_hit} in their hits; "
+        f"{hits[0]} and {hits[1]} blocks hit; {waited_s[0]:.3f} and {waited_s[1]:.3f} s in the queue, on average"
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        trace, case, num_requests, num_slots, *rest = sys.argv[2:]
+        serve(trace, case, int(num_requests), int(num_slots), *rest)
+    else:
+        main()
