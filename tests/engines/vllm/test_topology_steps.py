@@ -12,6 +12,7 @@ from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, Steps, attention, latent, replayed_window, ring
 
 from kvoffload.engines.vllm.versions import says_what_is_sharded
+from kvoffload.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -93,3 +94,13 @@ def test_many_requests_take_each_others_blocks(steps: Steps) -> None:
         assert steps.scheduler.reset_prefix_cache()
     assert steps.loads()
     assert {event.group_idx for event in steps.events if getattr(event, "medium", None) == "CPU"} == {0}
+
+
+def test_a_second_connector_of_one_engine_is_refused(llama: SmallModel) -> None:
+    """A ``MultiConnector`` gives all of its connectors one name, by which ranks would find the memory of either."""
+    steps = Steps(llama.path, False)
+    first, scheduler = steps.scheduler.connector, steps.scheduler
+    with pytest.raises(ConfigError, match="name KVOffloadConnector once"):
+        type(first)(scheduler.vllm_config, first.role, scheduler.kv_cache_config)
+    first.shutdown()
+    type(first)(scheduler.vllm_config, first.role, scheduler.kv_cache_config).shutdown()

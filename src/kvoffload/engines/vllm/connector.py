@@ -123,6 +123,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
 
     _cache_hit_source = hit_source("CPU", None)
+    _open: ClassVar[weakref.WeakValueDictionary[Any, KVOffloadConnector]] = weakref.WeakValueDictionary()
+    """By role, rank, and the engine's ``instance_id``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -132,6 +134,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_worker = role is KVConnectorRole.WORKER
         rank = vllm_config.parallel_config.rank if is_worker else 0
         layout = layout_of(vllm_config, kv_cache_config, config, rank, is_worker)
+        self._name = is_worker, rank, layout.instance_id
+        if self._name in self._open:
+            raise ConfigError(
+                "Two of kvoffload's connectors in one engine would write to one host memory: name KVOffloadConnector "
+                "once among those of the MultiConnector."
+            )
         self._shared_spec = _SharedSpec.of(config, layout)
         spec = self._shared_spec.spec
         self._scheduler: _SchedulerSide | None = None
@@ -158,6 +166,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch(vllm_config, self._scheduler)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
+        self._open[self._name] = self
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -173,6 +182,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return preferred_layout(vllm_config, check_engine(vllm_config))
 
     def shutdown(self) -> None:
+        self._open.pop(self._name, None)
         if self._scheduler is not None:
             unwatch(self._scheduler)
             self._scheduler.core.shutdown()
