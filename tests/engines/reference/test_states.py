@@ -13,7 +13,7 @@ from tests.engines.reference.zoo import VOCAB, greedy, random_prompts, tiny_mode
 from transformers.cache_utils import Cache
 
 from kvoffload.config import parse_config
-from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State, build_random_hybrid
+from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State, build_random_model
 from kvoffload.engines.reference.layout import engine_layout, kv_shape
 from kvoffload.engines.reference.models import use_paged_attention
 from kvoffload.engines.reference.states import PagedMixer, StateViews
@@ -136,6 +136,6 @@ def test_a_random_hybrid_is_the_same_for_the_same_arguments() -> None:
     (prompt,) = random_prompts(1, 40, 40)
     answers = []
     for seed in (0, 0, 1):
-        with Engine(build_random_hybrid(**sizes, seed=seed), OPTIONS) as engine:
+        with Engine(build_random_model("hybrid", **sizes, seed=seed), OPTIONS) as engine:
             answers.append(engine.generate([prompt], SAMPLING)[0])
     assert answers[0] == answers[1] != answers[2]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvoffload.engines.reference.engine import Engine, EngineOptions
-from kvoffload.engines.reference.models import build_random_hybrid, build_random_model, load_model
+from kvoffload.engines.reference.models import build_random_model, load_model
 from kvoffload.engines.reference.request import Request, SamplingParams, State
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Request",
     "SamplingParams",
     "State",
-    "build_random_hybrid",
     "build_random_model",
     "load_model",
 ]

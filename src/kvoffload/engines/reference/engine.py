@@ -168,7 +168,6 @@ class Engine:
         del self._requests[request.request_id]
         request.finished_s = time.perf_counter()
         self._scheduler.end(request, state)
-        self._runner.forget(request)
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -195,7 +194,7 @@ class Engine:
     def _compute(self, plan: StepPlan) -> list[Request]:
         if not plan.scheduled:
             return []
-        tokens = iter(self._runner.sample(plan.scheduled, self._runner.compute(plan.scheduled)))
+        tokens = iter(self._runner.choose(self._runner.compute(plan.scheduled)))
         finished = []
         for each in plan.scheduled:
             yields_token = each.yields_token  # false once the token is appended

@@ -12,12 +12,14 @@ from kvoffload.engines.reference.layout import kv_shape
 from kvoffload.engines.reference.states import use_paged_states
 from kvoffload.errors import ConfigError
 
-__all__ = ["build_random_hybrid", "build_random_model", "load_model", "use_paged_attention"]
+__all__ = ["KINDS", "build_random_model", "load_model", "use_paged_attention"]
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KINDS = {"attention": "Llama", "hybrid": "Falcon-H1"}
+"""What random models are. transformers' classes have these names, without the dash."""
 
 
 def build_random_model(
+    kind: str = "attention",
     *,
     layers: int = 6,
     hidden: int = 512,
@@ -28,100 +30,73 @@ def build_random_model(
     seed: int = 0,
     device: str = "cpu",
 ) -> Any:
-    """A float32 Llama with random weights, the same for the same arguments. Needs no network.
+    """A float32 model of one of ``KINDS`` with random weights, the same for the same arguments. Needs no network.
 
     The weights are scaled so that the next token depends on the context, not on the last token alone. Attention is
     sharper than with the usual initialisation, and its output is larger next to the embeddings. So a single wrong block
     changes the tokens, while rounding (other batches, other chunks) stays far below the differences between logits.
+
+    A ``hybrid`` has beside the attention of each layer a recurrent state (Mamba2) that remembers some ten to some
+    hundred tokens; with heads of 64 it takes about as much as the keys and values of 16. A wrong state changes the
+    tokens as a wrong block of keys and values does.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(**_sizes(layers, hidden, heads, kv_heads, vocab, context_tokens))
-    return _fill(LlamaForCausalLM, config, f"random Llama (seed {seed})", seed, device)
-
-
-def build_random_hybrid(
-    *,
-    layers: int = 6,
-    hidden: int = 512,
-    heads: int = 8,
-    kv_heads: int = 2,
-    vocab: int = 4096,
-    context_tokens: int = 8192,
-    seed: int = 0,
-    device: str = "cpu",
-) -> Any:
-    """The same as a Falcon-H1: beside the attention of each layer, a recurrent state (Mamba2) that remembers some ten
-    to some hundred tokens. A wrong state changes the tokens as a wrong block of keys and values does.
-
-    With heads of 64, a state takes about as much as the keys and values of 16 tokens.
-    """
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    config = FalconH1Config(
-        **_sizes(layers, hidden, heads, kv_heads, vocab, context_tokens),
-        mamba_d_ssm=hidden // 2,
-        mamba_n_heads=heads,
-        mamba_d_head=hidden // 2 // heads,
-        mamba_d_state=16,
-        mamba_chunk_size=32,
-        pad_token_id=None,
-    )
-    return _fill(FalconH1ForCausalLM, config, f"random Falcon-H1 (seed {seed})", seed, device)
-
-
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, context_tokens: int) -> dict[str, Any]:
     if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ConfigError(
             f"hidden={hidden} must be an even multiple of heads={heads}, and heads a multiple of kv_heads={kv_heads}."
         )
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": context_tokens,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "tie_word_embeddings": False,
+    name = KINDS[kind].replace("-", "")
+    states = {
+        "mamba_d_ssm": hidden // 2,
+        "mamba_n_heads": heads,
+        "mamba_d_head": hidden // 2 // heads,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 32,
+        "pad_token_id": None,
     }
-
-
-def _fill(kind: Any, config: Any, name_or_path: str, seed: int, device: str) -> Any:
-    """A model of this kind with random weights."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context_tokens,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+        **(states if kind == "hybrid" else {}),
+    )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = kind(config)
-        for name, parameter in model.named_parameters():
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        for part, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 # Each matrix keeps the size of its input, times the gain of its role.
-                gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
+                gain = next((gain for role, gain in _GAINS.items() if role in part), 1.0)
                 parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
-            elif name.endswith("conv1d.weight"):
+            elif part.endswith("conv1d.weight"):
                 parameter.normal_(0.0, parameter.shape[2] ** -0.5)
-            elif name.endswith("dt_bias"):
+            elif part.endswith("dt_bias"):
                 parameter.copy_(torch.linspace(-4.0, -2.0, len(parameter)))  # steps of 0.02 to 0.13 at rest
-            elif name.endswith("A_log"):
+            elif part.endswith("A_log"):
                 parameter.zero_()
         model.model.embed_tokens.weight.normal_(0.0, 1.0)
-    model.name_or_path = name_or_path
+    model.name_or_path = f"random {KINDS[kind]} (seed {seed})"
     return use_paged_attention(model.to(device))
 
 
 _GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 0.7, "mamba.out_proj": 4.0}
 
 
-def load_model(path_or_id: str, *, dtype: str = "float32", device: str = "cpu") -> Any:
-    """A causal LM from a folder or the hub. Raises ``ConfigError`` if it cannot be loaded or is not supported."""
+def load_model(path_or_id: str, *, device: str = "cpu") -> Any:
+    """A float32 causal LM from a folder or the hub. Raises ``ConfigError`` if it cannot be had or is not supported."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}.")
     try:
         kv_shape(AutoConfig.from_pretrained(path_or_id))
-        model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=_DTYPES[dtype])
+        model = AutoModelForCausalLM.from_pretrained(path_or_id, dtype=torch.float32)
     except ConfigError:
         raise
     except (OSError, ValueError) as exc:

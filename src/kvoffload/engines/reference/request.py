@@ -18,22 +18,13 @@ __all__ = ["Request", "SamplingParams", "Scheduled", "State"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, and when to stop."""
+    """When to stop. The most likely token is always taken."""
 
     max_tokens: int = 16
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """Choose among this many of the most likely tokens; 0 means all."""
-    seed: int = 0
-    """For this request's own random numbers: the same seed gives the same tokens, whatever else runs."""
-    stop_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, not {self.max_tokens}.")
-        if not self.temperature >= 0 or self.top_k < 0:
-            raise ConfigError(f"temperature and top_k must be 0 or more, not {self.temperature} and {self.top_k}.")
 
 
 class State(Enum):
@@ -114,8 +105,7 @@ class Request:
         self.top_logits.append(top_logit)
         self.margins.append(margin)
         extend_block_hashes(self.block_hashes, self._root, self.tokens, self.block_tokens)
-        generated = self.num_tokens - self.num_prompt_tokens
-        return generated >= self.sampling.max_tokens or token in self.sampling.stop_token_ids
+        return self.num_tokens - self.num_prompt_tokens >= self.sampling.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

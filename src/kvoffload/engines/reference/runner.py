@@ -12,7 +12,7 @@ import torch
 from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.engines.reference.attention import plan_step
 from kvoffload.engines.reference.layout import KVShape
-from kvoffload.engines.reference.request import Request, Scheduled
+from kvoffload.engines.reference.request import Scheduled
 from kvoffload.engines.reference.states import StateViews, plan_states
 from kvoffload.errors import CapacityError
 
@@ -36,7 +36,6 @@ class ModelRunner:
         self._model = model
         self._shape = shape
         self._device: torch.device = model.device
-        self._generators: dict[str, torch.Generator] = {}
         self._block_tokens = block_tokens
         self._state_views: StateViews | None = None
         sizes = [
@@ -95,28 +94,10 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0, : len(last)].float()
         return logits
 
-    def sample(self, scheduled: Sequence[Scheduled], logits: torch.Tensor) -> list[Token]:
-        """A token for each row of ``logits``."""
-        requests = [each.request for each in scheduled if each.yields_token]
+    def choose(self, logits: torch.Tensor) -> list[Token]:
+        """The most likely token of each row of ``logits``."""
         best = logits.topk(2, dim=-1)
-        values, indices = best.values.tolist(), best.indices.tolist()
-        tokens = []
-        for row, request in enumerate(requests):
-            top, second = values[row]
-            chosen = indices[row][0] if not request.sampling.temperature else self._draw(request, logits[row])
-            tokens.append(Token(chosen, top, top - second))
-        return tokens
-
-    def _draw(self, request: Request, logits: torch.Tensor) -> int:
-        generator = self._generators.get(request.request_id)
-        if generator is None:
-            generator = torch.Generator().manual_seed(request.sampling.seed)
-            self._generators[request.request_id] = generator
-        logits = logits.cpu() / request.sampling.temperature
-        if 0 < request.sampling.top_k < len(logits):
-            logits[logits < logits.topk(request.sampling.top_k).values[-1]] = -torch.inf
-        return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-
-    def forget(self, request: Request) -> None:
-        """Drops the state of a request that ended."""
-        self._generators.pop(request.request_id, None)
+        return [
+            Token(chosen, top, top - second)
+            for (chosen, _), (top, second) in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
