@@ -18,16 +18,16 @@ from kvoffload.engines.reference import EngineOptions
 CHAT = ChatWorkload(conversations=1, turns=2, system_tokens=0, message_tokens=40, reply_tokens=10, users=1)
 
 
-def way(name: str, seconds: float, loaded_blocks: int = 0) -> WayResult:
+def way(name: str, seconds: float, disk_hits: int = 0) -> WayResult:
     turns = tuple(Turn(0, number, (1,), (0.5,), (3.0,), 100, 20, 30, seconds) for number in range(2))
-    stats = {("tier_blocks_loaded", "fs"): float(loaded_blocks), ("load_bytes",): 2.0**20} if loaded_blocks else {}
+    stats = {("tier_hit_tokens", "fs"): float(disk_hits), ("tier_hit_tokens", "CPU"): 9.0} if disk_hits else {}
     return WayResult(name, turns, 1.5, 100, 0, stats)
 
 
 def text_of(*results: WayResult) -> str:
     comparison = Comparison(CHAT, EngineOptions(), results, Verdict(2, (), 0.5, 1e-6))
     console = Console(file=io.StringIO(), width=100)
-    print_comparison(console, comparison, offloaded_block_tokens=16)
+    print_comparison(console, comparison)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -39,14 +39,14 @@ def test_tables_name_the_ways_the_speed_up_and_the_disk_only_where_it_was_read()
     assert "device cache" in text
     assert "disk" not in text
     assert "Identical: all 3 ways" in text
-    text = text_of(*ways[:2], way("offloading", 0.1, loaded_blocks=1))
+    text = text_of(*ways[:2], way("offloading", 0.1, disk_hits=20))
     assert "disk" in text
-    assert "1 MiB" in text
+    assert "10.0 %" in text
 
 
 def test_tokens_from_disk_are_at_most_the_hits() -> None:
-    assert disk_tokens(way("a", 0.1, loaded_blocks=2), 16) == 32
-    assert disk_tokens(way("a", 0.1, loaded_blocks=9), 16) == 60
+    assert disk_tokens(way("a", 0.1, disk_hits=32)) == 32
+    assert disk_tokens(way("a", 0.1, disk_hits=99)) == 60
 
 
 def test_a_difference_is_named_with_what_it_can_mean() -> None:

@@ -32,13 +32,12 @@ def test_the_pool_is_a_quarter_of_the_chat_unless_the_users_need_more() -> None:
 
 
 def test_host_memory_holds_the_whole_chat_by_default_and_a_disk_adds_a_way(tmp_path: Path) -> None:
-    llm = make_model(None, "attention", "cpu", layers=1, hidden=128, seed=0)
+    llm = make_model(None, "attention", "cpu", layers=1, hidden=128)
     per_token = 2 * 2 * 64 * 4  # keys and values, two KV heads of 64, float32
-    config = offloading_config(llm, CHAT, "lru", None, 32, None, 1.0)
-    assert config.cpu_bytes == int(1.2 * 8 * (400 + 32) * per_token)
+    config = offloading_config(llm, CHAT, "lru", None, 1.0)
+    assert config.cpu_bytes == int(1.2 * 8 * (400 + 16) * per_token)
     assert [way.name for way in ways_of(config)] == ["no cache", "device cache", "offloading"]
-    config = offloading_config(llm, CHAT, "lru", 0.5, 16, tmp_path, 2.0)
-    assert config.cpu_bytes == 1 << 29
+    config = offloading_config(llm, CHAT, "lru", tmp_path, 2.0)
     assert config.secondary_tiers[0]["max_bytes"] == 2 << 30
     assert [way.name for way in ways_of(config)][3:] == ["restarted"]
     with pytest.raises(ConfigError, match="lower --turns"):

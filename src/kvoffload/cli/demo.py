@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,11 +16,6 @@ from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.chart import chart
 from kvoffload.demo.report import print_comparison, print_setting
 from kvoffload.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from kvoffload.demo.comparison import Comparison, Way
-    from kvoffload.demo.workload import ChatWorkload
-    from kvoffload.engines.reference import EngineOptions
 
 __all__ = ["register"]
 
@@ -45,18 +40,13 @@ def demo(
     device_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the device's KV pool holds. By default 1/4 of the chat.")
     ] = None,
-    cpu_gib: Annotated[
-        float | None, typer.Option(help="GiB of host memory to offload to. By default room for the whole chat.")
-    ] = None,
     policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens per offloaded block, a multiple of 16.")] = 16,
     disk: Annotated[
         Path | None, typer.Option(help="Folder to offload to as well; the chat is then served again after a restart.")
     ] = None,
     disk_gib: Annotated[float, typer.Option(help="GiB that the folder may hold.")] = 4.0,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 6,
     hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights and messages.")] = 39,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
     as_json: Json = False,
     out: Annotated[
@@ -77,23 +67,25 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from kvoffload.demo import setup
+        from kvoffload.demo.comparison import compare
         from kvoffload.demo.workload import ChatWorkload
     except ImportError as exc:
         raise MissingExtraError(
             f"The demo needs kvoffload's extra 'demo': pip install torch transformers ({exc})."
         ) from exc
     setup.use_device(device, threads)
-    llm = setup.make_model(model, model_kind, device, layers, hidden, seed)
-    workload = ChatWorkload(
-        conversations, turns, system_tokens, message_tokens, reply_tokens, users, int(llm.config.vocab_size), seed
-    )
+    llm = setup.make_model(model, model_kind, device, layers, hidden)
+    vocab = int(llm.config.vocab_size)
+    workload = ChatWorkload(conversations, turns, system_tokens, message_tokens, reply_tokens, users, vocab, setup.SEED)
     setup.check_length(workload, llm)
     options = setup.engine_options(workload, device_tokens)
-    config = setup.offloading_config(llm, workload, policy, cpu_gib, block_size, disk, disk_gib)
+    config = setup.offloading_config(llm, workload, policy, disk, disk_gib)
     console = Console(quiet=as_json)
     print_setting(console, llm.name_or_path, device, workload, options, config)
-    comparison = _compare(llm, options, setup.ways_of(config), workload)
-    print_comparison(console, comparison, block_size)
+    ways = setup.ways_of(config)
+    with progress({way.name: workload.num_turns for way in ways}, "turns") as advance:
+        comparison = compare(llm, options, ways, workload, lambda name, _: advance(name))
+    print_comparison(console, comparison)
     figures = comparison.as_json()
     if as_json:
         print_json(figures)
@@ -102,11 +94,3 @@ def demo(
         console.print(f"Written: {path}.", highlight=False, soft_wrap=True)
     if not comparison.verdict.identical:
         raise typer.Exit(1)
-
-
-def _compare(llm: Any, options: EngineOptions, ways: tuple[Way, ...], workload: ChatWorkload) -> Comparison:
-    """Serves the chat every way, and shows the progress."""
-    from kvoffload.demo.comparison import compare
-
-    with progress({way.name: workload.num_turns for way in ways}, "turns") as advance:
-        return compare(llm, options, ways, workload, lambda name, _: advance(name))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffload.config import OffloadingConfig
+from kvoffload.metrics import HOST
 from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,14 +48,10 @@ def print_setting(
     console.print()
 
 
-def print_comparison(console: Console, comparison: Comparison, offloaded_block_tokens: int) -> None:
+def print_comparison(console: Console, comparison: Comparison) -> None:
     """Prints the tables, then the verdict."""
-    console.print(latency_table(comparison))
-    console.print()
-    console.print(tokens_table(comparison, offloaded_block_tokens))
-    console.print()
-    if any(result.stats for result in comparison.results):
-        console.print(copies_table(comparison))
+    for table in (latency_table(comparison), tokens_table(comparison)):
+        console.print(table)
         console.print()
     for line in verdict_lines(comparison.verdict, len(comparison.results)):
         console.print(line, highlight=False, soft_wrap=True)
@@ -83,16 +80,16 @@ def _latency(latency: Latency) -> str:
     return f"{1e3 * latency.median_s:,.0f} ({1e3 * latency.p95_s:,.0f})"
 
 
-def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
+def tokens_table(comparison: Comparison) -> Table:
     """Where each way's prompt tokens came from, and how long the way took."""
     table = Table(title="Prompt tokens: hit rate by tier", title_justify="left")
     table.add_column("way", no_wrap=True)
-    has_disk = any(disk_tokens(result, offloaded_block_tokens) for result in comparison.results)
+    has_disk = any(map(disk_tokens, comparison.results))
     for name in ("device", "host memory", *(["disk"] if has_disk else []), "not recomputed", "computed", "took"):
         table.add_column(name, justify="right")
     for result in comparison.results:
         prompt = result.prompt_tokens
-        disk = disk_tokens(result, offloaded_block_tokens)
+        disk = disk_tokens(result)
         hits = [result.device_hit_tokens, result.external_hit_tokens - disk, *([disk] if has_disk else [])]
         cached = result.device_hit_tokens + result.external_hit_tokens
         table.add_row(
@@ -105,32 +102,10 @@ def tokens_table(comparison: Comparison, offloaded_block_tokens: int) -> Table:
     return table
 
 
-def disk_tokens(result: WayResult, offloaded_block_tokens: int) -> int:
-    """Tokens of hits whose blocks were promoted from a tier below host memory.
-
-    Of several KV groups, that with most blocks is counted: of the others, a hit needs but some."""
-    blocks = sum(int(value) for sample, value in result.stats.items() if sample[0] == "tier_blocks_loaded")
-    loaded = [value for sample, value in result.stats.items() if sample[0] == "load_blocks"]
-    if sum(loaded):
-        blocks = int(blocks * max(loaded) / sum(loaded))
-    return min(result.external_hit_tokens, blocks * offloaded_block_tokens)
-
-
-def copies_table(comparison: Comparison) -> Table:
-    """The bytes that offloading copied, and at what rate. Copies run beside the computation."""
-    table = Table(title="Copies between device and host memory", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    table.add_column("stored", justify="right")
-    table.add_column("GB/s", justify="right")
-    table.add_column("loaded", justify="right")
-    table.add_column("GB/s", justify="right")
-    for result in comparison.results:
-        if result.stats:
-            (stored, store_rate), (loaded, load_rate) = result.copied("store"), result.copied("load")
-            table.add_row(
-                result.name, format_bytes(stored), f"{store_rate:.2f}", format_bytes(loaded), f"{load_rate:.2f}"
-            )
-    return table
+def disk_tokens(result: WayResult) -> int:
+    """Tokens of hits that a tier below host memory had when their request arrived."""
+    below = (hits for (name, *labels), hits in result.stats.items() if name == "tier_hit_tokens" and labels != [HOST])
+    return min(result.external_hit_tokens, int(sum(below)))
 
 
 def verdict_lines(verdict: Verdict, ways: int) -> list[str]:

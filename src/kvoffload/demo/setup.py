@@ -11,13 +11,13 @@ import torch
 from kvoffload.config import OffloadingConfig, parse_config
 from kvoffload.demo.comparison import Way
 from kvoffload.demo.workload import ChatWorkload
-from kvoffload.engines.reference import EngineOptions, build_random_hybrid, build_random_model, load_model
+from kvoffload.engines.reference import EngineOptions, build_random_model, load_model
 from kvoffload.engines.reference.layout import engine_layout, kv_shape
+from kvoffload.engines.reference.models import KINDS
 from kvoffload.errors import ConfigError
 
 __all__ = [
     "BLOCK_TOKENS",
-    "KINDS",
     "check_length",
     "engine_options",
     "make_model",
@@ -27,10 +27,9 @@ __all__ = [
 ]
 
 BLOCK_TOKENS = 16
-"""Of a GPU block."""
-
-KINDS = {"attention": build_random_model, "hybrid": build_random_hybrid}
-"""Random models, by the name that ``--model-kind`` has for them."""
+"""Of a block, on the device and offloaded."""
+SEED = 39
+"""Of the weights and the messages."""
 
 
 def use_device(device: str, threads: int | None) -> None:
@@ -43,7 +42,7 @@ def use_device(device: str, threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def make_model(model: str | None, kind: str, device: str, layers: int, hidden: int, seed: int) -> Any:
+def make_model(model: str | None, kind: str, device: str, layers: int, hidden: int) -> Any:
     """A float32 model, whose rounding is too small to change a token: ``model``, or a random one of ``KINDS``."""
     from transformers.utils import logging
 
@@ -55,7 +54,9 @@ def make_model(model: str | None, kind: str, device: str, layers: int, hidden: i
         return load_model(model, device=device)
     if hidden % 128:
         raise ConfigError(f"--hidden must be a multiple of 128, not {hidden}.")
-    return KINDS[kind](layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=2, seed=seed, device=device)
+    return build_random_model(
+        kind, layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=2, seed=SEED, device=device
+    )
 
 
 def check_length(workload: ChatWorkload, llm: Any) -> None:
@@ -80,25 +81,18 @@ def engine_options(workload: ChatWorkload, device_tokens: int | None) -> EngineO
 
 
 def offloading_config(
-    llm: Any,
-    workload: ChatWorkload,
-    policy: str,
-    cpu_gib: float | None,
-    block_size: int,
-    disk: Path | None,
-    disk_gib: float,
+    llm: Any, workload: ChatWorkload, policy: str, disk: Path | None, disk_gib: float
 ) -> OffloadingConfig:
-    """The configuration as a user would write it. By default host memory holds the whole chat and a fifth more."""
-    if block_size % BLOCK_TOKENS:
-        raise ConfigError(f"--block-size must be a multiple of {BLOCK_TOKENS}, not {block_size}.")
-    if cpu_gib is None:
-        tokens = workload.conversations * (workload.longest_tokens + block_size)
-        cpu_bytes = int(1.2 * tokens * _kv_bytes_per_token(llm))
-    else:
-        cpu_bytes = _gib(cpu_gib, "--cpu-gib")
-    values: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "eviction_policy": policy, "block_size": block_size}
+    """The configuration as a user would write it. Host memory holds the whole chat and a fifth more."""
+    tokens = workload.conversations * (workload.longest_tokens + BLOCK_TOKENS)
+    values: dict[str, Any] = {
+        "cpu_bytes_to_use": int(1.2 * tokens * _kv_bytes_per_token(llm)),
+        "eviction_policy": policy,
+    }
     if disk is not None:
-        tier = {"type": "disk", "path": str(disk), "max_bytes": _gib(disk_gib, "--disk-gib")}
+        if not 0 < disk_gib < 2**33:  # 2**63 bytes
+            raise ConfigError(f"--disk-gib must be positive and less than {2**33}, not {disk_gib}.")
+        tier = {"type": "disk", "path": str(disk), "max_bytes": int(disk_gib * 2**30)}
         values |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
         values["load_policy"] = "always"  # a demo of what is found on disk, however fast a toy model computes it
     return parse_config(values)
@@ -112,13 +106,6 @@ def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
         Way("offloading", prefix_caching=True, offloading=config),
     )
     return (*ways, Way("restarted", True, config)) if config.secondary_tiers else ways
-
-
-def _gib(value: float, name: str) -> int:
-    """GiB as bytes."""
-    if not 0 < value < 2**33:  # 2**63 bytes
-        raise ConfigError(f"{name} must be positive and less than {2**33}, not {value}.")
-    return int(value * 2**30)
 
 
 def _kv_bytes_per_token(llm: Any) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,18 +102,13 @@ def _gpu(blocks: Sequence[int]) -> GPULoadStoreSpec:
     return GPULoadStoreSpec(blocks, [len(blocks)], [0])
 
 
-class LargeCopies(ABC):
+class LargeCopies(NamedTuple):
     """One copy of contiguous bytes in each direction: the most that the way between both memories gives."""
 
-    @abstractmethod
-    def store(self) -> None: ...
-
-    @abstractmethod
-    def load(self) -> None: ...
-
-    @abstractmethod
-    def both(self) -> None:
-        """At the same time."""
+    store: Callable[[], object]
+    load: Callable[[], object]
+    both: Callable[[], object]
+    """At the same time."""
 
 
 class Place(ABC):
@@ -183,8 +178,16 @@ class HostPlace(Place):
 
     @contextmanager
     def large_copies(self, num_bytes: int) -> Iterator[LargeCopies]:
+        memory = [_pages(num_bytes) for _ in range(2)]
+        target, source = (each.ctypes.data for each in memory)
+        cuts = [num_bytes * part // self._threads for part in range(self._threads + 1)]
+        parts = [(target + low, source + low, high - low) for low, high in itertools.pairwise(cuts)]
         with ThreadPoolExecutor(self._threads) as pool:
-            yield _LargeHostCopies(num_bytes, self._threads, pool)
+
+            def copy() -> list[int]:
+                return list(pool.map(lambda part: ctypes.memmove(*part), parts))
+
+            yield LargeCopies(copy, copy, lambda: (copy(), copy()))
 
     def computing(self) -> AbstractContextManager[Callable[[], None]]:
         return nullcontext(lambda: None)  # a CPU engine computes on the thread that submits
@@ -203,26 +206,6 @@ class HostPlace(Place):
 
     def _settle(self) -> None:
         MOVER.wait()
-
-
-class _LargeHostCopies(LargeCopies):
-    """Cut into a part for each thread."""
-
-    def __init__(self, num_bytes: int, threads: int, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._memory = [_pages(num_bytes) for _ in range(2)]
-        target, source = (memory.ctypes.data for memory in self._memory)
-        cuts = [num_bytes * part // threads for part in range(threads + 1)]
-        self._parts = [(target + low, source + low, high - low) for low, high in itertools.pairwise(cuts)]
-
-    def store(self) -> None:
-        list(self._pool.map(lambda part: ctypes.memmove(*part), self._parts))
-
-    load = store
-
-    def both(self) -> None:
-        self.store()
-        self.store()
 
 
 # ----------------------------------------------------------------------------------------------------------- device
@@ -258,7 +241,7 @@ class DevicePlace(Place):
                     wait_for_copies(lambda: driver.is_idle(stream), nap_s=0)  # noqa: B023 - called in this round
 
             try:
-                yield _LargeDeviceCopies(run)
+                yield LargeCopies(lambda: run(0), lambda: run(1), lambda: run(0, 1))
             except CopiesHang:
                 _MEMORY_OF_COPIES_THAT_HANG.extend((on_host, stack.pop_all()))
                 raise
@@ -310,20 +293,6 @@ def _unless_copies_hang(undo: Callable[[], None]) -> Iterator[None]:
         except CopiesHang:
             stack.pop_all()
             raise
-
-
-class _LargeDeviceCopies(LargeCopies):
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
-
-    def store(self) -> None:
-        self._run(0)
-
-    def load(self) -> None:
-        self._run(1)
-
-    def both(self) -> None:
-        self._run(0, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ speed
