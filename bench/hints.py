@@ -71,7 +71,7 @@ def run(short: bool) -> list[Row]:
         capacities = [max(round(trace.num_unique * percent / 100), 1) for percent in percents]
         for percent, capacity, best in zip(percents, capacities, optimum(trace, capacities)):
             without = _rate(trace, capacity)
-            bound = 100 * best.hit_blocks / trace.num_accesses
+            bound = 100 * best / trace.num_accesses
             for name, hinted in variants(true):
                 rate = _rate(hinted, capacity)
                 closed = 100 * (rate - without) / max(bound - without, 1e-9)

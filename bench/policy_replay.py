@@ -22,14 +22,12 @@ __all__ = ["ReplayResult", "replay_policy"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The figures of one replay, in blocks unless the name says tokens."""
+    """The figures of one replay, in blocks."""
 
     policy: str
     capacity_blocks: int
     accesses: int
     hit_blocks: int
-    hit_tokens: int
-    input_tokens: int
     stored_blocks: int
     evicted_blocks: int
 
@@ -37,10 +35,6 @@ class ReplayResult:
     def hit_rate(self) -> float:
         """Share of blocks, 0 to 1."""
         return self.hit_blocks / self.accesses
-
-    @property
-    def token_hit_rate(self) -> float:
-        return self.hit_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 def replay_policy(
@@ -60,7 +54,7 @@ def replay_policy(
     most_at_once = capacity_blocks if policy == "lru" else 1
     table = trace.keys() if keys is None else keys
     offsets = trace.offsets.tolist()
-    hits = hit_tokens = 0
+    hits = 0
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):
         context = ReqContext(str(request), next_use=trace.next_use(request))
         manager.on_new_request(context)
@@ -68,7 +62,6 @@ def replay_policy(
         answers = manager.lookup_prefix(path, context)
         found = len(answers) - (answers[-1] is not True) if answers else 0
         hits += found
-        hit_tokens += trace.tokens_in(request, found)
         _use(manager, path, found, context, most_at_once)
         manager.on_request_finished(context)
     stats = manager.get_stats()
@@ -77,8 +70,6 @@ def replay_policy(
         capacity_blocks=capacity_blocks,
         accesses=trace.num_accesses,
         hit_blocks=hits,
-        hit_tokens=hit_tokens,
-        input_tokens=trace.total_input_tokens,
         stored_blocks=int(stats["primary_blocks_stored",]),
         evicted_blocks=int(stats["primary_blocks_evicted",]),
     )

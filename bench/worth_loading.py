@@ -185,9 +185,9 @@ def _neighbour(short: bool) -> list[Row]:
 
 
 def _first_tokens(machine: Machine, config: SimConfig) -> np.ndarray:
-    found = np.zeros(len(machine.trace))
-    simulate(machine.trace, config, keys=machine.keys, on_first_token=found.__setitem__)
-    return found
+    found: list[float] = []
+    simulate(machine.trace, config, keys=machine.keys, on_request=lambda _, __, first_s: found.append(first_s))
+    return np.array(found)
 
 
 def _quantile(values: np.ndarray, chosen: np.ndarray, share: float) -> float:

@@ -169,7 +169,7 @@ def simulated(
         load_policy="always",
         **more,
     )
-    result = simulate(trace, config, on_request=lambda _, gpu, cpu, disk: found.append((gpu, cpu + disk)))
+    result = simulate(trace, config, on_request=lambda _, hit, __: found.append((hit.device, hit.host + hit.disk)))
     return found, result
 
 

@@ -214,7 +214,7 @@ def test_sessions_with_known_returns() -> None:
     for percent in (1, 2, 5, 10):
         capacity = trace.num_unique * percent // 100
         without = points(trace, capacity)
-        best = 100 * optimum(trace, [capacity])[0].hit_blocks / trace.num_accesses
+        best = 100 * optimum(trace, [capacity])[0] / trace.num_accesses
         assert points(true, capacity) > without + (best - without) / 3
         assert points(replace(trace, next_uses=turned), capacity) > without - 1
         assert points(replace(trace, next_uses=shuffled), capacity) > without - 1

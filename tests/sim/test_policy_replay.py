@@ -82,8 +82,7 @@ def test_no_policy_beats_the_optimum(shared_trace: Callable[..., Trace], policy:
     capacities = [trace.num_unique * share // 100 for share in (1, 10)]
     for bound, capacity in zip(optimum(trace, capacities), capacities, strict=True):
         run = replay_policy(trace, policy, capacity)
-        assert 0 < run.hit_blocks <= bound.hit_blocks
-        assert run.hit_tokens <= bound.hit_tokens
+        assert 0 < run.hit_blocks <= bound
 
 
 def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[..., Trace]) -> None:
@@ -91,10 +90,9 @@ def test_a_cache_of_the_footprint_reaches_the_optimum(shared_trace: Callable[...
     (bound,) = optimum(trace, [trace.num_unique])
     for policy in POLICIES.names():
         run = replay_policy(trace, policy, trace.num_unique)
-        assert run.hit_blocks == bound.hit_blocks
+        assert run.hit_blocks == bound
         assert run.stored_blocks == trace.num_unique
         assert run.evicted_blocks == 0
-        assert run.token_hit_rate == bound.hit_tokens / trace.total_input_tokens
 
 
 def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:

@@ -42,8 +42,6 @@ def test_mooncake_form(tmp_path: Path) -> None:
     assert trace.ids.tolist() == [0, 1, 0, 1, 2, 3, 4]
     assert trace.sessions.tolist() == [NO_SESSION, 0, 0, 1]
     assert (len(trace), trace.num_accesses, trace.num_unique) == (4, 7, 5)
-    assert trace.tokens_in(1, 2) == 1024
-    assert trace.tokens_in(1, 3) == 1300
     assert len(set(trace.keys())) == 5
 
 

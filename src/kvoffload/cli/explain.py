@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
-from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks, model_sizes
-from kvoffload.sim.driver import SPEEDS
+from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks
+from kvoffload.sim.driver import USUAL
 from kvoffload.sim.explain import (
     Explanations,
     WhatIf,
@@ -37,16 +37,12 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],
-    cpu: Annotated[str | None, typer.Option(help="Host memory of the server, if the trace does not say it.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Disk of the server, if the trace does not say it; 0: none.")] = None,
+    cpu: Annotated[str | None, typer.Option(help="Another host memory than the server's.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Size of all tiers below host memory, if the trace does not say it; 0: none.")
+    ] = None,
     gpu_kv_tokens: GpuKVTokens = None,
-    model: Annotated[
-        str | None, typer.Option(help="The model, if the trace does not say the size of its blocks.")
-    ] = None,
-    kv_bytes: Annotated[
-        str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, if the trace does not say them.")
-    ] = None,
-    prefill_speed: PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    prefill_speed: PrefillSpeed = USUAL.prefill_tokens_per_s,
     processes: Processes = None,
     as_json: Json = False,
     out: DrawnOut = None,
@@ -57,14 +53,12 @@ def explain(
     """
     positive(prefill_speed, "--prefill-speed")
     check_drawn(out)
-    sizes = None if model is None and kv_bytes is None else model_sizes(model, kv_bytes)
     summary = read_explanations(trace)
     loaded = load_trace(trace)
     base = base_config(
         summary.machine,
         cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
-        block_bytes=None if sizes is None else sizes.bytes_per_token * loaded.block_tokens,
         gpu_blocks=device_blocks(loaded, gpu_kv_tokens),
         footprint_blocks=loaded.whole_blocks().num_unique,
         prefill_tokens_per_s=prefill_speed,

@@ -18,7 +18,7 @@ from kvoffload.cli.scenario import Scenario
 from kvoffload.cli.simulate import print_fleets
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SPEEDS, SimConfig, SimResult
+from kvoffload.sim.driver import USUAL, SimConfig, SimResult
 from kvoffload.sim.fleet.config import Prices
 from kvoffload.sim.fleet.plan import make_fleet_plan
 from kvoffload.sim.page import draw_fleets, draw_sweeps
@@ -44,7 +44,7 @@ def plan(
     model: scenario.Model = None,
     kv_bytes: scenario.KVBytes = None,
     gpu_kv_tokens: scenario.GpuKVTokens = None,
-    prefill_speed: scenario.PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    prefill_speed: scenario.PrefillSpeed = USUAL.prefill_tokens_per_s,
     fleet: scenario.Fleet = None,
     max_requests: scenario.MaxRequests = None,
     processes: scenario.Processes = None,

@@ -20,7 +20,7 @@ from kvoffload.config import DEFAULTS, parse_struct
 from kvoffload.config_file import load_config_file
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.driver import SPEEDS, SimConfig
+from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.config import Death, FleetConfig, Prices, SharedStore
 from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.hints import hinter
@@ -45,7 +45,6 @@ __all__ = [
     "assumptions",
     "capacities",
     "device_blocks",
-    "model_sizes",
     "without_advice",
 ]
 
@@ -198,11 +197,11 @@ class Scenario:
     def alone(self, trace: Trace) -> SimConfig:
         """The machine without host memory and disk."""
         file, block_bytes = self._file, self.block_bytes(trace)
-
-        def speed(name: str, default: float) -> float:
-            given = getattr(file, name)
-            return default if given is None else float(parse_bytes(given, f"{name} of {_WHAT}"))
-
+        speeds: dict[str, Any] = {
+            name.replace("speed", "bytes_per_s"): float(parse_bytes(given, f"{name} of {_WHAT}"))
+            for name in ("load_speed", "disk_read_speed", "disk_write_speed")
+            if (given := getattr(file, name)) is not None
+        }
         return SimConfig(
             cpu_blocks=0,
             block_bytes=block_bytes,
@@ -212,9 +211,7 @@ class Scenario:
             nodes_step_s=file.nodes_step_s,
             load_policy=file.load_policy,
             state_slots=self.sizes.state_slots(block_bytes),
-            load_bytes_per_s=speed("load_speed", SPEEDS.load_bytes_per_s),
-            disk_read_bytes_per_s=speed("disk_read_speed", SPEEDS.disk_read_bytes_per_s),
-            disk_write_bytes_per_s=speed("disk_write_speed", SPEEDS.disk_write_bytes_per_s),
+            **speeds,
         )
 
     def policies(self, text: str | None) -> list[str]:

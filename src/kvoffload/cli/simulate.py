@@ -14,7 +14,7 @@ from kvoffload.cli import scenario
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, print_json, print_table, progress, write_drawn
 from kvoffload.cli.scenario import Scenario, capacities
 from kvoffload.config import DEFAULTS
-from kvoffload.sim.driver import SPEEDS, SimConfig
+from kvoffload.sim.driver import USUAL, SimConfig
 from kvoffload.sim.fleet.cluster import simulate_fleet
 from kvoffload.sim.fleet.config import FleetConfig, Prices
 from kvoffload.sim.fleet.result import FleetResult
@@ -66,7 +66,7 @@ def simulate(
     model: scenario.Model = None,
     kv_bytes: scenario.KVBytes = None,
     gpu_kv_tokens: scenario.GpuKVTokens = None,
-    prefill_speed: scenario.PrefillSpeed = SPEEDS.prefill_tokens_per_s,
+    prefill_speed: scenario.PrefillSpeed = USUAL.prefill_tokens_per_s,
     fleet: scenario.Fleet = None,
     max_requests: scenario.MaxRequests = None,
     processes: scenario.Processes = None,

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvoffload.cli.output import Json, print_json, progress
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
@@ -29,31 +26,28 @@ from kvoffload.units import format_bytes, parse_bytes
 __all__ = ["register"]
 
 _Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")]
 _Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
-
-_console = Console(soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:
     store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
-    for command in (ls, du, verify, gc, clear):
+    for command in (ls, verify, gc, clear):
         store.command()(command)
     app.add_typer(store, name="store")
 
 
-def ls(root: _Root, as_json: _Json = False) -> None:
+def ls(root: _Root, as_json: Json = False) -> None:
     """List the namespaces.
 
     Shows the blocks, bytes, and oldest and last use of each.
     """
     found = _open(root).usage()
     if as_json:
-        _print_json({"namespaces": [_figures(one) for one in found]})
+        print_json({"namespaces": [_figures(one) for one in found]})
         return
     if not found:
-        _console.print("No blocks yet.")
+        print("No blocks yet.")
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("namespace", overflow="fold")
@@ -62,25 +56,7 @@ def ls(root: _Root, as_json: _Json = False) -> None:
     for one in found:
         uses = (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
         table.add_row(escape(one.name), f"{one.num_blocks:,}", format_bytes(one.size_bytes), *uses)
-    _console.print(table)
-
-
-def du(root: _Root, as_json: _Json = False) -> None:
-    """Show the bytes in use, and the free space of the disk."""
-    found = sorted(_open(root).usage(), key=lambda one: -one.size_bytes)
-    total_bytes, free_bytes = sum(one.size_bytes for one in found), shutil.disk_usage(root).free
-    if as_json:
-        sizes = {one.name: one.size_bytes for one in found}
-        _print_json({"bytes": sizes, "total_bytes": total_bytes, "free_bytes": free_bytes})
-        return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for one in found:
-        table.add_row(format_bytes(one.size_bytes), escape(one.name))
-    table.add_row(format_bytes(total_bytes), "[bold]in all[/bold]")
-    table.add_row(format_bytes(free_bytes), "free on the disk")
-    _console.print(table)
+    Console(soft_wrap=True).print(table)
 
 
 def verify(
@@ -95,7 +71,7 @@ def verify(
         list[Path] | None,
         typer.Option(help="File with an 'encryption_key' of the tier.", show_default=False),
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Read every block and verify its checksum, or its seal.
 
@@ -104,94 +80,51 @@ def verify(
     secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
     keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
     secrets += [EncryptionKey(key) for key in keys]
-    store = _open(root, secrets)
+    store: Any = _open(root, secrets)  # both kinds of roots have blocks of their own kind
     directories = store.directories() if namespace is None else [store.directory(namespace)]
     sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
-    readable = [directory for directory in directories if directory not in sealed]
-    if isinstance(store, DiskRoot):
-        seen = _verify(store, [block for one in readable for block in store.files(one)], repair, as_json)
-    else:
-        seen = _verify(store, [file for one in readable for file in store.files(one)], repair, as_json)
+    blocks = [block for one in directories if one not in sealed for block in store.files(one)]
+    size_bytes = sum(block.size_bytes for block in blocks)
+    bad: list[Any] = []
+    unreadable: dict[str, str | None] = {}
+    with progress({"verify": len(blocks)}, "blocks") as advance:
+        for block in blocks:
+            try:
+                if store.is_sound(block) is False:
+                    bad.append(block)
+            except OSError as exc:
+                unreadable[block.path] = exc.strerror
+            advance("verify")
+    deleted = store.remove(bad) if bad and repair else None
     if as_json:
-        _print_json(
+        print_json(
             {
-                "blocks": seen.blocks,
-                "bytes": seen.size_bytes,
-                "bad": seen.bad,
-                "unreadable": seen.unreadable,
-                "deleted": seen.deleted,
+                "blocks": len(blocks),
+                "bytes": size_bytes,
+                "bad": [block.path for block in bad],
+                "unreadable": [*unreadable],
+                "deleted": deleted,
                 "sealed": [display_name(directory) for directory in sealed],
             }
         )
     else:
-        _console.print(
-            f"{seen.blocks:,} blocks ({format_bytes(seen.size_bytes)}) read, {len(seen.bad):,} bad, "
-            f"{len(seen.unreadable):,} unreadable."
+        for block in bad:
+            print(f"bad: {block.path}")
+        for path, why in unreadable.items():
+            print(f"unreadable: {path}: {why}")
+        print(
+            f"{len(blocks):,} blocks ({format_bytes(size_bytes)}) read, {len(bad):,} bad, "
+            f"{len(unreadable):,} unreadable."
         )
-        if seen.deleted is not None:
-            _console.print(f"{seen.deleted:,} deleted.")
-        elif seen.bad:
-            _console.print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
+        if deleted is not None:
+            print(f"{deleted:,} deleted.")
+        elif bad:
+            print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
         if sealed:
-            names = escape(", ".join(map(display_name, sealed)))
-            _console.print(f"Not verified: {names}, whose key --seal-key-file or --encryption-key-file must give.")
-    if seen.unreadable or sealed or (seen.bad and not repair):
+            names = ", ".join(map(display_name, sealed))
+            print(f"Not verified: {names}, whose key --seal-key-file or --encryption-key-file must give.")
+    if unreadable or sealed or (bad and not repair):
         raise typer.Exit(1)
-
-
-class _Block(Protocol):
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-
-_B = TypeVar("_B", bound=_Block)
-
-
-class _Verifiable(Protocol[_B]):
-    def is_sound(self, block: _B, /) -> bool | None: ...
-
-    def remove(self, blocks: list[_B], /) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    blocks: int
-    size_bytes: int
-    bad: list[str]
-    unreadable: list[str]
-    deleted: int | None
-    """``None``: none were to be deleted."""
-
-
-def _verify(store: _Verifiable[_B], blocks: list[_B], repair: bool, is_silent: bool) -> _Verified:
-    bad, unreadable = list[_B](), list[str]()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("blocks"),
-        TimeRemainingColumn(),
-    )
-    is_drawn = _console.is_terminal and not is_silent
-    with Progress(*columns, console=_console, transient=True, disable=not is_drawn) as progress:
-        for file in progress.track(blocks, description="verifying"):
-            said = ""
-            try:
-                if store.is_sound(file) is False:
-                    bad.append(file)
-                    said = f"bad: {file.path}"
-            except OSError as exc:
-                unreadable.append(file.path)
-                said = f"unreadable: {file.path}: {exc.strerror}"
-            if said and not is_silent:
-                progress.console.print(escape(said))
-    deleted = store.remove(bad) if bad and repair else None
-    return _Verified(
-        len(blocks), sum(file.size_bytes for file in blocks), [file.path for file in bad], unreadable, deleted
-    )
 
 
 def gc(
@@ -205,7 +138,7 @@ def gc(
     ] = None,
     yes: _Yes = False,
     dry_run: _DryRun = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Enforce a quota, and delete what killed writers left.
 
@@ -218,11 +151,9 @@ def gc(
     excess_bytes = 0 if limit is None else max(0, used_bytes - limit)
     if dry_run:
         if as_json:
-            _print_json({"bytes": used_bytes, "excess_bytes": excess_bytes})
+            print_json({"bytes": used_bytes, "excess_bytes": excess_bytes})
         else:
-            _console.print(
-                f"{format_bytes(used_bytes)} in use; blocks of {format_bytes(excess_bytes)} would be deleted."
-            )
+            print(f"{format_bytes(used_bytes)} in use; blocks of {format_bytes(excess_bytes)} would be deleted.")
         return
     if excess_bytes:
         _ask(f"Delete blocks of {format_bytes(excess_bytes)} from {root}?", yes)
@@ -230,14 +161,14 @@ def gc(
     evicted, used_bytes = store.shrink(limit)
     is_exceeded = limit is not None and used_bytes > limit
     if as_json:
-        _print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
+        print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
     else:
-        _console.print(
+        print(
             f"{evicted:,} blocks deleted, {dead:,} leftovers of dead writers removed, "
             f"{format_bytes(used_bytes)} in use."
         )
         if is_exceeded:
-            _console.print("The quota is still exceeded: a server is writing, or files cannot be deleted.")
+            print("The quota is still exceeded: a server is writing, or files cannot be deleted.")
     if is_exceeded:
         raise typer.Exit(1)
 
@@ -250,7 +181,7 @@ def clear(
     everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
     yes: _Yes = False,
     dry_run: _DryRun = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Delete the blocks of a namespace, or of all.
 
@@ -269,11 +200,11 @@ def clear(
     deleted = 0 if dry_run else sum(store.clear(directory) for directory in directories)
     if as_json:
         figures = {"namespaces": [_figures(one) for one in found], "blocks": blocks, "bytes": size_bytes}
-        _print_json(figures | ({} if dry_run else {"deleted": deleted}))
+        print_json(figures | ({} if dry_run else {"deleted": deleted}))
     elif dry_run:
-        _console.print(f"{what} would be deleted.")
+        print(f"{what} would be deleted.")
     else:
-        _console.print(f"{deleted:,} blocks deleted.")
+        print(f"{deleted:,} blocks deleted.")
 
 
 def _ask(question: str, is_answered: bool) -> None:
@@ -304,10 +235,6 @@ def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:
         "oldest_use_s": usage.oldest_use_ns / 1e9 or None,
         "last_use_s": usage.last_use_ns / 1e9 or None,
     }
-
-
-def _print_json(figures: Mapping[str, Any]) -> None:
-    print(json.dumps(figures, indent=1))
 
 
 def _ago(when_ns: int) -> str:

@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,23 +47,10 @@ from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
 
-__all__ = ["DEVICE", "HOST", "SPEEDS", "Machine", "SimConfig", "SimResult", "Speeds", "quantiles", "simulate"]
-
+__all__ = ["DEVICE", "HOST", "USUAL", "Machine", "SimConfig", "SimResult", "quantiles", "simulate"]
 
 DEVICE, HOST = "device", "host"
 """Names of the tiers that are not secondary, in counts of hits."""
-
-
-class Speeds(NamedTuple):
-    """How fast the parts of a machine are: the defaults of ``SimConfig`` and of the command line."""
-
-    prefill_tokens_per_s: float = 20_000.0
-    load_bytes_per_s: float = 25e9
-    disk_read_bytes_per_s: float = 5e9
-    disk_write_bytes_per_s: float = 3e9
-
-
-SPEEDS = Speeds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +66,11 @@ class SimConfig:
     disk_blocks: int = 0
     policy: str = DEFAULTS.eviction_policy
     store_threshold: int = DEFAULTS.store_threshold
-    prefill_tokens_per_s: float = SPEEDS.prefill_tokens_per_s
-    load_bytes_per_s: float = SPEEDS.load_bytes_per_s
+    prefill_tokens_per_s: float = 20_000.0
+    load_bytes_per_s: float = 25e9
     load_latency_s: float = 50e-6
-    disk_read_bytes_per_s: float = SPEEDS.disk_read_bytes_per_s
-    disk_write_bytes_per_s: float = SPEEDS.disk_write_bytes_per_s
+    disk_read_bytes_per_s: float = 5e9
+    disk_write_bytes_per_s: float = 3e9
     disk_latency_s: float = 200e-6
     disk_slow: tuple[tuple[float, float, float], ...] = ()
     """Times in which others read from the disk too: (begin_s, end_s, share of the reading speed that is left)."""
@@ -124,6 +110,10 @@ class SimConfig:
             return self.cascade
         disk_bytes = self.disk_blocks * self.block_bytes
         return default_cascade(disk_bytes or None, self.cpu_blocks * self.block_bytes)
+
+
+USUAL = SimConfig(cpu_blocks=0, block_bytes=1)
+"""Has the defaults, for the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +169,58 @@ def simulate(
     config: SimConfig,
     *,
     keys: Sequence[OffloadKey] | None = None,
-    on_request: Callable[[int, int, int, int], object] | None = None,
-    on_first_token: Callable[[int, float], object] | None = None,
+    on_request: Callable[[int, Hit, float], object] = lambda *_: None,
 ) -> SimResult:
     """Replays ``trace`` on ``config``. The same input gives the same result, to the last bit.
 
-    ``keys``: ``trace.keys()``, to share it between replays. ``on_request`` is called after each request with its index
-    and the blocks that the device, host memory and the disk supplied; ``on_first_token`` with its index and its seconds
-    to the first token.
+    ``keys``: ``trace.keys()``, to share it between replays. ``on_request`` is called after each request with its index,
+    its hit and its seconds to the first token.
     """
-    return _Driver(trace, config, trace.keys() if keys is None else keys, on_request, on_first_token).run()
+    machine = Machine(trace, config, trace.keys() if keys is None else keys)
+    clock, server, disk = machine.clock, machine.server, machine.disk
+    if disk is not None:
+        disk.ever_written = set()
+    ttfts_s = np.zeros(len(trace))
+    for request, arrival_s in enumerate(trace.times_s.tolist()):
+        clock.advance_to(arrival_s)
+        hit = finish(machine.steps(request), clock)
+        ttfts_s[request] = clock.now_s - arrival_s
+        on_request(request, hit, float(ttfts_s[request]))
+    machine.shutdown()
+    stats, hits, block_bytes = machine.manager.get_stats(), machine.hit_blocks, config.block_bytes
+    gpu_hits, cpu_hits = hits[DEVICE], hits[HOST]
+    disk_hits = hits.total() - gpu_hits - cpu_hits
+    written, promoted = (disk.written_blocks, disk.read_blocks) if disk else (0, 0)
+    duration_s = max(clock.now_s - float(trace.times_s[0]), 1e-9)
+    return SimResult(
+        policy=config.policy,
+        gpu_blocks=config.gpu_blocks,
+        cpu_blocks=config.cpu_blocks,
+        disk_blocks=config.disk_blocks,
+        cascade=config.cascade_mode,
+        requests=len(trace),
+        accesses=server.accesses,
+        input_tokens=trace.total_input_tokens,
+        gpu_hit_blocks=gpu_hits,
+        cpu_hit_blocks=cpu_hits,
+        disk_hit_blocks=disk_hits,
+        gpu_hit_tokens=gpu_hits * trace.block_tokens,
+        cpu_hit_tokens=cpu_hits * trace.block_tokens,
+        disk_hit_tokens=disk_hits * trace.block_tokens,
+        loaded_bytes=server.loaded * block_bytes,
+        stored_bytes=(int(stats["primary_blocks_stored",]) - promoted) * block_bytes,
+        disk_read_bytes=promoted * block_bytes,
+        disk_written_bytes=written * block_bytes,
+        cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
+        disk_evicted_blocks=disk.contents.index.num_evicted if disk else 0,
+        declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
+        refused_stores=int(stats["primary_stores_refused",]),
+        disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
+        saved_prefill_s=(cpu_hits + disk_hits) * trace.block_tokens / config.prefill_tokens_per_s,
+        prefill_s=server.prefill_s,
+        utilisation=min(machine.busy_s / duration_s, 1.0),
+        ttft_s=quantiles(ttfts_s),
+    )
 
 
 class _NoTiers(OffloadingManager):
@@ -280,7 +312,7 @@ class Machine:
         tokens = (trace.input_tokens + trace.output_tokens).sum()
         everything = (int(tokens) // trace.block_tokens + 2 * len(trace)) * (1 + config.state_slots)
         self.device = DeviceCache(min(config.gpu_blocks, everything)) if config.gpu_blocks else None
-        self._server = Server(
+        self.server = Server(
             trace,
             keys,
             self.manager,
@@ -303,7 +335,7 @@ class Machine:
         ``output`` as in ``Server.steps``."""
         begin_s = self.clock.now_s
         try:
-            hit = yield from self._server.steps(request, output)
+            hit = yield from self.server.steps(request, output)
         finally:
             self.busy_s += self.clock.now_s - begin_s
         for tier, num_blocks in ((DEVICE, hit.device), (HOST, hit.host), *hit.below.items()):
@@ -323,92 +355,6 @@ class Machine:
         """Loses what is in memory and in flight. Nothing more is written."""
         for tier in self.tiers:
             tier.shutdown()
-
-    @property
-    def accesses(self) -> int:
-        """Whole blocks that requests asked for."""
-        return self._server.accesses
-
-    @property
-    def loaded_blocks(self) -> int:
-        """Blocks and states loaded to the device."""
-        return self._server.loaded
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds of prefill."""
-        return self._server.prefill_s
-
-
-class _Driver:
-    """The state of one replay."""
-
-    def __init__(
-        self,
-        trace: Trace,
-        config: SimConfig,
-        keys: Sequence[OffloadKey],
-        on_request: Callable[[int, int, int, int], object] | None,
-        on_first_token: Callable[[int, float], object] | None,
-    ) -> None:
-        self._trace, self._config = trace, config
-        self._on_request, self._on_first_token = on_request, on_first_token
-        self._machine = Machine(trace, config, keys)
-        if self._machine.disk is not None:
-            self._machine.disk.ever_written = set()
-        self._ttfts = np.zeros(len(trace))
-
-    def run(self) -> SimResult:
-        for request in range(len(self._trace)):
-            arrival_s = float(self._trace.times_s[request])
-            self._machine.clock.advance_to(arrival_s)
-            hit = finish(self._machine.steps(request), self._machine.clock)
-            self._ttfts[request] = self._machine.clock.now_s - arrival_s
-            if self._on_request is not None:
-                self._on_request(request, hit.device, hit.host, hit.disk)
-            if self._on_first_token is not None:
-                self._on_first_token(request, float(self._ttfts[request]))
-        self._machine.shutdown()
-        return self._result()
-
-    def _result(self) -> SimResult:
-        config, trace, machine, disk = self._config, self._trace, self._machine, self._machine.disk
-        stats = machine.manager.get_stats()
-        gpu_hits, cpu_hits = machine.hit_blocks[DEVICE], machine.hit_blocks[HOST]
-        disk_hits = machine.hit_blocks.total() - gpu_hits - cpu_hits
-        gpu_tokens, cpu_tokens, disk_tokens = (hits * trace.block_tokens for hits in (gpu_hits, cpu_hits, disk_hits))
-        written = disk.written_blocks if disk else 0
-        duration_s = max(machine.clock.now_s - float(trace.times_s[0]), 1e-9)
-        promoted = disk.read_blocks if disk else 0
-        return SimResult(
-            policy=config.policy,
-            gpu_blocks=config.gpu_blocks,
-            cpu_blocks=config.cpu_blocks,
-            disk_blocks=config.disk_blocks,
-            cascade=config.cascade_mode,
-            requests=len(trace),
-            accesses=machine.accesses,
-            input_tokens=trace.total_input_tokens,
-            gpu_hit_blocks=gpu_hits,
-            cpu_hit_blocks=cpu_hits,
-            disk_hit_blocks=disk_hits,
-            gpu_hit_tokens=gpu_tokens,
-            cpu_hit_tokens=cpu_tokens,
-            disk_hit_tokens=disk_tokens,
-            loaded_bytes=machine.loaded_blocks * config.block_bytes,
-            stored_bytes=(int(stats["primary_blocks_stored",]) - promoted) * config.block_bytes,
-            disk_read_bytes=promoted * config.block_bytes,
-            disk_written_bytes=written * config.block_bytes,
-            cpu_evicted_blocks=int(stats["primary_blocks_evicted",]),
-            disk_evicted_blocks=disk.contents.index.num_evicted if disk else 0,
-            declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
-            refused_stores=int(stats["primary_stores_refused",]),
-            disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
-            saved_prefill_s=(cpu_tokens + disk_tokens) / config.prefill_tokens_per_s,
-            prefill_s=machine.prefill_s,
-            utilisation=min(machine.busy_s / duration_s, 1.0),
-            ttft_s=quantiles(self._ttfts),
-        )
 
 
 def quantiles(seconds: npt.NDArray[np.float64]) -> dict[str, float]:

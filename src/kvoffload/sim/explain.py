@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
 
 __all__ = [
-    "COMPUTING",
     "Explanations",
     "Machine",
     "MachineTier",
@@ -39,7 +38,6 @@ __all__ = [
     "where_names",
 ]
 
-COMPUTING = "computing"
 _INTERVALS = 48
 """Parts of the trace's time for which the course is kept."""
 
@@ -187,32 +185,30 @@ def read_explanations(path: Path) -> Explanations:
     hinted = [(line.next_use, line.explanation) for line in lines if line.explanation is not None and line.next_use]
     if not timed:
         raise TraceError(f"{path} has no explanations; record_trace of this version of kvoffload writes them.")
-    found: dict[str, int] = {}
-    missed: dict[str, int] = {}
-    lost: dict[str, float] = {}
-    waits: dict[str, list[float]] = {}
-    weighed: dict[str, dict[str, list[float]]] = {}
+    found: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    lost: dict[str, float] = defaultdict(float)
+    waits: dict[str, list[float]] = defaultdict(list)
+    weighed: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _, each in timed:
         for where, tokens in each.found.items():
-            found[where] = found.get(where, 0) + tokens
+            found[where] += tokens
         for cause, tokens in each.missed.items():
-            missed[cause] = missed.get(cause, 0) + tokens
+            missed[cause] += tokens
             if cause in each.lost_s:
-                lost[cause] = lost.get(cause, 0.0) + tokens * each.lost_s[cause]
+                lost[cause] += tokens * each.lost_s[cause]
         for phase, seconds in each.waited_s.items():
-            waits.setdefault(phase, []).append(seconds)
+            waits[phase].append(seconds)
         for one in each.weighed:
-            all_s = {one.tier: one.expected_s, **one.others_s}
-            if one.computing_s is not None:
-                all_s[COMPUTING] = one.computing_s
-            for where, seconds in all_s.items():
-                weighed.setdefault(one.tier, {}).setdefault(where, []).append(seconds)
+            computing_s = {} if one.computing_s is None else {"computing": one.computing_s}
+            for where, seconds in {one.tier: one.expected_s, **one.others_s, **computing_s}.items():
+                weighed[one.tier][where].append(seconds)
     return Explanations(
         requests=len(lines),
         explained=len(timed),
-        tokens=sum(found.values()) + sum(missed.values()),
-        found=found,
-        missed=dict(sorted(missed.items(), key=lambda item: -item[1])),
+        tokens=found.total() + missed.total(),
+        found=dict(found),
+        missed=dict(missed.most_common()),
         lost_s={cause: total / missed[cause] for cause, total in lost.items()},
         waits_s=waits,
         weighed_s=weighed,
@@ -226,13 +222,12 @@ def read_explanations(path: Path) -> Explanations:
 
 def _course(timed: Sequence[tuple[float, _Explanation]]) -> list[tuple[float, dict[str, int]]]:
     end_s = max(timed[-1][0], 1e-3)
-    course: list[tuple[float, dict[str, int]]] = [(end_s * (at + 1) / _INTERVALS, {}) for at in range(_INTERVALS)]
+    course = [Counter[str]() for _ in range(_INTERVALS)]
     for at_s, each in timed:
-        tokens = course[min(int(at_s / end_s * _INTERVALS), _INTERVALS - 1)][1]
-        for where, count in each.found.items():
-            tokens[where] = tokens.get(where, 0) + count
-        tokens["computed"] = tokens.get("computed", 0) + sum(each.missed.values())
-    return course
+        tokens = course[min(int(at_s / end_s * _INTERVALS), _INTERVALS - 1)]
+        for where, count in (*each.found.items(), ("computed", sum(each.missed.values()))):
+            tokens[where] += count
+    return [(end_s * (at + 1) / _INTERVALS, dict(tokens)) for at, tokens in enumerate(course)]
 
 
 # ------------------------------------------------------------------------------------------------------------ what if
@@ -256,7 +251,6 @@ def base_config(
     *,
     cpu_bytes: int | None = None,
     disk_bytes: int | None = None,
-    block_bytes: int | None = None,
     gpu_blocks: int = 0,
     footprint_blocks: int,
     prefill_tokens_per_s: float,
@@ -264,39 +258,33 @@ def base_config(
     """The machine that recorded the trace, for the simulator; arguments override what the trace says.
 
     The tiers below host memory become one disk, as large as all of them together; if one has no bound, it holds the
-    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if the sizes are not known, as that of a Redis is not.
+    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if a size is not known, as that of a Redis is not.
     """
-    known_cpu = cpu_bytes if cpu_bytes is not None else machine.cpu_bytes if machine is not None else None
-    known_block = block_bytes if block_bytes is not None else machine.block_bytes if machine is not None else None
-    if known_cpu is None or known_block is None:
-        raise ConfigError("The trace does not say its machine; give --cpu and --kv-bytes-per-token.")
-    cascade = machine.cascade if machine is not None else None
-    if disk_bytes is not None:
-        disk_blocks = disk_bytes // known_block
-    elif machine is not None and (name := machine.tier_of_unknown_size) is not None:
+    if machine is None:
+        raise ConfigError("The trace lacks its first line, which has the server's sizes: give the whole file.")
+    cpu_bytes, cascade = machine.cpu_bytes if cpu_bytes is None else cpu_bytes, machine.cascade
+    if disk_bytes is None and (name := machine.tier_of_unknown_size) is not None:
         raise ConfigError(
             f"The trace does not say how much the servers of its {name!r} tier keep: give --disk, which is the size of "
             "all tiers below host memory together."
         )
-    elif machine is not None and machine.has_unbounded_tier:
+    if disk_bytes is None and machine.has_unbounded_tier:
         disk_blocks = max(footprint_blocks, 1)
-        cascade = cascade or default_cascade(None, known_cpu)
+        cascade = cascade or default_cascade(None, cpu_bytes)
     else:
-        disk_blocks = sum(tier.max_bytes or 0 for tier in machine.tiers) // known_block if machine is not None else 0
-    policy, threshold = (machine.policy, machine.store_threshold) if machine is not None else (None, None)
-    config = SimConfig(
-        cpu_blocks=max(known_cpu // known_block, 1),
-        block_bytes=known_block,
+        bounds = [tier.max_bytes or 0 for tier in machine.tiers] if disk_bytes is None else [disk_bytes]
+        disk_blocks = sum(bounds) // machine.block_bytes
+    return SimConfig(
+        cpu_blocks=max(cpu_bytes // machine.block_bytes, 1),
+        block_bytes=machine.block_bytes,
         gpu_blocks=gpu_blocks,
         disk_blocks=disk_blocks,
         prefill_tokens_per_s=prefill_tokens_per_s,
         cascade=cascade if disk_blocks else None,
+        policy=machine.policy if machine.policy in POLICIES.names() else DEFAULTS.eviction_policy,
+        load_policy=machine.load_policy,
+        store_threshold=machine.store_threshold,
     )
-    if policy is not None and policy in POLICIES.names():
-        config = replace(config, policy=policy)
-    if machine is not None:
-        config = replace(config, load_policy=machine.load_policy)
-    return config if threshold is None else replace(config, store_threshold=threshold)
 
 
 def what_ifs(base: SimConfig, *, has_unbounded_disk: bool = False) -> list[tuple[str, SimConfig]]:

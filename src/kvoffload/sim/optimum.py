@@ -19,29 +19,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Optimum", "next_uses", "optimum"]
+__all__ = ["next_uses", "optimum"]
 
 
-@dataclass(frozen=True, slots=True)
-class Optimum:
-    """The most that a cache of ``capacity_blocks`` can hit."""
+def optimum(trace: Trace, capacities: Sequence[int]) -> list[int]:
+    """The most blocks that a cache of each capacity (in blocks) can hit.
 
-    capacity_blocks: int
-    hit_blocks: int
-    hit_tokens: int
-
-
-def optimum(trace: Trace, capacities: Sequence[int]) -> list[Optimum]:
-    """The bound at each capacity (in blocks). O(accesses · log) once, then O(different next uses) per capacity."""
+    O(accesses · log) once, then O(different next uses) per capacity.
+    """
     plan = _plan(trace)
-    return [_solve(trace, plan, capacity) for capacity in capacities]
+    return [_solve(plan, capacity) for capacity in capacities]
 
 
 def next_uses(trace: Trace) -> npt.NDArray[np.int64]:
@@ -77,13 +70,12 @@ def _plan(trace: Trace) -> _Plan:
     return plan
 
 
-def _solve(trace: Trace, plan: _Plan, capacity: int) -> Optimum:
-    kept = [0] * len(trace)  # resident blocks by the request that needs them next
+def _solve(plan: _Plan, capacity: int) -> int:
+    kept = [0] * len(plan)  # resident blocks by the request that needs them next
     furthest: list[int] = []  # heap of -request; may name requests whose count fell to 0
-    resident = hits = hit_tokens = 0
+    resident = hits = 0
     for request, needs in enumerate(plan):
         hits += kept[request]
-        hit_tokens += trace.tokens_in(request, kept[request])
         resident -= kept[request]
         for target, count in needs:
             if not kept[target]:
@@ -97,4 +89,4 @@ def _solve(trace: Trace, plan: _Plan, capacity: int) -> Optimum:
             resident -= dropped
             if not kept[target]:
                 heapq.heappop(furthest)
-    return Optimum(capacity, hits, hit_tokens)
+    return hits

@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import importlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.errors import MissingExtraError
@@ -52,9 +52,8 @@ width:.8em;height:.8em;border-radius:.15em;margin-right:.4em}.wide{overflow-x:au
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{color:var(--soft);font-weight:600;font-size:.88em}th:first-child,td:first-child,.text{text-align:left}
-td.text{color:var(--soft);min-width:14em;white-space:normal}.plots{display:grid;gap:1em;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,26em),1fr))}svg{width:100%;height:auto;background:#fff;
-border-radius:.5em}summary{padding:.3em 0}
+td.text{color:var(--soft);min-width:14em;white-space:normal}
+svg{width:100%;height:auto;background:#fff;border-radius:.5em}summary{padding:.3em 0}
 """
 
 
@@ -293,28 +292,14 @@ def _draw_costs(axis: Any, trace: Trace, results: Sequence[FleetResult], prices:
 def draw_explanation(
     name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float, is_page: bool
 ) -> bytes:
-    """The plots side by side as a PNG, or the whole page."""
-    plots: list[Callable[[Any], None]] = [
-        lambda axis: _draw_course(axis, summary),
-        lambda axis: _draw_causes(axis, summary),
-        lambda axis: _draw_what_ifs(axis, summary, asked),
-    ]
-    if is_page:
-        return _explanation_page(name, summary, asked, prefill_speed, [_svg(_drawn([draw])) for draw in plots])
-    return _png(_drawn(plots))
-
-
-def _drawn(plots: Sequence[Callable[[Any], None]]) -> Any:
-    figure, ((*axes,),) = pyplot().subplots(
-        1, len(plots), figsize=(6.2 * len(plots), 3.8), squeeze=False, layout="constrained"
-    )
-    for axis, draw in zip(axes, plots, strict=True):
-        draw(axis)
-    return figure
+    """Where tokens came from over time as a PNG, or the whole page."""
+    figure, axis = pyplot().subplots(figsize=(9, 3.8), layout="constrained")
+    _draw_course(axis, summary)
+    return _explanation_page(name, summary, asked, prefill_speed, _svg(figure)) if is_page else _png(figure)
 
 
 def _explanation_page(
-    name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float, svgs: Sequence[str]
+    name: str, summary: Explanations, asked: Sequence[WhatIf], prefill_speed: float, svg: str
 ) -> bytes:
     best = next((each for each in asked[1:] if each.more_tokens > 0), None)
     cards = [
@@ -340,7 +325,7 @@ def _explanation_page(
     ]
     for title, table in explanation_tables(summary, asked).items():
         parts += [f"<h2>{title}</h2>", _table(table, sentences="what it means")]
-    parts += ["<h2>Plots</h2><div class=plots>", *(f"<div>{svg}</div>" for svg in svgs), "</div>"]
+    parts += ["<h2>Over time</h2>", svg]
     return _page(f"Why prompts were computed: {name}", parts)
 
 
@@ -384,20 +369,3 @@ def _draw_course(axis: Any, summary: Explanations) -> None:
     axis.set_xlabel(f"{name} since the first request")
     axis.set_ylabel("% of the prompt tokens")
     axis.legend(fontsize=8, loc="lower right")
-
-
-def _draw_causes(axis: Any, summary: Explanations) -> None:
-    _bare(axis, "why the rest was computed")
-    shown = list(summary.missed.items())[:9][::-1]
-    axis.barh([cause for cause, _ in shown], [100 * tokens / summary.tokens for _, tokens in shown], color=_COLOURS[1])
-    axis.set_xlabel("% of the prompt tokens")
-
-
-def _draw_what_ifs(axis: Any, summary: Explanations, asked: Sequence[WhatIf]) -> None:
-    _bare(axis, "what would have saved most")
-    shown = list(asked[1:])[::-1]
-    values = [100 * each.more_tokens / summary.tokens for each in shown]
-    colours = [_COLOURS[2] if value >= 0 else _COLOURS[4] for value in values]
-    axis.barh([each.change for each in shown], values, color=colours)
-    axis.axvline(0, color=_GREY, linewidth=0.8)
-    axis.set_xlabel("more tokens found, % of the prompt tokens")

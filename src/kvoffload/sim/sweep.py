@@ -62,7 +62,7 @@ def sweep(
     done, configs = tuple(each for each in done if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
     totals = [config.gpu_blocks + config.cpu_blocks + config.disk_blocks for config in configs]
     bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
-    rates = [bound.hit_blocks / max(trace.num_accesses, 1) for bound in bounds]
+    rates = [bound / max(trace.num_accesses, 1) for bound in bounds]
     return Report(trace, block_bytes, done, tuple(rates[:-1]), rates[-1], without)
 
 

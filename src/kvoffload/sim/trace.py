@@ -87,10 +87,6 @@ class Trace:
         """What the client of one request said of its next use."""
         return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
 
-    def tokens_in(self, request: int, num_blocks: int) -> int:
-        """Prompt tokens that the first ``num_blocks`` blocks of a request hold."""
-        return min(num_blocks * self.block_tokens, int(self.input_tokens[request]))
-
     def head(self, num_requests: int) -> Trace:
         """The first ``num_requests`` requests."""
         end = int(self.offsets[min(num_requests, len(self))])

@@ -285,10 +285,10 @@ class _Replay:
         machine, block_bytes = member.machine, self._config.server.block_bytes
         return ServerResult(
             requests=member.requests,
-            accesses=machine.accesses,
+            accesses=machine.server.accesses,
             hit_blocks=dict(machine.hit_blocks),
             busy_s=machine.busy_s,
-            prefill_s=machine.prefill_s,
+            prefill_s=machine.server.prefill_s,
             read_bytes={tier.tier_type: tier.read_blocks * block_bytes for tier in machine.tiers},
             written_bytes={tier.tier_type: tier.written_blocks * block_bytes for tier in machine.tiers},
         )
