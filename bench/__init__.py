@@ -18,7 +18,6 @@ BENCHES: tuple[str, ...] = (
     "slab_locks",
     "several_disks",
     "fs_store",
-    "scan",
     "single_blocks",
     "remote_store",
     "two_tiers",

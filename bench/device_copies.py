@@ -3,36 +3,26 @@
 ``kvoffload doctor`` measures, with targets.
 
 Pages of 4 KiB to 4 MiB lie in scattered blocks, so that none merge. Planning and submitting count as part of the copy.
-Without a GPU, only the processor time of a job is there, over the fake driver of the tests: a driver's part of it is
-missing. Its reference is what a job cost when each run was a copy between two torch views, here of host memory.
+Without a GPU, only the processor time of planning is there.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Iterator
-
 import numpy as np
-import torch
-from tests.cpu.copy import fake_cuda
 
 from bench.core import Row, thread_medians
 from kvoffload.base import Direction, GPULoadStoreSpec
 from kvoffload.cli.doctor import Effort, examine
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef, plan_runs
-from kvoffload.doctor.copies import DevicePlace
 from kvoffload.doctor.findings import least_ratio
 from kvoffload.doctor.report import PageSpeed
 
 _JOB = "64 scattered blocks of 64 layers"
-_SMALL = 512
-"""Bytes of a page whose size does not matter, but for the caches that copying it would empty."""
 
 
 def run(short: bool) -> list[Row]:
-    rows = [_planning(), *_over_the_fake_driver(short)]
+    rows = [_planning()]
     if short:
         effort = Effort(check_s=0, pages=(4 << 10, 64 << 10), device_bytes=1 << 20, pinned_bytes=1 << 20, repeats=2)
     else:
@@ -60,53 +50,6 @@ def _planning() -> Row:
     gpu, cpu = GPULoadStoreSpec(order[:blocks], [blocks], [0]), CPULoadStoreSpec(order[blocks:])
     (seconds,) = thread_medians(lambda: plan_runs(layout, gpu, cpu, Direction.STORE), repeats=9)
     return _row(f"planning, {_JOB}", seconds * 1e3, "ms", "1 ms", seconds / 1e-3, "<= 1")
-
-
-def _over_the_fake_driver(short: bool) -> Iterator[Row]:
-    if fake_cuda.missing() is not None:
-        return
-    fake = fake_cuda.load()
-    fake.reset()
-    fake.pace(longest_pause_us=0)
-    fake.calls.fake_trust(1)  # else most of the time is that of its checks
-    compute = fake.driver.create_stream()
-    seconds = _submit_s(DevicePlace(fake.device(compute)), 3 if short else 100)
-    views_s = _views_s(3 if short else 15)
-    fake.driver.destroy_stream(compute)
-    fake.calls.fake_trust(0)
-    reference = f"a copy of torch views for each run, {views_s * 1e3:.1f} ms"
-    case = f"processor time over a fake driver, {_JOB}"
-    yield _row(case, seconds * 1e3, "ms", reference, seconds / views_s, "<= 0.01")
-
-
-def _submit_s(place: DevicePlace, repeats: int) -> float:
-    """Processor time of submitting a store, with nothing in between that would empty the processor's caches."""
-    order = np.random.default_rng(0).permutation(128)
-    spec = GPULoadStoreSpec(order[:64], [64], [0]), CPULoadStoreSpec(order[64:])
-    times = []
-    with place.rig(64, _SMALL, 128) as rig:
-        for _ in range(repeats):
-            start = time.thread_time()
-            rig.store.transfer_async(1, spec)
-            times.append(time.thread_time() - start)
-            rig.store.wait([1])
-            (result,) = rig.store.get_finished()
-            assert result.success
-    return statistics.median(times)
-
-
-def _views_s(repeats: int) -> float:
-    """Processor time of a copy for each of a job's runs, between views of one flat tensor on each side."""
-    size = 2 * 64 * 64 * _SMALL
-    device, host = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    starts = np.random.default_rng(0).permutation(2 * 64 * 64)[: 64 * 64] * _SMALL
-
-    def copy() -> None:
-        views = [(device[start : start + _SMALL], host[start:][:_SMALL]) for start in starts.tolist()]
-        for device_bytes, host_bytes in views:
-            host_bytes.copy_(device_bytes, non_blocking=True)
-
-    return thread_medians(copy, repeats=repeats)[0]
 
 
 def _rows_of(page: PageSpeed) -> list[Row]:

@@ -16,27 +16,23 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import json
-import mmap
 import os
-import random
 import shutil
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 
-from bench.core import Row, interleaved_medians
+from bench.core import Row, bench_directory, interleaved_medians
+from bench.stores import THREADS, Blocks, Call, Speed, batches_of, fio_in_file, in_threads
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.doctor.copies import HostPlace
@@ -47,7 +43,6 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.tier import StoreTier
 
-THREADS = 4
 _SHM = "/dev/shm"
 RUN_BLOCKS, RUN_BYTES = 64, 4 << 20
 TARGETS = {
@@ -61,21 +56,12 @@ TARGETS = {
 
 def run(short: bool) -> list[Row]:
     sizes = [64 << 10] if short else list(TARGETS)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as name:
+    with bench_directory() as name:
         rows = [
             row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
         ]
         rows += _start(Path(name) / "start", 10_000 if short else 1_000_000)
     return [*rows, *_pool(short)]
-
-
-@dataclass
-class Speed:
-    bytes_per_s: float
-    cpu_s: float
-
-
-Call = Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
 
 
 class _Unchecked:
@@ -106,7 +92,7 @@ class _VllmFiles:
     """The file tier of vLLM without its threads, which are ours here: a file per block. It deletes nothing, so blocks
     of earlier batches are removed here, between the measurements."""
 
-    def __init__(self, root: Path, blocks: _Blocks) -> None:
+    def __init__(self, root: Path, blocks: Blocks) -> None:
         from vllm.v1.kv_offload.file_mapper import FileMapper
         from vllm.v1.kv_offload.tiering.fs import io
 
@@ -137,66 +123,6 @@ class _VllmFiles:
         return [self._offsets[id(block)] for block in blocks]
 
 
-class _Blocks:
-    """A page-aligned memory of random blocks, and keys that no slot has yet."""
-
-    def __init__(self, size: int, total: int) -> None:
-        self.size = size
-        self.count = max(2 * THREADS, total // size)
-        self.memory = mmap.mmap(-1, self.count * size)
-        flat = np.frombuffer(self.memory, np.uint64)
-        flat[:] = np.random.default_rng(0).integers(0, 1 << 63, flat.size, np.uint64)
-        view = memoryview(self.memory)
-        self.rows = [view[at * size : (at + 1) * size] for at in range(self.count)]
-        self._numbers = count()
-
-    def keys(self) -> list[OffloadKey]:
-        return make_keys(*(next(self._numbers) for _ in range(self.count)))
-
-
-def _in_threads(
-    call: Call,
-    batches: list[tuple[list[OffloadKey], list[memoryview]]],
-    num_threads: int = THREADS,
-) -> Speed:
-    """``call`` over all batches, which the threads take in turn."""
-    left, lock = iter(batches), threading.Lock()
-    start, failed = threading.Barrier(num_threads + 1), []
-
-    def work() -> None:
-        start.wait()
-        while True:
-            with lock:
-                batch = next(left, None)
-            if batch is None:
-                return
-            if not all(call(*batch)):
-                failed.append(batch)
-
-    threads = [threading.Thread(target=work) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    begun, cpu = time.perf_counter(), time.process_time()
-    for thread in threads:
-        thread.join()
-    seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
-    assert not failed, "the store lost blocks"
-    return Speed(sum(row.nbytes for _, rows in batches for row in rows) / seconds, cpu)
-
-
-def fio(file: Path, direction: str, size: int, span: int, total: int) -> Speed | None:
-    """fio over ``total`` bytes of a file of ``span`` bytes; ``None`` if it is not installed."""
-    if not shutil.which("fio"):
-        return None
-    command = f"fio --name=kv --filename={file} --rw={direction} --bs={size} --size={span} --io_size={total // THREADS}"
-    command += f" --direct=1 --ioengine=psync --numjobs={THREADS} --thread --group_reporting --randrepeat=0"
-    done = subprocess.run([*command.split(), "--output-format=json"], capture_output=True, text=True, check=True)
-    job = json.loads(done.stdout)["jobs"][0]
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Speed(float(job[direction.removeprefix("rand")]["bw_bytes"]), cpu_s)
-
-
 @dataclass(frozen=True)
 class _Case:
     direction: str
@@ -209,7 +135,7 @@ class _Case:
 
 
 def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
-    blocks, label = _Blocks(size, span // 2), f"{size >> 10} KiB"
+    blocks, label = Blocks(size, span // 2), f"{size >> 10} KiB"
     total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
     max_bytes = span + (span >> 6)
     stores: dict[str, DiskStore | FileSystemStore | _Unchecked | _VllmFiles] = {
@@ -224,16 +150,16 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
         store = stores[name]
         if isinstance(store, _VllmFiles) and direction == "write":
             store.forget()
-        batches = _batches(keys, blocks.rows, batch, is_scattered=is_scattered)
+        batches = batches_of(keys, blocks.rows, batch, is_scattered=is_scattered)
         with store.in_use() if isinstance(store, _Unchecked) else nullcontext():
-            return _in_threads(store.write if direction == "write" else store.read_into, batches)
+            return in_threads(store.write if direction == "write" else store.read_into, batches)
 
     for _ in range(3):  # until the quota is full, and every slot was written once
         keys = {name: blocks.keys() for name in stores}
         for name in stores:
             measure(name, keys[name], "write", run_blocks, is_scattered=False)
     reference = place / f"fio{size}"
-    fio(reference, "write", 1 << 20, span, span * THREADS)
+    fio_in_file(reference, "write", 1 << 20, span, span * THREADS)
     cases = [
         _Case(direction, f"{direction} {what}, {label}", batch)
         for what, batch in (("single blocks", 1), ("runs", run_blocks))
@@ -243,7 +169,7 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     for _ in range(1 if short else 5):
         for case in cases:
             speeds = {}
-            if (theirs := fio(reference, f"rand{case.direction}", size, span, total)) is not None:
+            if (theirs := fio_in_file(reference, f"rand{case.direction}", size, span, total)) is not None:
                 speeds["fio"] = theirs
             for name in stores:
                 if case.direction == "write":
@@ -266,7 +192,7 @@ class _Pool:
     def __init__(self, root: Path, size: int, total: int, batch: int, threads: int, *, is_checked: bool) -> None:
         store = DiskStore(root, size, max_bytes=8 * total)
         self.store = store if is_checked else _Unchecked(store)
-        self._blocks, self._batch, self._threads = _Blocks(size, total), batch, threads
+        self._blocks, self._batch, self._threads = Blocks(size, total), batch, threads
         for _ in range(9):
             self.write()
 
@@ -278,9 +204,9 @@ class _Pool:
         self._move(self.store.read_into, is_scattered=self._batch == 1)
 
     def _move(self, call: Call, *, is_scattered: bool) -> None:
-        batches = _batches(self._keys, self._blocks.rows, self._batch, is_scattered=is_scattered)
+        batches = batches_of(self._keys, self._blocks.rows, self._batch, is_scattered=is_scattered)
         with self.store.in_use() if isinstance(self.store, _Unchecked) else nullcontext():
-            _in_threads(call, batches, self._threads)
+            in_threads(call, batches, self._threads)
 
 
 def _pool(short: bool) -> list[Row]:
@@ -332,18 +258,6 @@ def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: s
         cpu = statistics.median(one["slabs"].cpu_s / max(one[other].cpu_s, 1e-9) for one in found)
         rows.append(Row("disk_store", f"  processor time, {case.label}", micros, "us/block", name, cpu))
     return rows
-
-
-def _batches(
-    keys: list[OffloadKey], rows: list[memoryview], batch: int, *, is_scattered: bool = False
-) -> list[tuple[list[OffloadKey], list[memoryview]]]:
-    order = list(range(len(keys)))
-    if is_scattered:
-        random.Random(0).shuffle(order)
-    return [
-        ([keys[at] for at in order[first : first + batch]], [rows[at] for at in order[first : first + batch]])
-        for first in range(0, len(order), batch)
-    ]
 
 
 def _start(root: Path, num_slots: int) -> list[Row]:

@@ -8,30 +8,20 @@ two rows go through ``StoreTier``, as a promotion and a cascade do, and compare 
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import shutil
 import statistics
-import subprocess
-import tempfile
-import threading
 import time
-from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import Row, bench_directory
+from bench.stores import THREADS, Blocks, Call, batches_of, fio, in_threads
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import NUM_FANS
 from kvoffload.tiering.tier import StoreTier, TierLimits
 
-THREADS = 4
 BATCH = 16
 _REQ = ReqContext("bench")
 
@@ -39,7 +29,7 @@ _REQ = ReqContext("bench")
 def run(short: bool) -> list[Row]:
     sizes = [64 << 10] if short else [64 << 10, 256 << 10, 1 << 20, 4 << 20]
     repeats = 1 if short else 5
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as name:
+    with bench_directory() as name:
         place = Path(name)
         if not short:
             _wait_for_cheap_files(place)
@@ -65,63 +55,21 @@ def _wait_for_cheap_files(place: Path) -> None:
         time.sleep(3)
 
 
-class _Blocks:
-    """A page-aligned memory of random blocks, and keys that no file has yet."""
-
-    def __init__(self, size: int, total: int) -> None:
-        self.count = max(THREADS, total // size)
-        self.memory = mmap.mmap(-1, self.count * size)
-        self.view = memoryview(self.memory).cast("B", (self.count, size))
-        flat = np.frombuffer(self.memory, np.uint64)
-        flat[:] = np.random.default_rng(0).integers(0, 1 << 63, flat.size, np.uint64)
-        self.rows = [memoryview(row) for row in np.asarray(self.view)]
-        self._numbers = count()
-
-    def keys(self) -> list[OffloadKey]:
-        return make_keys(*(next(self._numbers) for _ in range(self.count)))
-
-
-def _in_threads(call: Callable[..., list[bool]], keys: list[OffloadKey], rows: list[memoryview]) -> float:
-    """Seconds for ``call`` over all blocks, in batches that ``THREADS`` threads take in turn."""
-    step = max(1, min(BATCH, len(keys) // (4 * THREADS)))
-    batches = iter(range(0, len(keys), step))
-    lock, start, failed = threading.Lock(), threading.Barrier(THREADS + 1), []
-
-    def work() -> None:
-        start.wait()
-        while True:
-            with lock:
-                first = next(batches, None)
-            if first is None:
-                return
-            if not all(call(keys[first : first + step], rows[first : first + step])):
-                failed.append(first)
-
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    begun = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - begun
-    assert not failed, "the store lost blocks"
-    return seconds
-
-
 def _fio(place: Path, size: int, total: int, direction: str, *, file_per_block: bool = False) -> float | None:
     """Bytes per second of fio in ``place``, where its files stay; ``None`` if it is not installed."""
-    if not shutil.which("fio"):
-        return None
     place.mkdir(exist_ok=True)
-    per_thread = total // THREADS
-    command = f"fio --name=kv --directory={place} --rw={direction} --bs={size} --size={per_thread} --direct=1 "
-    command += f"--ioengine=psync --numjobs={THREADS} --thread --group_reporting --output-format=json --fallocate=none"
+    per_thread, options = total // THREADS, list[str]()
     if file_per_block:
-        command += f" --nrfiles={per_thread // size} --filesize={size} --openfiles=1 --file_service_type=sequential"
-        command += " --create_on_open=1" if direction == "write" else ""
-    done = subprocess.run(command.split(), capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
+        options = [f"--nrfiles={per_thread // size}", f"--filesize={size}", "--openfiles=1"]
+        options += ["--file_service_type=sequential", *(["--create_on_open=1"] if direction == "write" else [])]
+    sizes = f"--bs={size}", f"--size={per_thread}", "--fallocate=none"
+    speed = fio(direction, f"--directory={place}", *sizes, *options)
+    return None if speed is None else speed.bytes_per_s
+
+
+def _batch(blocks: Blocks) -> int:
+    """Blocks of a call: each thread has some calls to make."""
+    return max(1, min(BATCH, blocks.count // (4 * THREADS)))
 
 
 class _Versus:
@@ -152,13 +100,13 @@ class _Versus:
 def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:
     """New files, reads, and a store whose quota is full, so that each block pushes another out: the state a cache
     lives in. Each against fio doing just that: writing new files, reading, writing over what it has."""
-    blocks, label = _Blocks(size, total), f"{size >> 10} KiB, {THREADS} threads"
+    blocks, label = Blocks(size, total), f"{size >> 10} KiB, {THREADS} threads"
     place = place / str(size)
     place.mkdir()
     new, read, full = _Versus(f"write, new files, {label}"), _Versus(f"read, {label}"), _Versus(f"write, full, {label}")
 
-    def speed_of(call: Callable[..., list[bool]], keys: list[OffloadKey]) -> float:
-        return blocks.count * size / _in_threads(call, keys, blocks.rows)
+    def speed_of(call: Call, keys: list[OffloadKey]) -> float:
+        return in_threads(call, batches_of(keys, blocks.rows, _batch(blocks))).bytes_per_s
 
     # As many blocks as a production quota has room for, from which on a write lists one directory, not all of them.
     num_kept = blocks.count if repeats == 1 else 16 * NUM_FANS
@@ -182,7 +130,7 @@ def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:
 
 
 def _through_the_tier(place: Path, size: int, total: int, repeats: int) -> list[Row]:
-    blocks, speeds, own = _Blocks(size, total), {"write": [], "read": []}, {"write": [], "read": []}
+    blocks, speeds, own = Blocks(size, total), {"write": [], "read": []}, {"write": [], "read": []}
     for number in range(repeats):
         root = place / f"tier{number}"
         store, keys = FileSystemStore(root, size, max_bytes=1 << 40), blocks.keys()
@@ -190,7 +138,8 @@ def _through_the_tier(place: Path, size: int, total: int, repeats: int) -> list[
         tier = StoreTier(blocks.view, "fs", store, limits)
         more = blocks.keys()
         for direction, call in (("write", store.write), ("read", store.read_into)):
-            own[direction].append(_in_threads(call, more, blocks.rows))
+            speed = in_threads(call, batches_of(more, blocks.rows, _batch(blocks)))
+            own[direction].append(blocks.count * size / speed.bytes_per_s)
             job = JobMetadata(1, keys, np.arange(len(keys)), direction == "read", _REQ)
             begun = time.perf_counter()
             (tier.submit_load if direction == "read" else tier.submit_store)(job)

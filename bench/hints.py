@@ -15,12 +15,11 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import Row
+from bench.core import TRACES, Row
 from bench.policy_replay import replay_policy
 from kvoffload.base import NextUse
 from kvoffload.sim.hints import true_hints, wrong_hints
@@ -41,10 +40,9 @@ _REVERSED = np.array([NextUse.UNKNOWN, NextUse.NEVER, NextUse.LATER, NextUse.SOO
 
 
 def traces(short: bool) -> Iterator[Trace]:
-    folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
     most = int(os.environ.get("KVOFFLOAD_BENCH_REQUESTS", 1 << 30))
     only = os.environ.get("KVOFFLOAD_BENCH_ONLY", "")
-    for path in () if short else (folder / f"{name}.jsonl.zst" for name in FILES):
+    for path in () if short else (TRACES / f"{name}.jsonl.zst" for name in FILES):
         if only in path.name and path.exists():
             yield load_trace(path, max_requests=most)
     for kind, seed in MADE_UP[:1] if short else MADE_UP:

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from bench.core import interleaved_medians
-from bench.disk_store import fio
+from bench.stores import fio_in_file
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.tiering.options import StoreOptions, parse_tier
 from kvoffload.units import parse_bytes
@@ -225,9 +225,9 @@ def report(tier: Counted, name: str, directory: Path, block_bytes: int) -> Itera
     moved = sum(tier.num_bytes.values()) / 1e9
     yield f"{name}: {moved / tier.busy_s():.2f} GB/s while calls were under way"
     file, span = directory / "fio", 64 * block_bytes
-    fio(file, "write", 1 << 20, span, 4 * span)
+    fio_in_file(file, "write", 1 << 20, span, 4 * span)
     for direction, calls in tier.calls.items():
-        speed = fio(file, f"rand{direction}", block_bytes, span, 4 * span)
+        speed = fio_in_file(file, f"rand{direction}", block_bytes, span, 4 * span)
         beside = "" if speed is None else f"; fio {speed.bytes_per_s / 1e9:.2f} GB/s"
         p50, p95 = np.percentile([ended - begun for begun, ended in calls] or [0.0], (50, 95)) * 1e3
         entries = f"{len(calls)} entries, {tier.num_bytes[direction] / 1e9:.2f} GB"

@@ -11,24 +11,20 @@ Beside each run stands the simulator's hit rate for the same machine, with links
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import Row
+from bench.core import Row, trace_of
 from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.sim.disk import Link
 from kvoffload.sim.driver import SimConfig, simulate
 from kvoffload.sim.server import Server
-from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
-from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
 
@@ -207,18 +203,10 @@ def simulated_hit_rate(trace: Trace, cascade: CascadeMode, num_blocks: int) -> f
     return simulate(trace, config).hit_rate
 
 
-def load_case(case: Case, short: bool) -> Trace:
-    folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
-    path = folder / f"{case.trace}.jsonl.zst"
-    if short or not path.exists():
-        return synthesize(case.synthetic, 40 if short else 2000, seed=1).whole_blocks()
-    return load_trace(path, max_requests=case.max_requests).whole_blocks()
-
-
 def run(short: bool) -> list[Row]:
     rows: list[Row] = []
     for case in CASES[:1] if short else CASES:
-        trace = load_case(case, short)
+        trace = trace_of(case.trace, case.synthetic, case.max_requests, short)
         num_blocks = max(16, int(trace.num_unique * (10 if short else case.cpu_percent) / 100))
         written = 0
         for mode in MODES:

@@ -12,14 +12,12 @@ also shuffled into each other.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import TRACES, Row
 from bench.policy_replay import replay_policy
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.cpu.policies.density import DensityCachePolicy
@@ -70,9 +68,8 @@ def shuffled(left: Trace, right: Trace) -> Trace:
 
 def held_out(short: bool) -> Iterator[tuple[str, Trace]]:
     yield from assistants(HELD_OUT[:1] if short else HELD_OUT, short)
-    folder = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2] / "shared" / "traces"))
     for pair in () if short else PAIRS:
-        paths = [folder / f"{name}.jsonl.zst" for name, _ in pair]
+        paths = [TRACES / f"{name}.jsonl.zst" for name, _ in pair]
         if all(path.exists() for path in paths):
             left, right = (load_trace(path, max_requests=most) for path, (_, most) in zip(paths, pair, strict=True))
             trace = shuffled(left, right)

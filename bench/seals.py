@@ -12,15 +12,13 @@ the disk (default: the working directory).
 from __future__ import annotations
 
 import hmac
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import Row, bench_directory
 from bench.single_blocks import PER_STEP, Server
 from kvoffload.tiering.stores.seal import EncryptionKey, sealer_of
 
@@ -45,9 +43,8 @@ def run(short: bool) -> list[Row]:
 
 def _steps(size: int, short: bool) -> Iterator[Row]:
     steps, rounds = (5, 1) if short else (40, 15)
-    place = os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()
     key = SECRET.decode()
-    with tempfile.TemporaryDirectory(dir=place) as root:
+    with bench_directory() as root:
         servers = {
             "no tier": Server(size, None),
             "a checksum": Server(size, f"{root}/checksum"),

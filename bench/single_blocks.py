@@ -8,14 +8,12 @@ them. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import Row, bench_directory
 from kvoffload.base import OffloadKey, ReqContext, make_offload_key
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.tiering import (
@@ -106,7 +104,7 @@ def run(short: bool) -> list[Row]:
 
 def _rows(block_bytes: int, short: bool) -> list[Row]:
     steps, repeats, many = (5, 1, 32) if short else (150, 3, 500)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as root:
+    with bench_directory() as root:
         alone, tiered = Server(block_bytes, None), Server(block_bytes, root)
         try:
             tiered.store_singly(many)  # makes its files
@@ -125,8 +123,3 @@ def _rows(block_bytes: int, short: bool) -> list[Row]:
         Row("single_blocks", f"processor time, {size}", added_us, "us/block"),
         Row("single_blocks", f"jobs of one block, {size}", 1 / seconds, "blocks/s"),
     ]
-
-
-if __name__ == "__main__":
-    for row in run(short=False):
-        print(row)

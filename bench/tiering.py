@@ -8,16 +8,14 @@ a long prefix on its way up from a real disk tier, as a waiting request sees it,
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from bench.core import Row, interleaved_medians
+from bench.core import Row, bench_directory, interleaved_medians
 from kvoffload.base import OffloadKey, ReqContext, RequestOffloadingContext, make_offload_key
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.tiering import (
@@ -159,7 +157,7 @@ def _promotions(short: bool) -> Row:
 def _from_disk(short: bool, block_bytes: int) -> Row:
     blocks = keys(0, 32 if short else 4_000)
     num_slots = len(blocks) * 3 // 2  # one request may claim three quarters
-    with tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd()) as root:
+    with bench_directory() as root:
         region = SharedOffloadRegion.anonymous(num_slots, block_bytes)
         primary = CPUPrimaryTierOffloadingManager(num_slots, region)
         rows = [memoryview(row) for row in np.asarray(primary.kv_view)[: len(blocks)]]
@@ -203,8 +201,3 @@ def _promote(manager: TieringOffloadingManager, blocks: list[OffloadKey]) -> flo
     manager.complete_load(blocks, context)
     manager.on_request_finished(context)
     return seconds
-
-
-if __name__ == "__main__":
-    for row in run(short=False):
-        print(row)

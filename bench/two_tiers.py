@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +17,13 @@ import numpy as np
 from tests.redis_server import PATIENT_OPTIONS, RedisServer
 
 from bench.core import Row
+from bench.stores import Link, Linked
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.options import parse_tier
-from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import StoreTier
 
 BLOCK_BYTES = 256 << 10
@@ -34,24 +32,6 @@ TOKENS = 16
 """Of a block."""
 TOKENS_PER_S = 100.0
 """So slow an engine that all is worth loading."""
-
-
-class Throttled(StoreWrapper):
-    """Reads at most so many bytes in a second, however many threads read."""
-
-    def __init__(self, inner: BlockStore, bytes_per_s: float) -> None:
-        super().__init__(inner)
-        self._block_s = BLOCK_BYTES / bytes_per_s
-        self._lock = threading.Lock()
-        self._free_s = 0.0
-
-    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        with self._lock:
-            begin_s = max(self._free_s, time.monotonic())
-            self._free_s = end_s = begin_s + len(keys) * self._block_s
-        found = self.inner.read_into(keys, blocks)
-        time.sleep(max(0.0, end_s - time.monotonic()))
-        return found
 
 
 class Server:
@@ -63,7 +43,7 @@ class Server:
         stores = [parse_tier(each).open_store(BLOCK_BYTES, "bench") for each in options]
         names = [str(each["type"]) for each in options]
         tiers = [
-            StoreTier(primary.kv_view, name, Throttled(store, bytes_per_s))
+            StoreTier(primary.kv_view, name, Linked(store, Link(bytes_per_s)))
             for name, store in zip(names, stores, strict=True)
         ]
         worth = BlockWorth(BLOCK_BYTES, (TOKENS,), TOKENS_PER_S)
@@ -128,8 +108,3 @@ def run(short: bool) -> list[Row]:
     return [
         Row("two_tiers", case, medians["both"], "s", f"the faster alone: {best:.2f}", best / medians["both"], ">= 1.6")
     ]
-
-
-if __name__ == "__main__":
-    for row in run(short=False):
-        print(row)

@@ -12,20 +12,16 @@ that a neighbour takes most of, for a while.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from bench.core import Row
+from bench.core import Row, trace_of
 from kvoffload.base import OffloadKey
 from kvoffload.sim.driver import SimConfig, SimResult, simulate
-from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
-from kvoffload.sim.trace_files import load_trace
 
 KV_BYTES_PER_TOKEN = 128 << 10
 DISKS_GB_S = (0.3, 1.0, 5.0, 20.0)
@@ -109,7 +105,7 @@ class Compared:
 
 def machines(short: bool) -> Iterator[Machine]:
     for source in SOURCES[-1:] if short else SOURCES:
-        trace = _trace(source, short)
+        trace = trace_of(source.trace, source.synthetic, source.max_requests, short)
         config = SimConfig(max(2, trace.num_unique // 50), KV_BYTES_PER_TOKEN * trace.block_tokens, policy="lru")
         for prefill in PREFILLS[-1:] if short else PREFILLS:
             served = replace(config, prefill_tokens_per_s=prefill)
@@ -124,13 +120,6 @@ def _at_load(trace: Trace, config: SimConfig, busy: float) -> Machine:
     used_s = simulate(sparse, config, keys=keys).utilisation * float(sparse.times_s[-1] - sparse.times_s[0])
     stretch = used_s / busy / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9)
     return Machine(trace.stretched(stretch), keys, config, busy)
-
-
-def _trace(source: Source, short: bool) -> Trace:
-    path = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", "../shared/traces")) / f"{source.trace}.jsonl.zst"
-    if short or not path.is_file():
-        return synthesize(source.synthetic, 40 if short else source.max_requests, seed=1).whole_blocks()
-    return load_trace(path, None, source.max_requests).whole_blocks()
 
 
 def compare(short: bool) -> Iterator[Compared]:

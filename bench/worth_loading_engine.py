@@ -9,9 +9,9 @@ computes in a second. Device and host memory hold some of the documents, the dis
 seen each twice before it is measured.
 
 The model is small, and its forward pass is stretched to ``TOKENS_PER_S`` by sleeping, as a processor waits for its
-accelerator. So a busy machine disturbs the figures little. ``--unpaced`` computes as fast as it can instead. ::
+accelerator. So a busy machine disturbs the figures little. ::
 
-    python -m bench.worth_loading_engine [--requests N] [--seed N] [--unpaced]
+    python -m bench.worth_loading_engine [--requests N] [--seed N]
 
 prints the whole table. ``KVOFFLOAD_BENCH_DIR`` chooses the disk.
 """
@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,13 +32,12 @@ from typing import Any
 import numpy as np
 
 from bench.core import Row
-from kvoffload.base import OffloadKey
+from bench.stores import Link, Linked
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams, build_random_model
 from kvoffload.tiering.options import STORES
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk.options import DiskOptions
-from kvoffload.tiering.stores.wrappers import StoreWrapper
 
 TOKENS_PER_S = 2500
 SPEEDS = (0.25, 1.0, 4.0)
@@ -57,42 +54,8 @@ PHASE_S, SETTLED_S = 90.0, 30.0
 """How long a speed lasts, and within which time after it has changed the bounds must hold again."""
 
 
-class Link:
-    """Moves ``bytes_per_s`` in all. May be changed while it moves."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at_s = 0.0
-
-    def move(self, num_bytes: int) -> None:
-        """Returns when so many bytes would have been moved, behind all that were asked for before."""
-        with self._lock:
-            end_s = max(self._free_at_s, time.monotonic()) + num_bytes / self.bytes_per_s
-            self._free_at_s = end_s
-        time.sleep(max(0.0, end_s - time.monotonic()))
-
-
 LINKS: dict[str, Link] = {}
 """By the name of the tier."""
-
-
-class Linked(StoreWrapper):
-    """A store behind a ``Link``, which its reads and writes share."""
-
-    def __init__(self, inner: BlockStore, link: Link) -> None:
-        super().__init__(inner)
-        self._link = link
-
-    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        answers = self.inner.write(keys, blocks)
-        self._link.move(sum(block.nbytes for block in blocks))
-        return answers
-
-    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        answers = self.inner.read_into(keys, blocks)
-        self._link.move(sum(block.nbytes for block in blocks))
-        return answers
 
 
 class LinkedDiskOptions(DiskOptions, frozen=True, kw_only=True):
@@ -165,14 +128,13 @@ class Workload:
 
 
 @contextmanager
-def ways(speeds: Sequence[float], pace: float | None) -> Iterator[tuple[list[Way], float]]:
-    """The engines, and the tokens that they compute in a second."""
+def ways(speeds: Sequence[float]) -> Iterator[list[Way]]:
+    """The engines."""
     import torch
 
     torch.set_num_threads(1)
     model = build_random_model(layers=LAYERS, hidden=128, heads=2, kv_heads=2, vocab=1024, context_tokens=2 * LONGEST)
-    if pace is not None:
-        stretch(model, pace)
+    stretch(model, TOKENS_PER_S)
     options = EngineOptions(DEVICE_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch_tokens=128, max_requests=BURST)
     common = {"cpu_bytes_to_use": HOST_TOKENS * KV_BYTES_PER_TOKEN, "eviction_policy": "lru"}
     STORES.register("linked_disk", LinkedDiskOptions)
@@ -184,15 +146,14 @@ def ways(speeds: Sequence[float], pace: float | None) -> Iterator[tuple[list[Way
             return Way(name, stack.enter_context(Engine(model, options, parse_config({**common, **config}))))
 
         found = [make("no disk"), make("no disk, again")]
-        tokens_per_s = _measured(found[1]) if pace is None else pace
         for speed in speeds:
             for policy in ("always", "cost"):
                 name = f"{policy} {speed:g}"
-                LINKS[name] = Link(speed * tokens_per_s * KV_BYTES_PER_TOKEN)
+                LINKS[name] = Link(speed * TOKENS_PER_S * KV_BYTES_PER_TOKEN)
                 path = directory / name.replace(" ", "-")
                 tier = {"type": "linked_disk", "name": name, "path": str(path), "max_bytes": "1GiB"}
                 found.append(make(name, spec_name="TieringOffloadingSpec", secondary_tiers=[tier], load_policy=policy))
-        yield found, tokens_per_s
+        yield found
 
 
 def stretch(model: Any, tokens_per_s: float) -> None:
@@ -208,20 +169,6 @@ def stretch(model: Any, tokens_per_s: float) -> None:
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, with_kwargs=True)
-
-
-def _measured(way: Way) -> float:
-    """Tokens that the engine computes in a second."""
-    workload = Workload(1, 1.0, 1.0)
-    speeds = []
-    for prompt in workload.documents[:9]:
-        begin_s = time.perf_counter()
-        request = way.engine.add_request(prompt, SamplingParams(max_tokens=1))
-        while way.engine.has_requests:
-            way.engine.step()
-        assert request.finished_s is not None
-        speeds.append(len(prompt) / (request.finished_s - begin_s))
-    return statistics.median(speeds)
 
 
 def warm_up(found: Sequence[Way], workload: Workload) -> None:
@@ -258,17 +205,11 @@ class Compared:
         return [(without - cost) / (without - always) for without, always, cost in both if always < 0.95 * without]
 
 
-def compare(
-    short: bool,
-    num_requests: int,
-    seed: int,
-    pace: float | None = TOKENS_PER_S,
-    speeds: Sequence[float] = SPEEDS,
-) -> list[Compared]:
+def compare(short: bool, num_requests: int, seed: int, speeds: Sequence[float] = SPEEDS) -> list[Compared]:
     """Each speed lasts for the whole run."""
     speeds = speeds[-1:] if short else speeds
-    with ways(speeds, pace) as (found, tokens_per_s):
-        workload = Workload(seed, 0.1 if short else 1.0, tokens_per_s)
+    with ways(speeds) as found:
+        workload = Workload(seed, 0.1 if short else 1.0, TOKENS_PER_S)
         if not short:
             warm_up(found, workload)
         order = random.Random(seed)
@@ -286,20 +227,20 @@ def compare(
     ]  # fmt: skip
 
 
-def compare_changing(short: bool, seed: int, pace: float | None = TOKENS_PER_S) -> list[Compared]:
+def compare_changing(short: bool, seed: int) -> list[Compared]:
     """A disk of 4 times the engine's speed, that is an eighth of it for a while. Requests that arrive within
     ``SETTLED_S`` of a change are left out."""
     phases = (("4, then less", 4.0), ("1/8 for a while", 0.125), ("4 again", 4.0))
     phase_s, settled_s = (0.0, 0.0) if short else (PHASE_S, SETTLED_S)
     compared = []
-    with ways([4.0], pace) as (found, tokens_per_s):
-        workload = Workload(seed, 0.1 if short else 1.0, tokens_per_s)
+    with ways([4.0]) as found:
+        workload = Workload(seed, 0.1 if short else 1.0, TOKENS_PER_S)
         if not short:
             warm_up(found, workload)
         order = random.Random(seed)
         for name, speed in phases:
             for link in ("always 4", "cost 4"):
-                LINKS[link].bytes_per_s = speed * tokens_per_s * KV_BYTES_PER_TOKEN
+                LINKS[link].bytes_per_s = speed * TOKENS_PER_S * KV_BYTES_PER_TOKEN
             for way in found:
                 way.first_tokens_s.clear()
             begin_s = time.perf_counter()
@@ -345,12 +286,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What is worth loading, on the reference engine.")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--unpaced", action="store_true", help="Compute as fast as the processor can.")
     parser.add_argument("--part", choices=("steady", "changing", "both"), default="both")
     parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="Of the disk, for the steady part.")
     options = parser.parse_args()
-    pace = None if options.unpaced else float(TOKENS_PER_S)
-    found = [] if options.part == "changing" else compare(False, options.requests, options.seed, pace, options.speeds)
+    found = [] if options.part == "changing" else compare(False, options.requests, options.seed, options.speeds)
     if options.part != "steady":
-        found += compare_changing(False, options.seed, pace)
+        found += compare_changing(False, options.seed)
     print(table(found))

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bench.stores import Link
 from bench.vllm_serving import Child, write_model
 from bench.worth_loading_engine import (
     BURST,
@@ -33,7 +34,6 @@ from bench.worth_loading_engine import (
     TOKENS_PER_S,
     Ask,
     Compared,
-    Link,
     LinkedDiskOptions,
     Workload,
     quantiles_of,

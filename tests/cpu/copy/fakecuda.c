@@ -25,7 +25,6 @@
 #define __CUDA_API_VERSION_INTERNAL
 #include <cuda.h>
 #include <cudaTypedefs.h>
-#include <malloc.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -83,7 +82,6 @@ static Stream *streams, *null_stream;
 static Range *device_memory, *registered;
 static uint64_t seed = 1;
 static long longest_pause_us, faults;
-static int is_trusting; /* for measurements of callers: no call is checked, and none wakes a stream, which looks itself */
 static size_t largest_registration = SIZE_MAX, most_registered = SIZE_MAX, total_registered;
 static int driver_version = 13000, broken;
 static struct { char call[64]; int code; long after; } failing;
@@ -243,21 +241,11 @@ static void run_copies(Stream *stream, const Op *op) {
     free(order);
 }
 
-static void wait_for_work(Stream *stream) {
-    if (!is_trusting) {
-        pthread_cond_wait(&stream->may_go_on, &lock);
-        return;
-    }
-    pthread_mutex_unlock(&lock);
-    usleep(200);
-    pthread_mutex_lock(&lock);
-}
-
 static void *run(void *argument) {
     Stream *stream = argument;
     pthread_mutex_lock(&lock);
     for (;;) {
-        while (is_blocked(stream) && !(stream->is_closing && !stream->head)) wait_for_work(stream);
+        while (is_blocked(stream) && !(stream->is_closing && !stream->head)) pthread_cond_wait(&stream->may_go_on, &lock);
         Op *op = stream->head;
         if (!op) break;
         stream->is_busy = 1;
@@ -335,7 +323,7 @@ static void push(Stream *stream, Op op) {
     if (stream->tail) stream->tail->next = kept;
     else stream->head = kept;
     stream->tail = kept;
-    if (!is_trusting) tell();
+    tell();
 }
 
 static CUresult drain(Stream *stream) {
@@ -355,7 +343,7 @@ static CUresult enqueue(CUstream handle, Copy *copies, size_t count, int order, 
     Stream *stream = stream_of(handle);
     int is_to_pageable = 0;
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
-    for (size_t i = 0; i < count && !is_trusting; i++) {
+    for (size_t i = 0; i < count; i++) {
         Place to = place_of(copies[i].to, copies[i].size), from = place_of(copies[i].from, copies[i].size);
         if (to == ACROSS || from == ACROSS || !copies[i].size) {
             if (failed) *failed = i;
@@ -368,8 +356,8 @@ static CUresult enqueue(CUstream handle, Copy *copies, size_t count, int order, 
         int is_early = from == PAGEABLE || order == ORDER_DURING_CALL || (order == ORDER_ANY && draw(&seed) % 2);
         if (is_early) copies[i].early = memcpy(malloc(copies[i].size), copies[i].from, copies[i].size);
     }
-    if (!is_trusting) qsort(copies, count, sizeof *copies, by_destination);
-    for (size_t i = 1; i < count && !is_trusting; i++)
+    qsort(copies, count, sizeof *copies, by_destination);
+    for (size_t i = 1; i < count; i++)
         if (copies[i].to < copies[i - 1].to + copies[i - 1].size) {
             fault("two copies of a batch write the same byte");
             break;
@@ -813,14 +801,6 @@ EXPORT void fake_limit_registrations(size_t largest, size_t most) {
 EXPORT void fake_forget_registrations(void) {
     pthread_mutex_lock(&lock);
     forget_registrations();
-    pthread_mutex_unlock(&lock);
-}
-
-EXPORT void fake_trust(int trusts) {
-    pthread_mutex_lock(&lock);
-    is_trusting = trusts;
-    mallopt(M_MMAP_THRESHOLD, 1 << 24); /* large batches: no new pages for each */
-    for (Stream *stream = streams; stream; stream = stream->next) pthread_cond_signal(&stream->may_go_on);
     pthread_mutex_unlock(&lock);
 }
 
