@@ -154,7 +154,7 @@ def run(short: bool) -> list[Row]:
     for num_blocks in (2_000,) if short else (10_000, 100_000, 1_000_000):
         rows += _walk_rows(num_blocks, steps=5 if short else 150, repeats=3 if short else 15)
     for policy in TARGETS:
-        rows.extend(_memory_rows(policy, 5_000 if short else 700_000))
+        rows.append(_memory_row(policy, 5_000 if short else 700_000))
         rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
     for policy in ("lru", OffloadingConfig(cpu_bytes_to_use=0).eviction_policy):
         rows += _watching_rows(policy, 2_000 if short else 100_000, 5 if short else 150, 3 if short else 31)
@@ -224,28 +224,20 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
     ]
 
 
-def _memory_rows(policy: str, num_blocks: int) -> list[Row]:
-    """Bytes per tracked key, the key included: of a cache filled once, against the target, and of one that has turned
-    over, against an ``OrderedDict`` that has (its table grows with deletions). Evicted keys that a policy remembers are
-    tracked keys too."""
-    batches = num_blocks // BATCH
-    rows = []
-    for rounds, reference in ((1, float(MAX_BYTES)), (2, _bare_bytes(batches * BATCH))):
-        value, tracked = _tracked_bytes(policy, batches, rounds)
-        case = "filled once" if rounds == 1 else "turned over"
-        name = f"{policy}, memory, {case}, {tracked:,} keys"
-        against = f"{MAX_BYTES} bytes" if rounds == 1 else "bare OrderedDict turned over"
-        target = "<= 1" if rounds == 1 else ""
-        rows.append(Row("control_plane", name, value, "bytes/key", against, value / reference, target))
-    return rows
+def _memory_row(policy: str, num_blocks: int) -> Row:
+    """Bytes per tracked key, the key included, of a cache filled once. Evicted keys that a policy remembers are tracked
+    keys too."""
+    value, tracked = _tracked_bytes(policy, num_blocks // BATCH)
+    name = f"{policy}, memory, filled once, {tracked:,} keys"
+    return Row("control_plane", name, value, "bytes/key", f"{MAX_BYTES} bytes", value / MAX_BYTES, "<= 1")
 
 
-def _tracked_bytes(name: str, batches: int, rounds: int) -> tuple[float, int]:
+def _tracked_bytes(name: str, batches: int) -> tuple[float, int]:
     tracemalloc.start()
     try:
         manager = CPUOffloadingManager(batches * BATCH, name)
         keys = Keys()
-        for number in range(rounds * batches):
+        for number in range(batches):
             batch = keys.batch()
             output = manager.prepare_store(batch, REQ)
             assert output is not None
@@ -263,22 +255,6 @@ def _tracked_bytes(name: str, batches: int, rounds: int) -> tuple[float, int]:
     elif isinstance(policy, DensityCachePolicy):
         tracked += len(policy._past_uses)
     return used / tracked, tracked
-
-
-def _bare_bytes(num_blocks: int) -> float:
-    """Bytes per block of the bare walk's table after as many insertions again as it holds."""
-    tracemalloc.start()
-    try:
-        blocks: OrderedDict[OffloadKey, Record] = OrderedDict()
-        keys = Keys()
-        for start in range(0, 2 * num_blocks, BATCH):
-            for offset, key in enumerate(keys.batch()):
-                record = blocks.popitem(last=False)[1] if start >= num_blocks else Record(start + offset)
-                blocks[key] = record
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    return used / num_blocks
 
 
 def _pinned_row(policy: str, num_blocks: int, repeats: int) -> Row:

@@ -4,8 +4,7 @@
 ``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
 blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
 4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run,
-and so does the same store without its checksums, and, where vLLM is installed, the file tier of vLLM, which has neither
-checksums nor a quota.
+and so does the same store without its checksums.
 The start is that of a store with a million slots, and the memory that of such a store and its tier.
 *Pool* is the same store in ``/dev/shm``, quota full, against one large memcpy with the same threads, as in
 ``host_copies``; once with checksums and once without.
@@ -15,9 +14,7 @@ The start is that of a store with a million slots, and the memory that of such a
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -88,41 +85,6 @@ class _Unchecked:
             yield
 
 
-class _VllmFiles:
-    """The file tier of vLLM without its threads, which are ours here: a file per block. It deletes nothing, so blocks
-    of earlier batches are removed here, between the measurements."""
-
-    def __init__(self, root: Path, blocks: Blocks) -> None:
-        from vllm.v1.kv_offload.file_mapper import FileMapper
-        from vllm.v1.kv_offload.tiering.fs import io
-
-        self._io = io
-        self._root = root
-        self._mapper = FileMapper(str(root), "bench", 16, 1, 1, 1, 1, 1, 0, "bfloat16")
-        self._view, self._size = memoryview(blocks.memory), blocks.size
-        self._offsets = {id(row): at * blocks.size for at, row in enumerate(blocks.rows)}
-
-    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self._io.batch_store_block(self._paths(keys), self._view, self._offsets_of(blocks), self._size)
-        return [True] * len(keys)
-
-    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self._io.batch_load_block(self._paths(keys), self._view, self._offsets_of(blocks), self._size)
-        return [True] * len(keys)
-
-    def forget(self) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
-
-    def close(self) -> None:
-        self.forget()
-
-    def _paths(self, keys: Sequence[OffloadKey]) -> list[str]:
-        return [self._mapper.get_file_name(key) for key in keys]
-
-    def _offsets_of(self, blocks: Sequence[memoryview]) -> list[int]:
-        return [self._offsets[id(block)] for block in blocks]
-
-
 @dataclass(frozen=True)
 class _Case:
     direction: str
@@ -138,18 +100,14 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     blocks, label = Blocks(size, span // 2), f"{size >> 10} KiB"
     total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
     max_bytes = span + (span >> 6)
-    stores: dict[str, DiskStore | FileSystemStore | _Unchecked | _VllmFiles] = {
+    stores: dict[str, DiskStore | FileSystemStore | _Unchecked] = {
         "slabs": DiskStore(place / f"slabs{size}", size, max_bytes=max_bytes),
         "unchecked": _Unchecked(DiskStore(place / f"unchecked{size}", size, max_bytes=max_bytes)),
         "files": FileSystemStore(place / f"files{size}", size, max_bytes=max_bytes),
     }
-    if importlib.util.find_spec("vllm"):
-        stores["vllm"] = _VllmFiles(place / f"vllm{size}", blocks)
 
     def measure(name: str, keys: list[OffloadKey], direction: str, batch: int, *, is_scattered: bool) -> Speed:
         store = stores[name]
-        if isinstance(store, _VllmFiles) and direction == "write":
-            store.forget()
         batches = batches_of(keys, blocks.rows, batch, is_scattered=is_scattered)
         with store.in_use() if isinstance(store, _Unchecked) else nullcontext():
             return in_threads(store.write if direction == "write" else store.read_into, batches)
@@ -242,12 +200,7 @@ def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: s
     speed = statistics.median(one["slabs"].bytes_per_s for one in found) / 1e9
     micros = statistics.median(one["slabs"].cpu_s for one in found) / num_blocks * 1e6
     rows = []
-    references = {
-        "fio": "fio",
-        "files": "the file store",
-        "unchecked": "without checksums",
-        "vllm": "vLLM's file tier",
-    }
+    references = {"fio": "fio", "files": "the file store", "unchecked": "without checksums"}
     for other, name in references.items():
         goal = f">= {target}" if other == "fio" else ""
         ratios = sorted(one["slabs"].bytes_per_s / one[other].bytes_per_s for one in found if other in one)

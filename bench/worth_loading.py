@@ -7,13 +7,12 @@ busy 30 and 85 % of the time. Host memory holds 2 % of the trace's blocks, the d
 that a neighbour takes most of, for a while.
 
 ``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
-``python -m bench.worth_loading`` prints the whole table.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -181,27 +180,3 @@ def _first_tokens(machine: Machine, config: SimConfig) -> np.ndarray:
 
 def _quantile(values: np.ndarray, chosen: np.ndarray, share: float) -> float:
     return float(np.percentile(values[chosen], share))
-
-
-def table(results: Sequence[Compared]) -> str:
-    """All quantiles, for the docs."""
-    lines = [
-        "| machine | disk | no disk | `always` | `cost` | `cost` / no disk |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for each in results:
-        cells = [
-            " / ".join(f"{run.ttft_s[at]:.3g}" for at in QUANTILES) for run in (each.without, each.always, each.cost)
-        ]
-        ratios = " / ".join(f"{each.cost.ttft_s[at] / each.without.ttft_s[at]:.2f}" for at in QUANTILES)
-        lines.append(f"| {each.machine.name} | {each.gb_per_s:g} GB/s | {' | '.join(cells)} | {ratios} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    compared = list(compare(short=False))
-    print(table(compared))
-    for each in compared:
-        print(f"{each.machine.name}, {each.gb_per_s:g} GB/s: worst {each.worst_ratio:.3f}, gain {each.gain}")
-    for row in _neighbour(short=False):
-        print(row)

@@ -11,16 +11,9 @@ from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["ModelKV", "kv_bytes_per_token", "model_kv"]
+__all__ = ["ModelKV", "model_kv"]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
-
-
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> int:
-    """Bytes of the keys and values of all layers for one token, all ranks together."""
-    if min(layers, kv_heads, head_dim) < 1:
-        raise ConfigError("Layers, KV heads and head size must be positive.")
-    return 2 * layers * kv_heads * head_dim * _dtype_bytes(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,7 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
         head_dim = _number(path, config, "head_dim")
     else:
         head_dim = _number(path, config, "hidden_size", "n_embd") // heads
-    per_token = kv_bytes_per_token(layers.attention, kv_heads, head_dim, dtype)
+    per_token = 2 * layers.attention * kv_heads * head_dim * _dtype_bytes(dtype)
     if not layers.state:
         return ModelKV(per_token)
     state_bytes = layers.state * _layer_state_bytes(path, config, _dtype_bytes(model_dtype))
@@ -87,10 +80,8 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
 def _kv_heads(path: Path, config: Mapping[str, Any], heads: int) -> int:
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
         return 1
-    for name in ("num_key_value_heads", "num_kv_heads"):
-        if config.get(name):
-            return _number(path, config, name)
-    return heads
+    given = [name for name in ("num_key_value_heads", "num_kv_heads") if config.get(name)]
+    return _number(path, config, *given) if given else heads
 
 
 class _Layers(NamedTuple):

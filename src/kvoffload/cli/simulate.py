@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -149,27 +149,14 @@ def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int |
     """In the order of the configurations. A single one says how far it is."""
     trace = trace.whole_blocks()
     if len(configs) == 1:
-        step = max(len(trace) // 100, 1)
-        with scenario.without_advice(), progress({trace.name: len(trace) // step}, "parts") as advance:
-            return [simulate_fleet(trace, configs[0], progress=_every(step, lambda: advance(trace.name)))]
+        with scenario.without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
+            return [simulate_fleet(trace, configs[0], progress=lambda _: advance(trace.name))]
     results: dict[int, FleetResult] = {}
     with scenario.without_advice(), progress({trace.name: len(configs)}, "fleets") as advance:
         for at, result in run_all(simulate_fleet, trace, configs, processes):
             results[at] = result
             advance(trace.name)
     return [results[at] for at in range(len(configs))]
-
-
-def _every(step: int, call: Callable[[], None]) -> Callable[[Any], None]:
-    done = 0
-
-    def count(_: Any) -> None:
-        nonlocal done
-        done += 1
-        if done % step == 0:
-            call()
-
-    return count
 
 
 def print_fleets(trace: Trace, results: Sequence[FleetResult], prices: Prices, *, is_wide: bool = False) -> None:

@@ -25,19 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import (
-    LoadStoreSpec,
-    OffloadingManager,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-    RequestOffloadingContext,
-)
+from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.metrics import Stats
 from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
 from kvoffload.sim.server import Hit, Server, finish
@@ -223,31 +215,14 @@ def simulate(
     )
 
 
-class _NoTiers(OffloadingManager):
+class _NoTiers(CPUOffloadingManager):
     """What an engine without offloading has below its device: it accepts every block and keeps none."""
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return False
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        raise AssertionError("nothing is found here")
-
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        raise AssertionError("nothing is found here")
+    def __init__(self) -> None:
+        super().__init__(1, "lru")
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
-    ) -> None:
-        pass
-
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
-
-    def get_stats(self) -> Stats:
-        return dict.fromkeys((("primary_blocks_stored",), ("primary_blocks_evicted",), ("primary_stores_refused",)), 0)
 
 
 class Machine:
@@ -266,7 +241,7 @@ class Machine:
         contents: Contents | None = None,
         shared: Callable[[VirtualClock], Sequence[SimDisk]] = lambda _: (),
     ) -> None:
-        self.config, self.trace = config, trace
+        self.config = config
         self.clock = VirtualClock()
         self.disk: SimDisk | None = None
         if config.disk_blocks:
@@ -284,14 +259,10 @@ class Machine:
         cascade: list[CascadeMode] = [config.cascade_mode] if self.disk else []
         cascade += ["on_store"] * len(self.shared)
         if self.tiers:
-            primary = CPUPrimaryTierOffloadingManager(
-                config.cpu_blocks,
-                VirtualMemory(),
-                config.policy,
-                store_threshold=config.store_threshold,
-            )
             self.manager = TieringOffloadingManager(
-                primary,
+                CPUPrimaryTierOffloadingManager(
+                    config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
+                ),
                 self.tiers,
                 max_wait_s=config.max_wait_s,
                 cascade=cascade,
@@ -311,7 +282,7 @@ class Machine:
         # A pool that has room for everything never evicts, however large it is said to be.
         tokens = (trace.input_tokens + trace.output_tokens).sum()
         everything = (int(tokens) // trace.block_tokens + 2 * len(trace)) * (1 + config.state_slots)
-        self.device = DeviceCache(min(config.gpu_blocks, everything)) if config.gpu_blocks else None
+        device = DeviceCache(min(config.gpu_blocks, everything)) if config.gpu_blocks else None
         self.server = Server(
             trace,
             keys,
@@ -322,7 +293,7 @@ class Machine:
             chunk_tokens=config.chunk_tokens,
             block_bytes=config.block_bytes,
             load_link=Link(config.load_bytes_per_s, config.load_latency_s),
-            device=self.device,
+            device=device,
             wait=self._wait,
             state_slots=config.state_slots,
         )

@@ -27,7 +27,7 @@ from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock
 from kvoffload.sim.driver import Machine, SimConfig, quantiles
 from kvoffload.sim.fleet.config import FleetConfig, SharedStore
 from kvoffload.sim.fleet.result import FleetResult, Outage, RequestFigures, ServerResult, total
-from kvoffload.sim.fleet.routers import ROUTERS, Asked, Fleet, Router, ServerState, router_of
+from kvoffload.sim.fleet.routers import Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.server import Hit
 from kvoffload.sim.trace import Trace
 
@@ -60,7 +60,7 @@ def simulate_fleet(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A replay makes no cycles, and a collection visits all blocks of all servers."""
+    """A replay makes no cycles, and a collection visits all blocks of all servers. Nor may a router of one's own."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,10 +68,6 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-_COLLECT_EVERY = 1 << 16
-"""Requests after which there is one all the same with a router of one's own, which may make some."""
 
 
 _Kind = Literal["death", "return", "step"]
@@ -112,7 +108,6 @@ class _Replay:
         self._on_request, self._on_first_token, self._progress = on_request, on_first_token, progress
         stages = 2 if config.prefill_servers else 1
         self._routers = [router or router_of(config.router) for _ in range(stages)]
-        self._is_own_router = router is not None or config.router not in ROUTERS
         self._store = _Store(config.shared) if config.shared else None
         self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
         self._members: list[_Member] = []
@@ -156,8 +151,6 @@ class _Replay:
         for request, time_s in enumerate(times):
             self._run_until(time_s)
             self._arrive(request, time_s, stage=0)
-            if self._is_own_router and request % _COLLECT_EVERY == _COLLECT_EVERY - 1:
-                gc.collect()
         self._run_until(float("inf"))
         for member in self._members:
             member.machine.shutdown()
