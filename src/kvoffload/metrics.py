@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
 from math import inf, nextafter
@@ -132,302 +132,202 @@ class Histogram:
         return stats
 
 
-def _table(rows: Iterable[Metric]) -> dict[str, Metric]:
-    table: dict[str, Metric] = {}
-    for row in rows:
-        if row.name in table:
-            raise ValueError(f"metric {row.name!r} is listed twice")
-        table[row.name] = row
-    return table
+def _counter(name: str, help: str, **labels: tuple[str, ...] | None) -> Metric:
+    """A row. ``labels``: by name the values as in ``Metric.values``, ``None`` if they are not known."""
+    values = [known for known in labels.values() if known is not None]
+    return Metric(name, Kind.COUNTER, help, tuple(labels), tuple(values))
 
 
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
-_TIER: tuple[str, ...] = ("tier",)
-_TIER_DISK = ("tier", "disk")
-_TIER_DIRECTION = ("tier", "direction")
-_BY_DIRECTION = ((), DIRECTIONS)
+def _gauge(name: str, help: str, initial: float = 0, **labels: tuple[str, ...] | None) -> Metric:
+    return replace(_counter(name, help, **labels), kind=Kind.GAUGE, initial=initial)
 
-METRICS: dict[str, Metric] = _table(
-    [
+
+def _histogram(name: str, buckets: tuple[float, ...], help: str, **labels: tuple[str, ...] | None) -> Metric:
+    return replace(_counter(name, help, **labels), kind=Kind.HISTOGRAM, buckets=buckets)
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
         # primary tier
-        Metric("primary_blocks", _G, "Slots in the primary tier."),
-        Metric("primary_blocks_used", _G, "Slots that hold a block or are being written."),
-        Metric("primary_blocks_pinned", _G, "Slots that a transfer is reading or writing now."),
-        Metric("primary_blocks_being_read", _G, "Slots that a load or a cascade is reading now."),
-        Metric("primary_blocks_being_written", _G, "Slots that a store or a promotion is writing now."),
-        Metric("primary_blocks_stored", _C, "Blocks published in the primary tier."),
-        Metric("primary_blocks_evicted", _C, "Blocks evicted from the primary tier to make room."),
-        Metric("primary_stores_refused", _C, "Calls of prepare_store refused for lack of room."),
-        Metric("reuse_filtered_blocks", _C, "Blocks not stored as too few requests had asked for them."),
-        Metric(
-            "primary_allocation_blocks",
-            _H,
-            "Slots taken at once, by a store or by promotions.",
-            buckets=_BLOCKS,
-        ),
-        Metric(
+        _gauge("primary_blocks", "Slots in the primary tier."),
+        _gauge("primary_blocks_used", "Slots that hold a block or are being written."),
+        _gauge("primary_blocks_pinned", "Slots that a transfer is reading or writing now."),
+        _gauge("primary_blocks_being_read", "Slots that a load or a cascade is reading now."),
+        _gauge("primary_blocks_being_written", "Slots that a store or a promotion is writing now."),
+        _counter("primary_blocks_stored", "Blocks published in the primary tier."),
+        _counter("primary_blocks_evicted", "Blocks evicted from the primary tier to make room."),
+        _counter("primary_stores_refused", "Calls of prepare_store refused for lack of room."),
+        _counter("reuse_filtered_blocks", "Blocks not stored as too few requests had asked for them."),
+        _histogram("primary_allocation_blocks", _BLOCKS, "Slots taken at once, by a store or by promotions."),
+        _histogram(
             "primary_eviction_age_seconds",
-            _H,
+            _AGE_SECONDS,
             "Age of the first block of each eviction, since it was stored.",
-            buckets=_AGE_SECONDS,
         ),
-        Metric(
+        _histogram(
             "primary_reuse_age_seconds",
-            _H,
+            _AGE_SECONDS,
             "Age of the first block of each load to the device, since it was stored.",
-            buckets=_AGE_SECONDS,
         ),
         # connector
-        Metric(
-            "lookup_tokens",
-            _C,
-            "Prompt tokens looked up: those that the engine's own prefix cache lacks.",
+        _counter("lookup_tokens", "Prompt tokens looked up: those that the engine's own prefix cache lacks."),
+        _counter(
+            "hit_tokens", "Of the lookup_tokens, those to be loaded from offloaded blocks, loads that fail included."
         ),
-        Metric(
-            "hit_tokens",
-            _C,
-            "Of the lookup_tokens, those to be loaded from offloaded blocks, loads that fail included.",
-        ),
-        Metric(
+        _counter(
             "tier_hit_tokens",
-            _C,
             "The hit_tokens by the tier that had a block when its request arrived; host memory is CPU.",
-            _TIER,
-            ((HOST,),),
+            tier=(HOST,),
         ),
-        Metric("lookups_deferred", _C, "Lookups that had no answer yet in their step."),
-        Metric("load_jobs", _C, "Finished loads, by outcome.", ("outcome",), (OUTCOMES,)),
-        Metric("store_jobs", _C, "Finished stores, by outcome.", ("outcome",), (OUTCOMES,)),
-        Metric("load_blocks", _C, "Blocks loaded to the device, by kind of KV group.", ("kind",), (GROUP_KINDS,)),
-        Metric("store_blocks", _C, "Blocks stored from the device, by kind of KV group.", ("kind",), (GROUP_KINDS,)),
-        Metric("load_bytes", _C, "Bytes copied from the primary tier to the device, summed over ranks."),
-        Metric("store_bytes", _C, "Bytes copied from the device to the primary tier, summed over ranks."),
-        Metric("load_seconds", _C, "Seconds spent copying to the device, summed over ranks and jobs."),
-        Metric("store_seconds", _C, "Seconds spent copying from the device, summed over ranks and jobs."),
-        Metric(
-            "load_job_seconds",
-            _H,
-            "Seconds of one load's copy to the device, as the mean of its ranks.",
-            buckets=_JOB_SECONDS,
+        _counter("lookups_deferred", "Lookups that had no answer yet in their step."),
+        _counter("load_jobs", "Finished loads, by outcome.", outcome=OUTCOMES),
+        _counter("store_jobs", "Finished stores, by outcome.", outcome=OUTCOMES),
+        _counter("load_blocks", "Blocks loaded to the device, by kind of KV group.", kind=GROUP_KINDS),
+        _counter("store_blocks", "Blocks stored from the device, by kind of KV group.", kind=GROUP_KINDS),
+        _counter("load_bytes", "Bytes copied from the primary tier to the device, summed over ranks."),
+        _counter("store_bytes", "Bytes copied from the device to the primary tier, summed over ranks."),
+        _counter("load_seconds", "Seconds spent copying to the device, summed over ranks and jobs."),
+        _counter("store_seconds", "Seconds spent copying from the device, summed over ranks and jobs."),
+        _histogram(
+            "load_job_seconds", _JOB_SECONDS, "Seconds of one load's copy to the device, as the mean of its ranks."
         ),
-        Metric(
-            "store_job_seconds",
-            _H,
-            "Seconds of one store's copy from the device, as the mean of its ranks.",
-            buckets=_JOB_SECONDS,
+        _histogram(
+            "store_job_seconds", _JOB_SECONDS, "Seconds of one store's copy from the device, as the mean of its ranks."
         ),
-        Metric(
-            "lookup_wait_seconds",
-            _H,
-            "Seconds that a request's lookups had no answer.",
-            buckets=_WAIT_SECONDS,
-        ),
-        Metric(
+        _histogram("lookup_wait_seconds", _WAIT_SECONDS, "Seconds that a request's lookups had no answer."),
+        _counter(
             "cache_resets",
-            _C,
             "Resets, by the epoch that they began: the engine's own, that of a weights_version, or the old one, kept.",
-            ("epoch",),
-            (("own", "named", "kept"),),
+            epoch=("own", "named", "kept"),
         ),
-        Metric(
-            "requests_by_hint",
-            _C,
-            "Requests, by what their clients said of the next use.",
-            ("next_use",),
-            (NEXT_USES,),
-        ),
-        Metric(
+        _counter("requests_by_hint", "Requests, by what their clients said of the next use.", next_use=NEXT_USES),
+        _counter(
             "hints_ignored",
-            _C,
             "Hints that say nothing of the next use (unknown) or make no sense (malformed).",
-            ("reason",),
-            (IGNORED_HINTS,),
+            reason=IGNORED_HINTS,
         ),
-        Metric(
-            "lookup_tokens_by_hint",
-            _C,
-            "The lookup_tokens, by whether the client gave a hint.",
-            ("hinted",),
-            (("yes", "no"),),
+        _counter(
+            "lookup_tokens_by_hint", "The lookup_tokens, by whether the client gave a hint.", hinted=("yes", "no")
         ),
-        Metric(
-            "hit_tokens_by_hint",
-            _C,
-            "The hit_tokens, by whether the client gave a hint.",
-            ("hinted",),
-            (("yes", "no"),),
-        ),
-        Metric(
+        _counter("hit_tokens_by_hint", "The hit_tokens, by whether the client gave a hint.", hinted=("yes", "no")),
+        _gauge(
             "hint_score",
-            _G,
             "How much better recent uses were foreseen with hints than without. Below 3, hints change no eviction.",
         ),
-        Metric("hints_in_use", _G, "1 while evictions follow hints."),
-        Metric(
+        _gauge("hints_in_use", "1 while evictions follow hints."),
+        _counter(
             "prefetches",
-            _C,
             "Prefetches, by outcome: some of the prefix was found, none was, or too many prefetches were open.",
-            ("outcome",),
-            (PREFETCH_OUTCOMES,),
+            outcome=PREFETCH_OUTCOMES,
         ),
-        Metric("stale_jobs", _C, "Transfers that ended after a reset."),
-        Metric("fenced_jobs", _C, "Transfers waited for, as the engine was about to reuse their GPU blocks."),
-        Metric("jobs_in_flight", _G, "Transfers that have not finished on every rank."),
-        Metric("requests_tracked", _G, "Requests that the connector keeps state for."),
-        Metric("requests_waiting", _G, "Requests whose last lookup had no answer yet."),
+        _counter("stale_jobs", "Transfers that ended after a reset."),
+        _counter("fenced_jobs", "Transfers waited for, as the engine was about to reuse their GPU blocks."),
+        _gauge("jobs_in_flight", "Transfers that have not finished on every rank."),
+        _gauge("requests_tracked", "Requests that the connector keeps state for."),
+        _gauge("requests_waiting", "Requests whose last lookup had no answer yet."),
         # secondary tiers
-        Metric("tier_blocks", _G, "Blocks known to be in the tier.", _TIER, ((),)),
-        Metric("tier_bytes", _G, "Bytes of the blocks in the tier, as far as this process knows.", _TIER, ((),)),
-        Metric(
-            "tier_quota_bytes",
-            _G,
-            "Bytes that the tier may hold; +Inf if no bound is known.",
-            _TIER,
-            ((),),
-            initial=inf,
+        _gauge("tier_blocks", "Blocks known to be in the tier.", tier=()),
+        _gauge("tier_bytes", "Bytes of the blocks in the tier, as far as this process knows.", tier=()),
+        _gauge("tier_quota_bytes", "Bytes that the tier may hold; +Inf if no bound is known.", tier=(), initial=inf),
+        _gauge(
+            "tier_free_bytes", "What is left of tier_quota_bytes, or of the disk if that is less.", tier=(), initial=inf
         ),
-        Metric(
-            "tier_free_bytes",
-            _G,
-            "What is left of tier_quota_bytes, or of the disk if that is less.",
-            _TIER,
-            ((),),
-            initial=inf,
-        ),
-        Metric(
-            "tier_healthy",
-            _G,
-            "0 while one of the tier's circuit breakers is open, else 1.",
-            _TIER,
-            ((),),
-            initial=1,
-        ),
-        Metric(
+        _gauge("tier_healthy", "0 while one of the tier's circuit breakers is open, else 1.", tier=(), initial=1),
+        _gauge(
             "tier_breaker_open",
-            _G,
             "1 while the tier's circuit breaker for reading or for writing is open.",
-            _TIER_DIRECTION,
-            _BY_DIRECTION,
+            tier=(),
+            direction=DIRECTIONS,
         ),
-        Metric(
-            "tier_breaker_trips",
-            _C,
-            "How often the tier's circuit breaker has opened.",
-            _TIER_DIRECTION,
-            _BY_DIRECTION,
+        _counter(
+            "tier_breaker_trips", "How often the tier's circuit breaker has opened.", tier=(), direction=DIRECTIONS
         ),
-        Metric(
+        _gauge(
             "tier_breaker_last_trip_timestamp_seconds",
-            _G,
             "Unix time at which the circuit breaker was last opened, or kept open by a probe, for this reason: an "
             "errno, the name of an exception, or hang.",
-            ("tier", "direction", "reason"),
+            tier=None,
+            direction=None,
+            reason=None,
         ),
-        Metric(
-            "tier_lookups",
-            _C,
-            "Blocks looked up in the tier, by answer.",
-            ("tier", "answer"),
-            ((), ("hit", "miss", "pending")),
+        _counter(
+            "tier_lookups", "Blocks looked up in the tier, by answer.", tier=(), answer=("hit", "miss", "pending")
         ),
-        Metric("tier_blocks_stored", _C, "Blocks written to the tier.", _TIER, ((),)),
-        Metric("tier_blocks_loaded", _C, "Blocks read back from the tier.", _TIER, ((),)),
-        Metric(
-            "tier_io_bytes", _C, "Bytes of blocks read from or written to the tier.", _TIER_DIRECTION, _BY_DIRECTION
-        ),
-        Metric(
+        _counter("tier_blocks_stored", "Blocks written to the tier.", tier=()),
+        _counter("tier_blocks_loaded", "Blocks read back from the tier.", tier=()),
+        _counter("tier_io_bytes", "Bytes of blocks read from or written to the tier.", tier=(), direction=DIRECTIONS),
+        _counter(
             "tier_io_seconds",
-            _C,
             "Seconds that the tier's calls took to read or write blocks, summed over its threads.",
-            _TIER_DIRECTION,
-            _BY_DIRECTION,
+            tier=(),
+            direction=DIRECTIONS,
         ),
-        Metric(
+        _histogram(
             "tier_batch_seconds",
-            _H,
+            _JOB_SECONDS,
             "Seconds of one call that reads or writes a batch of blocks.",
-            _TIER_DIRECTION,
-            _BY_DIRECTION,
-            buckets=_JOB_SECONDS,
+            tier=(),
+            direction=DIRECTIONS,
         ),
-        Metric("tier_store_failures", _C, "Blocks that the tier failed to write.", _TIER, ((),)),
-        Metric("tier_load_failures", _C, "Blocks that the tier failed to read back.", _TIER, ((),)),
-        Metric("tier_corrupt_blocks", _C, "Blocks whose checksum did not match; each counted as a miss.", _TIER, ((),)),
-        Metric(
+        _counter("tier_store_failures", "Blocks that the tier failed to write.", tier=()),
+        _counter("tier_load_failures", "Blocks that the tier failed to read back.", tier=()),
+        _counter("tier_corrupt_blocks", "Blocks whose checksum did not match; each counted as a miss.", tier=()),
+        _gauge(
             "tier_other_keys",
-            _G,
             "Seal or encryption keys that this server lacks, and under which others keep blocks of its namespace.",
-            _TIER,
-            ((),),
+            tier=(),
         ),
-        Metric("tier_disk_bytes", _G, "Bytes of the blocks on one disk of several.", _TIER_DISK),
-        Metric(
+        _gauge("tier_disk_bytes", "Bytes of the blocks on one disk of several.", tier=None, disk=None),
+        _gauge(
             "tier_disk_out",
-            _G,
             "1 while one disk of several fails or hangs, or after it did not open.",
-            _TIER_DISK,
+            tier=None,
+            disk=None,
         ),
-        Metric("tier_disk_failures", _C, "Calls that failed on one disk of several, or found it hanging.", _TIER_DISK),
-        Metric("tier_evicted_blocks", _C, "Blocks evicted to keep the tier within its quota.", _TIER, ((),)),
-        Metric("tier_dropped_blocks", _C, "Blocks not written: too many waited, or writes were off.", _TIER, ((),)),
-        Metric("tier_queued_jobs", _G, "Jobs queued or running in the tier.", _TIER, ((),)),
-        Metric(
+        _counter(
+            "tier_disk_failures", "Calls that failed on one disk of several, or found it hanging.", tier=None, disk=None
+        ),
+        _counter("tier_evicted_blocks", "Blocks evicted to keep the tier within its quota.", tier=()),
+        _counter("tier_dropped_blocks", "Blocks not written: too many waited, or writes were off.", tier=()),
+        _gauge("tier_queued_jobs", "Jobs queued or running in the tier.", tier=()),
+        _gauge(
             "tier_queued_blocks",
-            _G,
             "Blocks queued or being worked on in the tier. The queue store is its backlog of writes.",
-            ("tier", "queue"),
-            ((), ("lookup", "load", "store")),
+            tier=(),
+            queue=("lookup", "load", "store"),
         ),
-        Metric(
+        _counter(
             "tier_declined_blocks",
-            _C,
             "Blocks found in the tier and not loaded, by reason. Host memory is CPU.",
-            ("tier", "reason"),
-            ((HOST,), ("slow", "busy", "late", "unmeasured")),
+            tier=(HOST,),
+            reason=("slow", "busy", "late", "unmeasured"),
         ),
-        Metric("tier_too_slow", _G, "1 if a block takes twice as long to load as to compute.", _TIER, ((),)),
-        Metric("tier_read_bytes_per_second", _G, "Estimate of the speed at which the tier is read.", _TIER, ((),)),
-        Metric("tier_read_latency_seconds", _G, "Estimate of the seconds until the tier's first byte.", _TIER, ((),)),
-        Metric("tier_answer_seconds", _G, "Estimate of the seconds until the tier says what it has.", _TIER, ((),)),
-        Metric("tier_read_queue_bytes", _G, "Bytes of promotions that are queued or being read.", _TIER, ((),)),
-        Metric("prefill_tokens_per_second", _G, "Estimate of the speed at which the engine computes prompts."),
-        Metric(
-            "promotion_wait_ratio",
-            _H,
-            "A wait for lower tiers, as a multiple of what was expected.",
-            buckets=_RATIOS,
-        ),
-        Metric("promotions", _C, "Blocks promoted from secondary tiers, by outcome.", ("outcome",), (OUTCOMES,)),
-        Metric(
+        _gauge("tier_too_slow", "1 if a block takes twice as long to load as to compute.", tier=()),
+        _gauge("tier_read_bytes_per_second", "Estimate of the speed at which the tier is read.", tier=()),
+        _gauge("tier_read_latency_seconds", "Estimate of the seconds until the tier's first byte.", tier=()),
+        _gauge("tier_answer_seconds", "Estimate of the seconds until the tier says what it has.", tier=()),
+        _gauge("tier_read_queue_bytes", "Bytes of promotions that are queued or being read.", tier=()),
+        _gauge("prefill_tokens_per_second", "Estimate of the speed at which the engine computes prompts."),
+        _histogram("promotion_wait_ratio", _RATIOS, "A wait for lower tiers, as a multiple of what was expected."),
+        _counter("promotions", "Blocks promoted from secondary tiers, by outcome.", outcome=OUTCOMES),
+        _counter(
             "promotions_refused",
-            _C,
             "Blocks not promoted, by reason, once for each request.",
-            ("reason",),
-            (tuple(miss.label for miss in REFUSALS),),
+            reason=tuple(miss.label for miss in REFUSALS),
         ),
-        Metric("promotions_in_flight", _G, "Blocks that are being promoted."),
-        Metric(
-            "promotion_wait_seconds",
-            _H,
-            "Seconds of a request's wait for lower tiers.",
-            buckets=_WAIT_SECONDS,
+        _gauge("promotions_in_flight", "Blocks that are being promoted."),
+        _histogram("promotion_wait_seconds", _WAIT_SECONDS, "Seconds of a request's wait for lower tiers."),
+        _counter("plans_made_again", "New plans for requests that wait: an answer had come, or a tier was late."),
+        _counter(
+            "waits_ended_early", "Waits that took what had come, as the rest would have been later than computing."
         ),
-        Metric("plans_made_again", _C, "New plans for requests that wait: an answer had come, or a tier was late."),
-        Metric(
-            "waits_ended_early", _C, "Waits that took what had come, as the rest would have been later than computing."
-        ),
-        Metric("claimed_blocks", _G, "Blocks that waiting requests protect from eviction."),
-        Metric("lookups_out_of_patience", _C, "Requests that gave up blocks because they had waited too long."),
-        Metric(
-            "cascades",
-            _C,
-            "Blocks cascaded to secondary tiers, by outcome.",
-            ("outcome",),
-            ((*OUTCOMES, "dropped"),),
-        ),
-        Metric("cascades_parked", _G, "Blocks of request-level tiers that wait to become ready before their cascade."),
-    ]
-)
+        _gauge("claimed_blocks", "Blocks that waiting requests protect from eviction."),
+        _counter("lookups_out_of_patience", "Requests that gave up blocks because they had waited too long."),
+        _counter("cascades", "Blocks cascaded to secondary tiers, by outcome.", outcome=(*OUTCOMES, "dropped")),
+        _gauge("cascades_parked", "Blocks of request-level tiers that wait to become ready before their cascade."),
+    )
+}
 
 
 JOIN: dict[str, Callable[[float, float], float]] = {
