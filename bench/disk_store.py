@@ -6,21 +6,16 @@ blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier
 4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run,
 and so does the same store without its checksums.
 The start is that of a store with a million slots, and the memory that of such a store and its tier.
-*Pool* is the same store in ``/dev/shm``, quota full, against one large memcpy with the same threads, as in
-``host_copies``; once with checksums and once without.
 ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import statistics
-import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,11 +23,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.core import Row, bench_directory, interleaved_medians
-from bench.stores import THREADS, Blocks, Call, Speed, batches_of, fio_in_file, in_threads
+from bench.core import Row, bench_directory
+from bench.stores import THREADS, Blocks, Speed, batches_of, fio_in_file, in_threads
 from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.doctor.copies import HostPlace
 from kvoffload.testing.keys import keys as make_keys
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAGE_BYTES, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
@@ -40,7 +33,6 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import directory_of
 from kvoffload.tiering.tier import StoreTier
 
-_SHM = "/dev/shm"
 RUN_BLOCKS, RUN_BYTES = 64, 4 << 20
 TARGETS = {
     64 << 10: ("0.8", "0.7", "2.0", "1.2"),
@@ -57,32 +49,11 @@ def run(short: bool) -> list[Row]:
         rows = [
             row for size in sizes for row in _against_fio(Path(name), size, 16 << 20 if short else 256 << 20, short)
         ]
-        rows += _start(Path(name) / "start", 10_000 if short else 1_000_000)
-    return [*rows, *_pool(short)]
+        return rows + _start(Path(name) / "start", 10_000 if short else 1_000_000)
 
 
-class _Unchecked:
-    """A ``DiskStore`` that neither makes checksums nor verifies them."""
-
-    def __init__(self, store: DiskStore) -> None:
-        self._store = store
-
-    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        return self._store.write(keys, blocks)
-
-    def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        return self._store.read_into(keys, blocks)
-
-    def close(self) -> None:
-        self._store.close()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        def no_digest(payload: memoryview, seed: int) -> bytes:
-            return seed.to_bytes(16, "little")
-
-        with patch("kvoffload.tiering.stores.disk.format.xxhash.xxh3_128_digest", no_digest):
-            yield
+def _no_digest(payload: memoryview, seed: int) -> bytes:
+    return seed.to_bytes(16, "little")
 
 
 @dataclass(frozen=True)
@@ -100,16 +71,17 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
     blocks, label = Blocks(size, span // 2), f"{size >> 10} KiB"
     total, run_blocks = blocks.count * size, max(1, min(RUN_BLOCKS, RUN_BYTES // size))
     max_bytes = span + (span >> 6)
-    stores: dict[str, DiskStore | FileSystemStore | _Unchecked] = {
+    stores: dict[str, DiskStore | FileSystemStore] = {
         "slabs": DiskStore(place / f"slabs{size}", size, max_bytes=max_bytes),
-        "unchecked": _Unchecked(DiskStore(place / f"unchecked{size}", size, max_bytes=max_bytes)),
+        "unchecked": DiskStore(place / f"unchecked{size}", size, max_bytes=max_bytes),
         "files": FileSystemStore(place / f"files{size}", size, max_bytes=max_bytes),
     }
 
     def measure(name: str, keys: list[OffloadKey], direction: str, batch: int, *, is_scattered: bool) -> Speed:
         store = stores[name]
         batches = batches_of(keys, blocks.rows, batch, is_scattered=is_scattered)
-        with store.in_use() if isinstance(store, _Unchecked) else nullcontext():
+        digest = patch("kvoffload.tiering.stores.disk.format.xxhash.xxh3_128_digest", _no_digest)
+        with digest if name == "unchecked" else nullcontext():
             return in_threads(store.write if direction == "write" else store.read_into, batches)
 
     for _ in range(3):  # until the quota is full, and every slot was written once
@@ -142,58 +114,6 @@ def _against_fio(place: Path, size: int, span: int, short: bool) -> list[Row]:
         _rows(case, found[case.label], blocks.count, target) for case, target in zip(cases, TARGETS[size], strict=True)
     ]
     return [row for part in rows for row in part]
-
-
-class _Pool:
-    """A store in memory whose quota is full, and blocks to move in batches of ``batch``."""
-
-    def __init__(self, root: Path, size: int, total: int, batch: int, threads: int, *, is_checked: bool) -> None:
-        store = DiskStore(root, size, max_bytes=8 * total)
-        self.store = store if is_checked else _Unchecked(store)
-        self._blocks, self._batch, self._threads = Blocks(size, total), batch, threads
-        for _ in range(9):
-            self.write()
-
-    def write(self) -> None:
-        self._keys = self._blocks.keys()
-        self._move(self.store.write, is_scattered=False)
-
-    def read(self) -> None:
-        self._move(self.store.read_into, is_scattered=self._batch == 1)
-
-    def _move(self, call: Call, *, is_scattered: bool) -> None:
-        batches = batches_of(self._keys, self._blocks.rows, self._batch, is_scattered=is_scattered)
-        with self.store.in_use() if isinstance(self.store, _Unchecked) else nullcontext():
-            in_threads(call, batches, self._threads)
-
-
-def _pool(short: bool) -> list[Row]:
-    """Blocks that are copied to and from a memory file system."""
-    if memory_file_system(_SHM) != "tmpfs":
-        return []
-    rows, threads = [], max(1, min(THREADS, os.cpu_count() or 1))
-    total = 8 << 20 if short else 128 << 20
-    for size in (256 << 10, 1 << 20):
-        for what, batch in (("single blocks", 1), ("runs", RUN_BYTES // size)):
-            with tempfile.TemporaryDirectory(dir=_SHM) as name, HostPlace(threads).large_copies(total) as memcpy:
-                checked, bare = (
-                    _Pool(Path(name) / str(is_checked), size, total, batch, threads, is_checked=is_checked)
-                    for is_checked in (True, False)
-                )
-                calls = {
-                    "write": checked.write,
-                    "read": checked.read,
-                    "write without checksums": bare.write,
-                    "read without checksums": bare.read,
-                }
-                reference_s, *seconds = interleaved_medians(memcpy.store, *calls.values(), repeats=2 if short else 9)
-                checked.store.close()
-                bare.store.close()
-            speed = f"one large memcpy, {total / reference_s / 1e9:.1f} GB/s"
-            for call, taken_s in zip(calls, seconds, strict=True):
-                case = f"pool, {call}, {what}, {size >> 10} KiB, {threads} threads"
-                rows.append(Row("disk_store", case, total / taken_s / 1e9, "GB/s", speed, reference_s / taken_s))
-    return rows
 
 
 def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: str) -> list[Row]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file store against ``fio``: same directory, block size, threads and direct I/O, checksums on, in turn.
 
-Two ways of ``fio`` are the reference: one large file per thread, and a file per block as the store has them. The last
-two rows go through ``StoreTier``, as a promotion and a cascade do, and compare with the store's own speed.
+Two ways of ``fio`` are the reference: one large file per thread, and a file per block as the store has them.
 ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory); 25 GiB of it are used for a while.
 """
 
@@ -12,18 +11,13 @@ import statistics
 import time
 from pathlib import Path
 
-import numpy as np
-
 from bench.core import Row, bench_directory
 from bench.stores import THREADS, Blocks, Call, batches_of, fio, in_threads
-from kvoffload.base import OffloadKey, ReqContext
-from kvoffload.tiering.base import JobMetadata
+from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import NUM_FANS
-from kvoffload.tiering.tier import StoreTier, TierLimits
 
 BATCH = 16
-_REQ = ReqContext("bench")
 
 
 def run(short: bool) -> list[Row]:
@@ -33,8 +27,7 @@ def run(short: bool) -> list[Row]:
         place = Path(name)
         if not short:
             _wait_for_cheap_files(place)
-        rows = [row for size in sizes for row in _against_fio(place, size, _total(size, short), repeats)]
-        return rows + _through_the_tier(place, 256 << 10, _total(256 << 10, short), repeats)
+        return [row for size in sizes for row in _against_fio(place, size, _total(size, short), repeats)]
 
 
 def _total(size: int, short: bool) -> int:
@@ -127,35 +120,3 @@ def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:
         store.close()
     bounded.close()
     return [*new.rows(), *read.rows(), *full.rows()]
-
-
-def _through_the_tier(place: Path, size: int, total: int, repeats: int) -> list[Row]:
-    blocks, speeds, own = Blocks(size, total), {"write": [], "read": []}, {"write": [], "read": []}
-    for number in range(repeats):
-        root = place / f"tier{number}"
-        store, keys = FileSystemStore(root, size, max_bytes=1 << 40), blocks.keys()
-        limits = TierLimits(threads=THREADS, max_backlog_blocks=len(keys))
-        tier = StoreTier(blocks.view, "fs", store, limits)
-        more = blocks.keys()
-        for direction, call in (("write", store.write), ("read", store.read_into)):
-            speed = in_threads(call, batches_of(more, blocks.rows, _batch(blocks)))
-            own[direction].append(blocks.count * size / speed.bytes_per_s)
-            job = JobMetadata(1, keys, np.arange(len(keys)), direction == "read", _REQ)
-            begun = time.perf_counter()
-            (tier.submit_load if direction == "read" else tier.submit_store)(job)
-            tier.drain_jobs()
-            speeds[direction].append(time.perf_counter() - begun)
-            assert [result.success for result in tier.get_finished_jobs()] == [True]
-        tier.shutdown()
-    return [
-        Row(
-            "fs_store",
-            f"{direction} {blocks.count:,} blocks of {size >> 10} KiB through StoreTier",
-            statistics.median(seconds),
-            "s",
-            "the store alone",
-            statistics.median(mine / its for mine, its in zip(seconds, own[direction], strict=True)),
-            "<= 1.15",
-        )
-        for direction, seconds in speeds.items()
-    ]

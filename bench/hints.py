@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What clients' hints are worth to ``density``: true ones, and wrong ones of every kind, each against the same cell
 without hints. A cell is a trace and a cache of a share of its distinct blocks. Replays are flat
-(``bench.policy_replay``), so the hit rates are the same on every machine. Two more rows of each trace have the
-time and the memory that hints cost.
+(``bench.policy_replay``), so the hit rates are the same on every machine.
 
 ``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the
 most requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name of a trace must have.
@@ -11,8 +10,6 @@ most requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name
 from __future__ import annotations
 
 import os
-import time
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -84,7 +81,6 @@ def run(short: bool) -> list[Row]:
                         f">= {1 - POINTS / without:.4f}",
                     )
                 )
-        rows += _costs(true, capacities[0])
     return rows
 
 
@@ -94,33 +90,3 @@ def _with(trace: Trace, hints: npt.NDArray[np.int8]) -> Trace:
 
 def _rate(trace: Trace, capacity: int) -> float:
     return 100 * replay_policy(trace, "density", capacity).hit_rate
-
-
-def _costs(true: Trace, capacity: int) -> list[Row]:
-    """Processor time (the least of three replays, in turns) and peak memory, with hints and without."""
-    without = replace(true, next_uses=None)
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(3):
-        for name, trace in (("without", without), ("with", true)):
-            start = time.process_time()
-            _rate(trace, capacity)
-            seconds[name].append(time.process_time() - start)
-    peaks = []
-    for trace in (without, true):
-        tracemalloc.start()
-        _rate(trace.head(1500), capacity)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    least, most = min(seconds["with"]), min(seconds["without"])
-    return [
-        Row("hints", f"{true.name}, time of a replay", least, "s", f"without {most:.3g} s", least / most, "<= 1.3"),
-        Row(
-            "hints",
-            f"{true.name}, peak memory of a replay",
-            peaks[1] / 1024,
-            "KiB",
-            f"without {peaks[0] / 1024:.4g}",
-            peaks[1] / peaks[0],
-            "<= 1.1",
-        ),
-    ]

@@ -87,20 +87,6 @@ class Trace:
         """What the client of one request said of its next use."""
         return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
 
-    def head(self, num_requests: int) -> Trace:
-        """The first ``num_requests`` requests."""
-        end = int(self.offsets[min(num_requests, len(self))])
-        return replace(
-            self,
-            times_s=self.times_s[:num_requests],
-            input_tokens=self.input_tokens[:num_requests],
-            output_tokens=self.output_tokens[:num_requests],
-            sessions=self.sessions[:num_requests],
-            offsets=self.offsets[: num_requests + 1],
-            ids=self.ids[:end],
-            next_uses=None if self.next_uses is None else self.next_uses[:num_requests],
-        )
-
     def whole_blocks(self) -> Trace:
         """The same requests without their partial last blocks, which engines never offload."""
         counts = np.diff(self.offsets)

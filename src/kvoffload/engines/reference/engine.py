@@ -166,7 +166,6 @@ class Engine:
 
     def _end(self, request: Request, state: State) -> None:
         del self._requests[request.request_id]
-        request.finished_s = time.perf_counter()
         self._scheduler.end(request, state)
 
     # ------------------------------------------------------------------------------------------------ steps

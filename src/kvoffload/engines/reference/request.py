@@ -65,7 +65,6 @@ class Request:
     """By generated token: the best logit."""
     arrival_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
-    finished_s: float | None = None
     _root: bytes = field(init=False)
 
     def __post_init__(self) -> None:
