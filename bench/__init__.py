@@ -10,7 +10,6 @@ BENCHES: tuple[str, ...] = (
     "control_plane",
     "connector",
     "tiering",
-    "simulator",
     "host_copies",
     "device_copies",
     "disk_store",

@@ -155,7 +155,6 @@ def run(short: bool) -> list[Row]:
         rows += _walk_rows(num_blocks, steps=5 if short else 150, repeats=3 if short else 15)
     for policy in TARGETS:
         rows.append(_memory_row(policy, 5_000 if short else 700_000))
-        rows.append(_pinned_row(policy, 2_000 if short else 100_000, repeats=3 if short else 9))
     for policy in ("lru", OffloadingConfig(cpu_bytes_to_use=0).eviction_policy):
         rows += _watching_rows(policy, 2_000 if short else 100_000, 5 if short else 150, 3 if short else 31)
     return rows
@@ -255,29 +254,3 @@ def _tracked_bytes(name: str, batches: int) -> tuple[float, int]:
     elif isinstance(policy, DensityCachePolicy):
         tracked += len(policy._past_uses)
     return used / tracked, tracked
-
-
-def _pinned_row(policy: str, num_blocks: int, repeats: int) -> Row:
-    """Storing one block at a time while the less recent nine tenths of the cache are pinned."""
-
-    def walk(pin: bool) -> Callable[[], None]:
-        keys = Keys()
-        manager = CPUOffloadingManager(num_blocks, policy)
-        first = keys.batch(num_blocks * 9 // 10)
-        for batch in (first, keys.batch(num_blocks - len(first))):
-            manager.prepare_store(batch, REQ)
-            manager.complete_store(batch)
-        if pin:
-            manager.prepare_load(first, REQ)
-
-        def stores() -> None:
-            for key in keys.batch(500):
-                assert manager.prepare_store([key], REQ) is not None
-                manager.complete_store([key])
-
-        stores()
-        return stores
-
-    pinned, free = thread_medians(walk(True), walk(False), repeats=repeats)
-    name = f"{policy}, one store, nine tenths of {num_blocks:,} blocks pinned"
-    return Row("control_plane", name, pinned / 500 * 1e9, "ns/block", "nothing pinned", pinned / free, "<= 1.5")

@@ -199,6 +199,30 @@ def limit(probe: Probe, count: str) -> None:
     probe.say(processor_us=round(processor_s * 1e6), gb_per_s=round(num * page / total_s / 1e9, 1))
 
 
+def behind_compute(probe: Probe) -> None:
+    """Whether submitting waits while the stream waits for compute."""
+    driver, page = probe.driver, 65_536
+    pool = probe.sizes.large_bytes // page
+    host, _ = probe.host(probe.sizes.large_bytes)
+    device, scratch = driver.allocate(probe.sizes.large_bytes), driver.allocate(probe.sizes.compute_bytes)
+    compute, done = driver.create_stream(), driver.create_event(is_timed=False)
+    for copies_per_call in (4096, 1):
+        driver.copies_per_call = copies_per_call
+        for num_jobs in (1, 16, 64):
+            driver.synchronize(compute)
+            driver.synchronize(probe.stream)
+            probe.compute(compute, scratch)
+            driver.record(done, compute)
+            driver.wait_event(probe.stream, done)
+            began_s = time.perf_counter()
+            for job in range(num_jobs):
+                on_device, on_host, lengths = scattered(device, host, page, min(256, pool), pool, job)
+                driver.copy_runs(on_host, on_device, lengths, probe.stream)
+            took_s = time.perf_counter() - began_s
+            probe.say(copies=driver.copies_by, jobs=num_jobs, ms=round(took_s * 1e3, 2), still=not driver.is_done(done))
+            driver.synchronize(probe.stream)
+
+
 def beside(probe: Probe) -> None:
     """A small copy of the engine's, while a large job runs the same way: whole, and in pieces with and without a tiny
     operation between two."""
@@ -367,6 +391,7 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "facts": (facts, 40),
     "bytes": (bytes_are_right, 40),
     "limits": (limits, 130),
+    "behind": (behind_compute, 40),
     "beside": (beside, 60),
     "speed": (speed, 90),
     "gather": (gather, 60),
@@ -441,6 +466,11 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             f"{largest:,} go, {min(bad, default=0):,} does not" if bad else f"{largest:,} go",
             advice,
         )
+    for row in found.get("behind", []):
+        if row["jobs"] == 64:
+            is_slow = row["ms"] > 50 and not row["still"]
+            seen = f"{row['ms']} ms for 64 jobs" + (", until compute ended" if is_slow else "")
+            yield f"submitting behind compute, {row['copies']}", "any: a thread pays", seen, ""
     for way in ("store", "load"):
         rows = [row for row in found.get("beside", []) if row["way"] == way]
         if rows:

@@ -12,8 +12,10 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -63,8 +65,11 @@ def top(
         raise ConfigError(f"{url} has no series of kvoffload: is this a server that uses it?")
     console = Console()
     views: deque[View] = deque(maxlen=_KEPT)
-    live = console.is_terminal and not (once or as_json)
-    with Live(console=console, auto_refresh=False) if live else _Plain(console) as screen:
+    with ExitStack() as stack:
+        show: Callable[[Any], object] = console.print
+        if console.is_terminal and not (once or as_json):
+            screen = stack.enter_context(Live(console=console, auto_refresh=False))
+            show = partial(screen.update, refresh=True)
         try:
             while True:
                 time.sleep(interval)
@@ -73,7 +78,7 @@ def top(
                 except ConfigError as exc:
                     if once:
                         raise
-                    screen.update(Text(str(exc), style="red"), refresh=True)
+                    show(Text(str(exc), style="red"))
                     continue
                 views.append(compare(last, now))
                 last = now
@@ -81,27 +86,11 @@ def top(
                     print(json.dumps(_plain(asdict(views[-1]))))
                     sys.stdout.flush()
                 else:
-                    screen.update(draw(views), refresh=True)
+                    show(draw(views))
                 if once:
                     return
         except KeyboardInterrupt:
             return
-
-
-class _Plain:
-    """Prints each refresh below the last, where the output is not a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def __enter__(self) -> _Plain:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, shown: Any, refresh: bool) -> None:
-        self._console.print(shown)
 
 
 def metrics_url(url: str) -> str:
