@@ -105,16 +105,8 @@ def _in_threads(
 def _fio_speeds(disks: Sequence[Path]) -> dict[str, float]:
     found = dict[str, float]()
     for what in ("write", "read"):
-        words = [
-            "fio",
-            "--output-format=json",
-            "--direct=1",
-            "--bs=1M",
-            "--size=48M",
-            "--numjobs=4",
-            "--ioengine=psync",
-        ]
-        words += ["--group_reporting", f"--rw=rand{what}", "--thread"]
+        words = ["fio", "--output-format=json", "--direct=1", "--bs=1M", "--size=48M", "--numjobs=4", "--thread"]
+        words += ["--ioengine=psync", "--group_reporting", f"--rw=rand{what}"]
         for number, disk in enumerate(disks):
             words += [f"--name=d{number}", f"--directory={disk}"]
         report = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)

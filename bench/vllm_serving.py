@@ -139,6 +139,16 @@ class Child:
 # ------------------------------------------------------------------------------------------------ child's side
 
 
+def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
 class BenchEngine:
     def __init__(self, model: str, offload: str) -> None:
         from vllm import LLM
@@ -147,13 +157,6 @@ class BenchEngine:
         if offload not in ("", "cpu"):
             extra |= {"spec_name": "TieringOffloadingSpec", "load_policy": "always"}
             extra["secondary_tiers"] = [{"type": "disk", "path": offload, "max_bytes": "2GiB"}]
-        transfer = {
-            "kv_connector": "KVOffloadConnector",
-            "kv_connector_module_path": "kvoffload.engines.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
         self._llm = LLM(
             model,
             dtype="float32",
@@ -164,7 +167,7 @@ class BenchEngine:
             kv_cache_memory_bytes=1 << 29,
             max_num_batched_tokens=8192,
             disable_log_stats=False,
-            kv_transfer_config=transfer if offload else None,
+            kv_transfer_config=transfer_config(extra) if offload else None,
         )
         self._rng = random.Random(5)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.stores import Link
-from bench.vllm_serving import Child, write_model
+from bench.vllm_serving import Child, transfer_config, write_model
 from bench.worth_loading_engine import (
     BURST,
     DEVICE_TOKENS,
@@ -94,13 +94,7 @@ class BenchEngine:
             max_num_batched_tokens=128,
             max_num_seqs=BURST,
             disable_log_stats=False,
-            kv_transfer_config={
-                "kv_connector": "KVOffloadConnector",
-                "kv_connector_module_path": "kvoffload.engines.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
-            },
+            kv_transfer_config=transfer_config(extra),
         )
         self._llm.apply_model(lambda module: stretch(module, TOKENS_PER_S))
         self._num_requests = 0

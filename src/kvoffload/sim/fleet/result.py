@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,18 +116,11 @@ class FleetResult:
 def total(lives: Sequence[ServerResult]) -> ServerResult:
     """Of a server that died and came back."""
 
-    def added(parts: Sequence[dict[str, int]]) -> dict[str, int]:
-        return dict(sum((Counter(part) for part in parts), Counter()))
+    def added(parts: Sequence[Any]) -> Any:
+        is_by_tier = isinstance(parts[0], dict)
+        return dict(sum(map(Counter, parts), Counter[str]())) if is_by_tier else sum(parts)
 
-    return ServerResult(
-        requests=sum(life.requests for life in lives),
-        accesses=sum(life.accesses for life in lives),
-        hit_blocks=added([life.hit_blocks for life in lives]),
-        busy_s=sum(life.busy_s for life in lives),
-        prefill_s=sum(life.prefill_s for life in lives),
-        read_bytes=added([life.read_bytes for life in lives]),
-        written_bytes=added([life.written_bytes for life in lives]),
-    )
+    return ServerResult(*map(added, zip(*map(astuple, lives), strict=True)))
 
 
 class RequestFigures(NamedTuple):
