@@ -171,7 +171,7 @@ def simulated(
     result = simulate_fleet(
         trace,
         FleetConfig(server, num_servers, router, shared, prefill_servers=prefill_servers),
-        on_request=lambda _, number, hit: found.append((number, hit.device, hit.host + hit.disk)),
+        on_request=lambda _, number, hit, __: found.append((number, hit.device, hit.host + hit.disk)),
     )
     return found, result
 

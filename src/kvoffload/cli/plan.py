@@ -25,7 +25,7 @@ from kvoffload.sim.page import draw_fleets, draw_sweeps
 from kvoffload.sim.plan import Goal, Plan, machines, make_plan
 from kvoffload.sim.report import Table, fleets_as_json, format_seconds, saturation, sweep_as_json
 from kvoffload.sim.trace import Trace
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import format_bytes
 
 __all__ = ["register"]
 
@@ -68,8 +68,8 @@ def plan(
     ends = read.server_range() if read.is_fleet else None
     trace = read.load(path)
     block_bytes = read.block_bytes(trace)
-    max_cpu_blocks = None if max_cpu is None else _blocks(max_cpu, "--max-cpu", block_bytes)
-    max_disk_blocks = 0 if max_disk == "0" else _blocks(max_disk, "--max-disk", block_bytes)
+    max_cpu_blocks = None if max_cpu is None else scenario.capacity(max_cpu, "--max-cpu", trace, block_bytes)
+    max_disk_blocks = 0 if max_disk == "0" else scenario.capacity(max_disk, "--max-disk", trace, block_bytes)
     base = replace(read.alone(trace), cpu_blocks=1, policy=policies[0], cascade=cascades[0])
     if not as_json:
         print(scenario.assumptions(replace(base, disk_blocks=max_disk_blocks), trace, read.is_kv_given))
@@ -97,13 +97,6 @@ def plan(
         is_met = made.chosen is not None
     if not is_met:
         sys.exit(1)
-
-
-def _blocks(size: str, option: str, block_bytes: int) -> int:
-    blocks = parse_bytes(size, option) // block_bytes
-    if not blocks:
-        raise ConfigError(f"{option}: {size} is less than one block of {format_bytes(block_bytes)}.")
-    return blocks
 
 
 def _share(hit_rate: str) -> float:

@@ -44,6 +44,7 @@ __all__ = [
     "Scenario",
     "assumptions",
     "capacities",
+    "capacity",
     "device_blocks",
     "without_advice",
 ]
@@ -288,15 +289,15 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
     if isinstance(values, str):
         raise ConfigError(f"{name} of {_WHAT} must be a mapping with a size, or none, not {values!r}.")
     store: _Store = parse_struct(_Store, values, f"{name} of {_WHAT}")
-    [blocks, *more] = capacities(str(store.size), f"size of {name}", trace, block_bytes)
-    if more:
-        raise ConfigError(f"size of {name} of {_WHAT} is one size; write several stores as a list.")
-    changes: dict[str, Any] = {"away": store.away}
-    for target, speed in (("server_bytes_per_s", store.link), ("store_bytes_per_s", store.store)):
-        if speed is not None:
-            changes[target] = float(parse_bytes(speed, f"{'link' if speed is store.link else 'store'} of {name}"))
+    blocks = capacity(str(store.size), f"size of {name} of {_WHAT}", trace, block_bytes)
+    speeds = {"server_bytes_per_s": ("link", store.link), "store_bytes_per_s": ("store", store.store)}
+    changes: dict[str, Any] = {
+        target: float(parse_bytes(speed, f"{key} of {name}"))
+        for target, (key, speed) in speeds.items()
+        if speed is not None
+    }
     changes |= {key: getattr(store, key) for key in ("latency_s", "ttl_s") if getattr(store, key) is not None}
-    return SharedStore(blocks, **changes)
+    return SharedStore(blocks, away=store.away, **changes)
 
 
 @contextmanager
@@ -399,3 +400,11 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
     if not sizes:
         raise ConfigError(f"{option} needs at least one size.")
     return list(dict.fromkeys(sizes))
+
+
+def capacity(text: str, option: str, trace: Trace, block_bytes: int) -> int:
+    """The one size in ``text``, as ``capacities`` has it."""
+    blocks, *more = capacities(text, option, trace, block_bytes)
+    if more:
+        raise ConfigError(f"{option} is one size, not {text}.")
+    return blocks

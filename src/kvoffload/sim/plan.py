@@ -4,34 +4,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.fleet.config import Prices
+from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Goal", "Outcome", "Plan", "machines", "make_plan"]
+__all__ = ["Goal", "Plan", "machines", "make_plan"]
 
 _GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 _DISK_GRID = (0.1, 0.25, 0.5, 1.0)
 _SERVER_GRID = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 4
-
-
-class Outcome(Protocol):
-    """What a goal is about: a run of one machine, or of a fleet."""
-
-    @property
-    def hit_rate(self) -> float: ...
-
-    @property
-    def ttft_s(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +43,13 @@ class Goal:
         if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
-    def is_met(self, result: Outcome) -> bool:
+    def is_met(self, result: SimResult | FleetResult) -> bool:
         if self.hit_rate is not None:
             return result.hit_rate >= self.hit_rate
         assert self.ttft_s is not None
         return result.ttft_s[self.quantile] <= self.ttft_s
 
-    def reached(self, result: Outcome) -> float:
+    def reached(self, result: SimResult | FleetResult) -> float:
         """How close a run comes to the goal; more is better."""
         return result.hit_rate if self.hit_rate is not None else -result.ttft_s[self.quantile]
 

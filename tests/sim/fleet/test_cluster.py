@@ -79,7 +79,7 @@ def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is
     deaths = (Death(servers - 1, middle_s, middle_s + 50.0),) if dies else ()
     config = FleetConfig(SERVER, servers, router, FAST if is_shared else None, deaths=deaths)
     served: dict[int, Hit] = {}
-    result = simulate_fleet(trace, config, on_request=lambda request, _, hit: served.update({request: hit}))
+    result = simulate_fleet(trace, config, on_request=lambda request, _, hit, __: served.update({request: hit}))
     assert sorted(served) == [*range(len(trace))], "each request is answered once"
     assert sum(server.requests for server in result.servers) == len(trace)
     hits = sum(hit.device + hit.host + hit.disk for hit in served.values())
@@ -104,7 +104,7 @@ def test_littles_law_holds_for_what_a_router_sees(seed: int, servers: int, route
 
     ends: list[float] = []
     simulate_fleet(
-        trace, FleetConfig(SERVER, servers), router=watch, on_first_token=lambda _, end_s: ends.append(end_s)
+        trace, FleetConfig(SERVER, servers), router=watch, on_request=lambda _, __, ___, end_s: ends.append(end_s)
     )
     for time_s, waiting in seen:
         arrived = int((trace.times_s <= time_s).sum())
@@ -121,7 +121,7 @@ def paths(trace_of: Callable[..., Trace], prompts: list[list[int]], gap_s: float
 def found(trace: Trace, config: FleetConfig) -> tuple[list[dict[str, int]], FleetResult]:
     hits: list[dict[str, int]] = []
     result = simulate_fleet(
-        trace, config, on_request=lambda _, __, hit: hits.append({"host": hit.host, **dict(hit.below)})
+        trace, config, on_request=lambda _, __, hit, ___: hits.append({"host": hit.host, **dict(hit.below)})
     )
     return hits, result
 
@@ -199,7 +199,7 @@ def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> 
     result = simulate_fleet(
         trace,
         FleetConfig(server, 3, "round-robin", FAST, prefill_servers=1),
-        on_request=lambda _, number, __: numbers.append(number),
+        on_request=lambda _, number, *__: numbers.append(number),
     )
     assert numbers == [0, 1, 0, 2, 0, 1]
     assert result.handover_s["max"] < result.ttft_s["max"]
@@ -231,7 +231,7 @@ def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
     result = simulate_fleet(
         trace,
         FleetConfig(server, 2, "round-robin", shared, prefill_servers=1),
-        on_request=lambda _, __, hit: hits.append(hit),
+        on_request=lambda _, __, hit, ___: hits.append(hit),
     )
 
     def transfer_s(num_blocks: int) -> float:

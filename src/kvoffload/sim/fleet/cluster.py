@@ -43,19 +43,18 @@ def simulate_fleet(
     *,
     keys: Sequence[OffloadKey] | None = None,
     router: Router | None = None,
-    on_request: Callable[[int, int, Hit], object] | None = None,
-    on_first_token: Callable[[int, float], object] | None = None,
+    on_request: Callable[[int, int, Hit, float], object] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> FleetResult:
     """Replays ``trace`` on the fleet. The same input gives the same result.
 
-    ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server and its hit
-    when a server is done with it, ``on_first_token`` with its index and the time of its first token, and ``progress``
-    with the number of blocks of each request that is done.
+    ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server, its hit and the
+    time when a server is done with it, which is that of its first token, and ``progress`` with the number of blocks of
+    each request that is done.
     """
     keys = trace.keys() if keys is None else keys
     with _without_collections():
-        return _Replay(trace, config, keys, router, on_request, on_first_token, progress).run()
+        return _Replay(trace, config, keys, router, on_request, progress).run()
 
 
 @contextmanager
@@ -99,13 +98,12 @@ class _Replay:
         config: FleetConfig,
         keys: Sequence[OffloadKey],
         router: Router | None,
-        on_request: Callable[[int, int, Hit], object] | None,
-        on_first_token: Callable[[int, float], object] | None,
+        on_request: Callable[[int, int, Hit, float], object] | None,
         progress: Callable[[int], object] | None,
     ) -> None:
         self._trace, self._config, self._keys = trace, config, keys
         self._num_whole = trace.num_whole
-        self._on_request, self._on_first_token, self._progress = on_request, on_first_token, progress
+        self._on_request, self._progress = on_request, progress
         stages = 2 if config.prefill_servers else 1
         self._routers = [router or router_of(config.router) for _ in range(stages)]
         self._store = _Store(config.shared) if config.shared else None
@@ -227,14 +225,12 @@ class _Replay:
             self._first_token_s[request] = time_s
             self._ttfts[request] = time_s - float(self._trace.times_s[request])
             self._found[request] = hit.blocks
-            if self._on_first_token is not None:
-                self._on_first_token(request, time_s)
         else:
             self._handovers.append(time_s - float(self._first_token_s[request]))
         if number in self._mortal:
             member.shares.append((time_s, hit.blocks / max(int(self._num_whole[request]), 1)))
         if self._on_request is not None:
-            self._on_request(request, number, hit)
+            self._on_request(request, number, hit, time_s)
         if is_first and self._config.prefill_servers:
             self._arrive(request, time_s, stage=1)
         elif self._progress is not None:
