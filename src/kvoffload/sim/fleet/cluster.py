@@ -48,9 +48,9 @@ def simulate_fleet(
 ) -> FleetResult:
     """Replays ``trace`` on the fleet. The same input gives the same result.
 
-    ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server, its hit and the
-    time when a server is done with it, which is that of its first token, and ``progress`` with the number of blocks of
-    each request that is done.
+    ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server, its hit and
+    the time, when a server is done with it: its first token. ``progress`` is called with the number of blocks of each
+    request that is done.
     """
     keys = trace.keys() if keys is None else keys
     with _without_collections():
