@@ -23,7 +23,6 @@ __all__ = [
     "WayResult",
     "compare",
     "judge",
-    "measure",
 ]
 
 
@@ -170,18 +169,10 @@ def _run_way(
 ) -> WayResult:
     """Serves the workload once, on a new engine."""
     with Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading) as engine:
-        return measure(engine, way.name, workload, on_turn)
-
-
-def measure(
-    engine: Engine, name: str, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None
-) -> WayResult:
-    """Serves the workload once on this engine, which must be new: its counters are read at the end."""
-    start = time.perf_counter()
-    turns = run_chat(engine, workload, on_turn)
-    wall_s = time.perf_counter() - start
-    counts = engine.counts
-    return WayResult(name, tuple(turns), wall_s, counts.computed_tokens, counts.preemptions, engine.get_stats())
+        start = time.perf_counter()
+        turns = tuple(run_chat(engine, workload, on_turn))
+        wall_s, counts = time.perf_counter() - start, engine.counts
+        return WayResult(way.name, turns, wall_s, counts.computed_tokens, counts.preemptions, engine.get_stats())
 
 
 def compare(

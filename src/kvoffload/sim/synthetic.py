@@ -43,22 +43,12 @@ class _Session:
 
 
 @dataclass(slots=True)
-class _Prompts:
-    """Shared prompts. The ``n``-th is used in proportion to ``n ** -skew``."""
-
-    starts: list[list[int]]
-    skew: float
-
-    def pick(self, random: np.random.Generator) -> list[int]:
-        shares = np.arange(1, len(self.starts) + 1) ** -self.skew
-        return self.starts[int(random.choice(len(self.starts), p=shares / shares.sum()))]
-
-
-@dataclass(slots=True)
 class _Traffic:
     """Sessions of one sort: mean lengths in blocks, mean turns, median pause."""
 
-    prompts: _Prompts
+    prompts: list[list[int]]
+    """Shared ones. The ``n``-th is used in proportion to ``n ** -skew``."""
+    skew: float
     first_blocks: float
     turns: float = 1.0
     grow_blocks: float = 1.0
@@ -96,8 +86,8 @@ class _World:
         """Any order of magnitude between the two is as likely as any other."""
         return float(np.exp(self.random.uniform(np.log(least), np.log(most))))
 
-    def shared_prompts(self, choices: int, mean_blocks: float, skew: float) -> _Prompts:
-        return _Prompts([self.blocks(self.random_length(mean_blocks)) for _ in range(choices)], skew)
+    def shared_prompts(self, choices: int, mean_blocks: float) -> list[list[int]]:
+        return [self.blocks(self.random_length(mean_blocks)) for _ in range(choices)]
 
     def session(self, start: list[int], turns: float, grow_blocks: float, pause_s: float) -> _Session:
         self.next_session += 1
@@ -132,7 +122,9 @@ def _assistants(world: _World) -> _Session:
         world.sorts = _drawn_sorts(world)
     shares = [share for share, _ in world.sorts]
     sort = world.sorts[int(world.random.choice(len(shares), p=shares))][1]
-    start = sort.prompts.pick(world.random) + world.blocks(world.random_length(sort.first_blocks))
+    popularity = np.arange(1, len(sort.prompts) + 1) ** -sort.skew
+    start = sort.prompts[int(world.random.choice(len(popularity), p=popularity / popularity.sum()))]
+    start = start + world.blocks(world.random_length(sort.first_blocks))
     return world.session(start, sort.turns, sort.grow_blocks, sort.pause_s)
 
 
@@ -142,15 +134,16 @@ def _drawn_sorts(world: _World) -> list[tuple[float, _Traffic]]:
     once = float(uniform(0.2, 0.5))
     chats = float(uniform(0.4, 0.7)) * (1 - once)
     rest = 1 - once - chats
-    system = world.shared_prompts(30, 2, skew=1.0)
-    tools = world.shared_prompts(int(between(20, 300)), between(4, 40), skew=float(uniform(0.4, 1.2)))
-    chat = _Traffic(system, between(4, 16), float(uniform(3, 10)), between(2, 6), between(200, 2000))
-    agent = _Traffic(tools, between(4, 16), float(uniform(4, 15)), between(1.5, 5), between(60, 1200))
+    system = world.shared_prompts(30, 2), 1.0
+    num_tools, tool_blocks, skew = int(between(20, 300)), between(4, 40), float(uniform(0.4, 1.2))
+    tools = world.shared_prompts(num_tools, tool_blocks), skew
+    chat = _Traffic(*system, between(4, 16), float(uniform(3, 10)), between(2, 6), between(200, 2000))
+    agent = _Traffic(*tools, between(4, 16), float(uniform(4, 15)), between(1.5, 5), between(60, 1200))
     return [
-        (once, _Traffic(system, between(15, 60))),
+        (once, _Traffic(*system, between(15, 60))),
         (chats, chat),
         (0.7 * rest, agent),
-        (0.3 * rest, _Traffic(tools, 2)),
+        (0.3 * rest, _Traffic(*tools, 2)),
     ]
 
 
