@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,12 @@ _SOON_S, _LATER_S = 60.0, 600.0
 
 def hinter(text: str) -> Callable[[Trace], Trace]:
     """What gives a trace its hints: ``oracle``, the true ones; ``noisy:P``, of which a share P (0 to 1) is wrong."""
-    name, _, share = text.partition(":")
     if text == "oracle":
         return true_hints
-    if name == "noisy":
-        try:
-            wrong = float(share)
-        except ValueError:
-            wrong = -1.0
-        if 0 <= wrong <= 1:
-            return partial(_noisy, wrong=wrong)
+    name, _, share = text.partition(":")
+    with suppress(ValueError):
+        if name == "noisy" and 0 <= (wrong := float(share)) <= 1:
+            return lambda trace: wrong_hints(true_hints(trace), wrong)
     raise ConfigError(f"hints is oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
 
 
@@ -59,10 +55,6 @@ def wrong_hints(trace: Trace, share: float, seed: int = 0) -> Trace:
     wrong = (random.random(len(hints)) < share) & (hints != NextUse.UNKNOWN)
     hints[wrong] = (hints[wrong] - 1 + random.integers(1, 3, wrong.sum())) % 3 + 1
     return replace(trace, next_uses=hints)
-
-
-def _noisy(trace: Trace, wrong: float) -> Trace:
-    return wrong_hints(true_hints(trace), wrong)
 
 
 def _gaps_s(trace: Trace) -> npt.NDArray[np.float64]:

@@ -258,19 +258,15 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 damage = (*damage, zstandard.ZstdError)
                 reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
                 stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(reader, 1 << 20)))
-            yield from _numbered_lines(path, stream)
+            number = 0
+            while text := stream.readline(_MAX_LINE_BYTES):
+                number += 1
+                if len(text) == _MAX_LINE_BYTES:
+                    raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
+                if not text.isspace():
+                    yield number, text
         except damage as exc:
             raise TraceError(f"{path} cannot be read: {exc}.") from exc
-
-
-def _numbered_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while text := stream.readline(_MAX_LINE_BYTES):
-        number += 1
-        if len(text) == _MAX_LINE_BYTES:
-            raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
-        if not text.isspace():
-            yield number, text
 
 
 def _zstandard(path: Path) -> Any:

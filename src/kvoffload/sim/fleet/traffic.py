@@ -30,7 +30,8 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
     if copies == 1 or not len(trace):
         return trace
     chance = np.random.default_rng(seed)
-    duration_s = float(trace.times_s[-1] - trace.times_s[0]) + _mean_gap(trace)
+    span_s = float(trace.times_s[-1] - trace.times_s[0])
+    duration_s = span_s + span_s / max(len(trace) - 1, 1)  # and a mean gap
     is_common = _common(trace)
     counts = np.diff(trace.offsets)
     times = []
@@ -59,10 +60,6 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
         ids=_numbered(np.where(is_common[ids], ids, own), copies * trace.num_unique),
         next_uses=None if trace.next_uses is None else trace.next_uses[request_of],
     )
-
-
-def _mean_gap(trace: Trace) -> float:
-    return float(trace.times_s[-1] - trace.times_s[0]) / max(len(trace) - 1, 1)
 
 
 def _common(trace: Trace) -> npt.NDArray[np.bool_]:
