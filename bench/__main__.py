@@ -6,7 +6,7 @@ import json
 import platform
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,15 +26,15 @@ def main(
     if unknown:
         raise typer.BadParameter(f"No benchmark {unknown[0]!r}. Choices: {', '.join(BENCHES)}.")
     console = Console(width=max(110, Console().width))
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for name in names or BENCHES:
         with console.status(f"{name} ..."):
             found: list[Row] = importlib.import_module(f"bench.{name}").run(short)
-        rows += found
+        rows += [{"bench": name, **asdict(row)} for row in found]
         console.print(_table(name, found))
     console.print(f"{platform.machine()}, Python {platform.python_version()}" + (", short run" if short else ""))
     if json_file:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        json_file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def _table(name: str, rows: list[Row]) -> Table:

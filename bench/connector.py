@@ -228,7 +228,6 @@ def steps_row(
         times.append([t / len(steps) for t in thread_medians(connector, read_records(steps, limits), repeats=1)])
     ours, least = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
     return Row(
-        "connector",
         f"{case}, {running} running",
         1e6 * ours,
         "us/step",
@@ -255,7 +254,6 @@ def states_row(running: int, rounds: int, repeats: int) -> Row:
         times.append([t / (BLOCK * rounds) for t in thread_medians(*work, repeats=1)])
     ours, alone = (sorted(column)[len(times) // 2] for column in zip(*times, strict=True))
     return Row(
-        "connector",
         f"decode with states beside attention, prompts of 4,000 tokens, {running} running",
         1e6 * ours,
         "us/step",
@@ -295,10 +293,9 @@ def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list
     provider.shutdown()
     name, scale = f"a request with {decoded} generated tokens, {running} at a time", 1e6 / running / rounds
     return [
-        Row("connector", f"{name}, recorded", recorded * scale, "us", "no trace", recorded / usual),
-        Row("connector", f"{name}, traced", traced * scale, "us", "no trace", traced / usual),
+        Row(f"{name}, recorded", recorded * scale, "us", "no trace", recorded / usual),
+        Row(f"{name}, traced", traced * scale, "us", "no trace", traced / usual),
         Row(
-            "connector",
             "what tracing all of them adds to a step",
             percent := 100 * (traced - usual) / rounds / decoded / STEP_S,
             "%",
@@ -306,14 +303,14 @@ def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list
             percent,
             "<= 1",
         ),
-        Row("connector", name, usual * scale, "us", "histograms that do nothing", usual / bare, "<= 1.05"),
+        Row(name, usual * scale, "us", "histograms that do nothing", usual / bare, "<= 1.05"),
     ]
 
 
 def share_row(row: Row, most_percent: float) -> Row:
     """What the design asks for: a step that fills no block costs at most 0.1 % of it, and one that stores 1 %."""
     percent = 100 * row.value / 1e6 / STEP_S
-    return Row("connector", "the same as a share of a step", percent, "%", "10 ms", percent, f"<= {most_percent:g}")
+    return Row("the same as a share of a step", percent, "%", "10 ms", percent, f"<= {most_percent:g}")
 
 
 def admission_row(num_blocks: int, repeats: int) -> Row:
@@ -336,7 +333,6 @@ def admission_row(num_blocks: int, repeats: int) -> Row:
 
     ours, least = thread_medians(lookup, bare, repeats=repeats)
     return Row(
-        "connector",
         f"lookup of a hit of {num_blocks} blocks",
         1e6 * ours,
         "us",

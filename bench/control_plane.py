@@ -173,11 +173,11 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
 
     _, bare, *managed = thread_medians(prepare_all, *(walk.run for walk in cases.values()), repeats=repeats)
     scale = 1e9 / steps / BATCH
-    rows = [Row("control_plane", f"bare walk, {num_blocks:,} blocks", bare * scale, "ns/block")]
+    rows = [Row(f"bare walk, {num_blocks:,} blocks", bare * scale, "ns/block")]
     for case, seconds in zip(list(cases)[1:], managed, strict=True):
         name = f"{case}, {num_blocks:,} blocks"
         target = TARGETS[case.split(",")[0]]
-        rows.append(Row("control_plane", name, seconds * scale, "ns/block", "bare OrderedDict", seconds / bare, target))
+        rows.append(Row(name, seconds * scale, "ns/block", "bare OrderedDict", seconds / bare, target))
     return rows
 
 
@@ -203,7 +203,6 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
     name, scale = f"{num_blocks:,} blocks", 1e9 / steps / BATCH
     return [
         Row(
-            "control_plane",
             f"{policy}, lookup_prefix, losses recorded, {name}",
             kept * scale,
             "ns/block",
@@ -212,7 +211,6 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
             "<= 1.05",
         ),
         Row(
-            "control_plane",
             f"{policy}, lookup_prefix, histograms, {name}",
             usual * scale,
             "ns/block",
@@ -228,7 +226,7 @@ def _memory_row(policy: str, num_blocks: int) -> Row:
     keys too."""
     value, tracked = _tracked_bytes(policy, num_blocks // BATCH)
     name = f"{policy}, memory, filled once, {tracked:,} keys"
-    return Row("control_plane", name, value, "bytes/key", f"{MAX_BYTES} bytes", value / MAX_BYTES, "<= 1")
+    return Row(name, value, "bytes/key", f"{MAX_BYTES} bytes", value / MAX_BYTES, "<= 1")
 
 
 def _tracked_bytes(name: str, batches: int) -> tuple[float, int]:

@@ -35,7 +35,6 @@ def trace_of(name: str, kind: str, max_requests: int | None, short: bool) -> Tra
 class Row:
     """One line of a report."""
 
-    bench: str
     case: str
     value: float
     unit: str

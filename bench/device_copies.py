@@ -34,10 +34,10 @@ def run(short: bool) -> list[Row]:
     for page in report.pages:
         rows += _rows_of(page)
     if report.job_s is not None:
-        rows.append(_row(f"processor time, {_JOB}", report.job_s * 1e3, "ms", "1 ms", report.job_s / 1e-3, "<= 1"))
+        rows.append(Row(f"processor time, {_JOB}", report.job_s * 1e3, "ms", "1 ms", report.job_s / 1e-3, "<= 1"))
     if report.matmul_slowdown is not None:
         longer = 1 + report.matmul_slowdown
-        rows.append(_row("matrix product beside copies both ways", longer, "x", "alone", longer, "<= 1.03"))
+        rows.append(Row("matrix product beside copies both ways", longer, "x", "alone", longer, "<= 1.03"))
     return rows
 
 
@@ -49,14 +49,14 @@ def _planning() -> Row:
     order = np.random.default_rng(0).permutation(2 * blocks)
     gpu, cpu = GPULoadStoreSpec(order[:blocks], [blocks], [0]), CPULoadStoreSpec(order[blocks:])
     (seconds,) = thread_medians(lambda: plan_runs(layout, gpu, cpu, Direction.STORE), repeats=9)
-    return _row(f"planning, {_JOB}", seconds * 1e3, "ms", "1 ms", seconds / 1e-3, "<= 1")
+    return Row(f"planning, {_JOB}", seconds * 1e3, "ms", "1 ms", seconds / 1e-3, "<= 1")
 
 
 def _rows_of(page: PageSpeed) -> list[Row]:
     size = page.page_bytes >> 10
     one_way = f">= {least_ratio(page.page_bytes, has_device=True)}"
     return [
-        _row(
+        Row(
             f"{name}, {size} KiB pages, scattered ids",
             speed.bytes_per_s / 1e9,
             "GB/s",
@@ -71,7 +71,3 @@ def _rows_of(page: PageSpeed) -> list[Row]:
             ("both", page.both, ">= 0.85" if page.page_bytes >= 64 << 10 else ""),
         )
     ]
-
-
-def _row(case: str, value: float, unit: str, reference: str, ratio: float, target: str) -> Row:
-    return Row("device_copies", case, value, unit, reference, ratio, target)

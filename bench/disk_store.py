@@ -127,9 +127,9 @@ def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: s
         if not ratios:
             continue
         reference = f"{name} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        rows.append(Row("disk_store", case.label, speed, "GB/s", reference, statistics.median(ratios), goal))
+        rows.append(Row(case.label, speed, "GB/s", reference, statistics.median(ratios), goal))
         cpu = statistics.median(one["slabs"].cpu_s / max(one[other].cpu_s, 1e-9) for one in found)
-        rows.append(Row("disk_store", f"  processor time, {case.label}", micros, "us/block", name, cpu))
+        rows.append(Row(f"  processor time, {case.label}", micros, "us/block", name, cpu))
     return rows
 
 
@@ -158,7 +158,7 @@ def _start(root: Path, num_slots: int) -> list[Row]:
     case = f"start with {num_blocks:,} blocks, lookups from {opened_s:.2f} s on"
     is_large = num_slots >= 1_000_000
     return [
-        Row("disk_store", case, seconds, "s", "1 s", seconds, "<= 1" if is_large else ""),
+        Row(case, seconds, "s", "1 s", seconds, "<= 1" if is_large else ""),
         *_memory(root, num_blocks, "<= 1" if is_large else ""),
     ]
 
@@ -183,6 +183,6 @@ def _memory(root: Path, num_blocks: int, target: str) -> list[Row]:
     micros = (time.process_time() - begun) / len(names) * 1e6
     tier.shutdown()
     return [
-        Row("disk_store", "memory per block, store and tier", per_block, "bytes", "150 bytes", per_block / 150, target),
-        Row("disk_store", "lookup of one block in the tier", micros, "us"),
+        Row("memory per block, store and tier", per_block, "bytes", "150 bytes", per_block / 150, target),
+        Row("lookup of one block in the tier", micros, "us"),
     ]

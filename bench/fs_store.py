@@ -83,11 +83,11 @@ class _Versus:
     def rows(self) -> list[Row]:
         speed = statistics.median(self._speeds) / 1e9
         rows = [
-            Row("fs_store", self._case, speed, "GB/s", reference, statistics.median(ratios), ">= 0.9")
+            Row(self._case, speed, "GB/s", reference, statistics.median(ratios), ">= 0.9")
             for reference, ratios in self._ratios.items()
             if ratios
         ]
-        return rows or [Row("fs_store", self._case, speed, "GB/s", "fio is not installed")]
+        return rows or [Row(self._case, speed, "GB/s", "fio is not installed")]
 
 
 def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:

@@ -72,7 +72,6 @@ def run(short: bool) -> list[Row]:
                 closed = 100 * (rate - without) / max(bound - without, 1e-9)
                 rows.append(
                     Row(
-                        "hints",
                         f"{trace.name}, {percent} %, {name}",
                         rate,
                         "% hits",

@@ -49,7 +49,6 @@ def run(short: bool) -> list[Row]:
                 for direction, seconds in (("store", store_s), ("load", load_s)):
                     rows.append(
                         Row(
-                            bench="host_copies",
                             case=f"{direction}, {page_bytes >> 10} KiB pages, {order} ids, {threads} threads",
                             value=size / seconds / 1e9,
                             unit="GB/s",

@@ -95,11 +95,11 @@ def _compare(
         title = f"{case}: {direction.lower()} {count} blocks of {size >> 10} KiB"
         value = size * count / 1e9 / statistics.median(figures[direction] for figures in own)
         if not python:
-            rows.append(Row("lmcache_adapters", title, value, "GB/s"))
+            rows.append(Row(title, value, "GB/s"))
             continue
         for adapter, log in zip(theirs, others, strict=True):
             ratio = statistics.median(it[direction] / us[direction] for us, it in zip(own, log, strict=True))
-            rows.append(Row("lmcache_adapters", title, value, "GB/s", f"LMCache's {adapter['type']}", ratio))
+            rows.append(Row(title, value, "GB/s", f"LMCache's {adapter['type']}", ratio))
     return rows
 
 

@@ -217,10 +217,10 @@ def run(short: bool) -> list[Row]:
             expected = simulated_hit_rate(trace, mode, num_blocks)
             ratio = found.hit_rate / expected if expected else None
             percent = 100 * max(found.hit_rate, 1e-9)
-            rows.append(Row("placement", f"{name}: hits", percent, "%", f"simulator: {100 * expected:.2f} %", ratio))
+            rows.append(Row(f"{name}: hits", percent, "%", f"simulator: {100 * expected:.2f} %", ratio))
             reference, share = ("", None) if mode == "on_store" else ("on_store", found.written / max(written, 1))
             written = found.written
-            rows.append(Row("placement", f"{name}: written", max(written, 1e-9), "blocks", reference, share or None))
+            rows.append(Row(f"{name}: written", max(written, 1e-9), "blocks", reference, share or None))
             dropped = f"dropped: {found.dropped:,}, quota used: {found.most_used_bytes / found.quota_bytes:.1%}"
-            rows.append(Row("placement", f"{name}: replayed", found.accesses / found.seconds, "blocks/s", dropped))
+            rows.append(Row(f"{name}: replayed", found.accesses / found.seconds, "blocks/s", dropped))
     return rows

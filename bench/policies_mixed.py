@@ -86,11 +86,7 @@ def run(short: bool) -> list[Row]:
             best = _best(trace, capacity)
             rate = 100 * replay_policy(trace, "density", capacity).hit_rate
             target = f">= {1 - POINTS / best:.4f}"
-            rows.append(
-                Row(
-                    "policies_mixed", f"{name}, {percent} %", rate, "% hits", f"better: {best:.2f}", rate / best, target
-                )
-            )
+            rows.append(Row(f"{name}, {percent} %", rate, "% hits", f"better: {best:.2f}", rate / best, target))
     return rows
 
 
@@ -117,7 +113,7 @@ def _row_of_choice(horizon: int, prior: float, half: str, seeds: tuple[int, ...]
     mean, reference = float(np.mean(rates)), float(np.mean(bests))
     worst = min(rate - best for rate, best in zip(rates, bests, strict=True))
     against = f"better: {reference:.2f}; at worst {worst:+.2f}"
-    return Row("policies_mixed", f"{name}, {half}", mean, "% hits", against, mean / reference)
+    return Row(f"{name}, {half}", mean, "% hits", against, mean / reference)
 
 
 def _capacity(trace: Trace, percent: int) -> int:

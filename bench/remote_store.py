@@ -195,7 +195,7 @@ def _transfers(server: RedisServer, size: int, total: int, repeats: int) -> list
         )
         for place, (reference, target) in enumerate(references, start=1):
             ratio = statistics.median(taken[0] / taken[place] for taken in all_taken)
-            found.append(Row("remote_store", case, per_gb, "s/GB", reference, ratio, target))
+            found.append(Row(case, per_gb, "s/GB", reference, ratio, target))
     return found
 
 
@@ -214,9 +214,7 @@ def _lookups(server: RedisServer, repeats: int) -> list[Row]:
     bare.close()
     ratio = statistics.median(one / other for one, other in zip(ours, its, strict=True))
     value = statistics.median(ours) * 1e3
-    return [
-        Row("remote_store", f"redis: lookup of {LOOKED_UP:,} keys", value, "ms", "a bare socket loop", ratio, "<= 1.5")
-    ]
+    return [Row(f"redis: lookup of {LOOKED_UP:,} keys", value, "ms", "a bare socket loop", ratio, "<= 1.5")]
 
 
 def _steps(server: RedisServer, short: bool) -> list[Row]:
@@ -249,10 +247,10 @@ def _steps(server: RedisServer, short: bool) -> list[Row]:
         case = f"a step of {running} requests, {what}"
         for name, mine in ((f"redis: {case}", tier), ("the same with a memory tier", memory), ("noise", again)):
             ratio = statistics.median(its / its_alone for its, its_alone in zip(mine, alone, strict=True))
-            found.append(Row("remote_store", name, statistics.median(mine), "us", reference, ratio))
+            found.append(Row(name, statistics.median(mine), "us", reference, ratio))
         ratio = statistics.median(mine / its for mine, its in zip(tier, memory, strict=True))
         reference = f"a memory tier, {statistics.median(memory):.3g} us"
-        found.append(Row("remote_store", f"redis: {case}", statistics.median(tier), "us", reference, ratio))
+        found.append(Row(f"redis: {case}", statistics.median(tier), "us", reference, ratio))
     return found
 
 
@@ -317,7 +315,6 @@ def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]
     store.close()
     return [
         Row(
-            "remote_store",
             f"object: {direction} {count} blocks of {size >> 10} KiB, {REQUESTS} in flight",
             statistics.median(ours for ours, _ in taken),
             "s",

@@ -93,7 +93,7 @@ def _calls(directory: Path, model: str, layers: int, short: bool) -> list[Row]:
             ratio = statistics.median(our[index] / their[index] for our, their in zip(ours, theirs, strict=True))
             value = statistics.median(our[index] for our in ours) * 1e9 / total
             case = f"{direction} pages of {page_bytes >> 10} KiB, {clock}"
-            rows.append(Row("sglang_storage", case, value, "s/GB", "SGLang's file backend", ratio, target))
+            rows.append(Row(case, value, "s/GB", "SGLang's file backend", ratio, target))
     return rows
 
 
@@ -181,10 +181,8 @@ def first_token(directory: Path, short: bool) -> list[Row]:
     case, reference = "first token of 900 tokens from storage", "SGLang's file backend"
     found, possible = hits["disk"], rounds * pages(prompts) * PAGE_TOKENS
     return [
-        Row("sglang_storage", case, statistics.median(seconds["disk"]) * 1e3, "ms", reference, ratio, "<= 1"),
-        Row(
-            "sglang_storage", "tokens found in it", found / possible, "of all", reference, found / hits["file"], ">= 1"
-        ),
+        Row(case, statistics.median(seconds["disk"]) * 1e3, "ms", reference, ratio, "<= 1"),
+        Row("tokens found in it", found / possible, "of all", reference, found / hits["file"], ">= 1"),
     ]
 
 

@@ -119,7 +119,7 @@ def _rows(block_bytes: int, short: bool) -> list[Row]:
     budget = f"budget of {MAX_STEP_MS:g} ms"
     step = f"added to a step that stores {PER_STEP} {size}"
     return [
-        Row("single_blocks", step, added_ms, "ms", budget, added_ms / MAX_STEP_MS, "<= 1"),
-        Row("single_blocks", f"processor time, {size}", added_us, "us/block"),
-        Row("single_blocks", f"jobs of one block, {size}", 1 / seconds, "blocks/s"),
+        Row(step, added_ms, "ms", budget, added_ms / MAX_STEP_MS, "<= 1"),
+        Row(f"processor time, {size}", added_us, "us/block"),
+        Row(f"jobs of one block, {size}", 1 / seconds, "blocks/s"),
     ]

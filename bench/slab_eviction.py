@@ -47,7 +47,7 @@ def _compare(name: str, trace: Trace, percent: int) -> Row:
         f"runs of {in_runs.run_blocks():.1f} blocks"
     )
     reference = f"LRU by block: {100 * by_block / len(ids):.2f} %"
-    return Row("slab_eviction", case, max(1e-9, 100 * hits / len(ids)), "%", reference)
+    return Row(case, max(1e-9, 100 * hits / len(ids)), "%", reference)
 
 
 def _lru(requests: list[list[int]], capacity: int) -> int:

@@ -46,7 +46,7 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
         case = f"{num_slots:,} slots, {what}"
         ordered = min((sorted(holds) for holds in rounds), key=lambda holds: holds[-1])
         longest, usual = 1e3 * ordered[-1], 1e3 * ordered[-1 - len(ordered) // 1000]
-        yield Row("slab_locks", case, longest, "ms", f"1 ms; one in a thousand {usual:.2f}", longest, "<= 1")
+        yield Row(case, longest, "ms", f"1 ms; one in a thousand {usual:.2f}", longest, "<= 1")
 
     slabs.expect(LAYOUT.slab_bytes(table.num_slots) for table in tables)  # before anybody reads
     lock.take()

@@ -108,7 +108,7 @@ def _idle_step(short: bool) -> Row:
     tiered.shutdown()
     per_tier_us = max(with_tiers - without, 1e-12) / steps / num_tiers * 1e6
     budget = f"budget of {MAX_IDLE_STEP_US:g} us"
-    return Row("tiering", "idle step, per tier", per_tier_us, "us", budget, per_tier_us / MAX_IDLE_STEP_US, "<= 1")
+    return Row("idle step, per tier", per_tier_us, "us", budget, per_tier_us / MAX_IDLE_STEP_US, "<= 1")
 
 
 def _hits(short: bool) -> Row:
@@ -127,7 +127,7 @@ def _hits(short: bool) -> Row:
 
     alone, through = interleaved_medians(lambda: walk(primary), lambda: walk(tiered), repeats=3 if short else 25)
     per_block_us = through / len(blocks) * 1e6
-    return Row("tiering", "hit, per block", per_block_us, "us", "primary tier alone", through / alone)
+    return Row("hit, per block", per_block_us, "us", "primary tier alone", through / alone)
 
 
 def _promotions(short: bool) -> Row:
@@ -151,7 +151,7 @@ def _promotions(short: bool) -> Row:
         seconds.append(time.perf_counter() - start)
         assert answers == [True] * length
     steady = sorted(seconds[2:])[len(seconds[2:]) // 2]
-    return Row("tiering", f"promotion of {length} blocks, per block", steady / length * 1e6, "us")
+    return Row(f"promotion of {length} blocks, per block", steady / length * 1e6, "us")
 
 
 def _from_disk(short: bool, block_bytes: int) -> Row:
@@ -183,7 +183,7 @@ def _from_disk(short: bool, block_bytes: int) -> Row:
     # Pairs of neighbours in time: a disk's speed wanders.
     ratio = statistics.median(mine / its for mine, its in pairs)
     case = f"{len(blocks):,} blocks of {block_bytes >> 10} KiB up from disk, {THREADS} threads"
-    return Row("tiering", case, seconds, "s", "the store alone", ratio, "<= 1.1")
+    return Row(case, seconds, "s", "the store alone", ratio, "<= 1.1")
 
 
 def _promote(manager: TieringOffloadingManager, blocks: list[OffloadKey]) -> float:

@@ -70,13 +70,13 @@ def time_to_first_token(model: str, short: bool) -> list[Row]:
         case, value = f"first token of {length} tokens from the CPU tier", offloaded * 1e3
         for reference, seconds, target in (("afresh", fresh, "<= 1"), ("device prefix cache", device, "<= 1.2")):
             text = f"{reference} ({seconds * 1e3:.1f} ms)"
-            rows.append(Row("vllm_serving", case, value, "ms", text, offloaded / seconds, target))
+            rows.append(Row(case, value, "ms", text, offloaded / seconds, target))
     place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
     with tempfile.TemporaryDirectory(dir=place) as disk, Child(model, disk) as child:
         medians = child.ask("first_token", lengths=lengths, rounds=rounds, ways=4)
     for length, (fresh, _, _, from_disk) in zip(lengths, medians, strict=True):
         text, case = f"afresh ({fresh * 1e3:.1f} ms)", f"first token of {length} tokens from disk"
-        rows.append(Row("vllm_serving", case, from_disk * 1e3, "ms", text, from_disk / fresh, "<= 1"))
+        rows.append(Row(case, from_disk * 1e3, "ms", text, from_disk / fresh, "<= 1"))
     return rows
 
 
@@ -92,7 +92,7 @@ def step_overhead(model: str, short: bool) -> list[Row]:
         ratio = statistics.median(pair[1][index] / pair[0][index] for pair in pairs)
         case = f"decode step of {requests} requests, nothing hits, {clock}"
         text = f"vLLM without a connector ({without * 1e3:.2f} ms)"
-        rows.append(Row("vllm_serving", case, ratio * without * 1e3, "ms", text, ratio, "<= 1.01"))
+        rows.append(Row(case, ratio * without * 1e3, "ms", text, ratio, "<= 1.01"))
     return rows
 
 

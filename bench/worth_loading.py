@@ -134,9 +134,9 @@ def run(short: bool) -> list[Row]:
     for each in compare(short):
         name = f"{each.machine.name}, disk of {each.gb_per_s:g} GB/s"
         median_s = each.cost.ttft_s["p50"]
-        rows.append(Row("worth_loading", name, median_s, "s", "no disk, worst quantile", each.worst_ratio, "<= 1.05"))
+        rows.append(Row(name, median_s, "s", "no disk, worst quantile", each.worst_ratio, "<= 1.05"))
         if each.is_faster_than_computing and each.gain is not None:
-            rows.append(Row("worth_loading", name, median_s, "s", "gain of always, worst", each.gain, ">= 0.9"))
+            rows.append(Row(name, median_s, "s", "gain of always, worst", each.gain, ">= 0.9"))
     return [*rows, *_neighbour(short)]
 
 
@@ -166,9 +166,7 @@ def _neighbour(short: bool) -> list[Row]:
             ratio = max(_quantile(cost, chosen, share) / _quantile(than, chosen, share) for share in (50, 90, 99))
             name = f"{machine.name}, disk of 20 GB/s, {phase}"
             target = "<= 1.05" if reference == "no disk" else ""
-            rows.append(
-                Row("worth_loading", name, statistics.median(cost[chosen]), "s", f"{reference}, worst", ratio, target)
-            )
+            rows.append(Row(name, statistics.median(cost[chosen]), "s", f"{reference}, worst", ratio, target))
     return rows
 
 
