@@ -10,7 +10,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,35 +19,21 @@ import typer
 
 import kvoffload
 from kvoffload import cli
-from kvoffload.cli import check_config, demo, doctor, explain, plan, simulate, store, top
 
-MODULES = {
-    "check-config": check_config,
-    "demo": demo,
-    "doctor": doctor,
-    "explain": explain,
-    "plan": plan,
-    "simulate": simulate,
-    "store": store,
-    "top": top,
-}
+NAMES = ("check-config", "demo", "doctor", "explain", "plan", "simulate", "store", "top")
 
 
-def commands(module: ModuleType) -> Iterator[Any]:
-    """What the module registers, with the subcommands of groups."""
-    app = typer.Typer()
-    app.command("other")(lambda: None)
-    module.register(app)
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        if name != "other":
-            yield command
-            yield from getattr(command, "commands", {}).values()
+def commands(name: str) -> Iterator[Any]:
+    """What the subcommand's module has, with the subcommands of a group."""
+    group: Any = typer.main.get_command(cli.make_app([name]))
+    (command,) = group.commands.values()
+    yield command
+    yield from getattr(command, "commands", {}).values()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_registers_its_command(name: str) -> None:
-    assert next(commands(MODULES[name])).name == name
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_has_its_name(name: str) -> None:
+    assert next(commands(name)).name == name
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--version", "store"]])
@@ -97,9 +82,9 @@ def test_a_shell_completes_the_commands() -> None:
     assert {*done.stdout.split()} == {"simulate", "store"}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", NAMES)
 def test_help_texts_are_whole_phrases(name: str) -> None:
-    for command in commands(MODULES[name]):
+    for command in commands(name):
         texts = {"": command.help or ""}
         texts |= {parameter.name: parameter.help for parameter in command.params if parameter.name != "help"}
         for what, text in texts.items():
@@ -134,13 +119,7 @@ OF_OTHERS = {"--kv-transfer-config", "--shutdown-timeout", "--help"}
 
 
 def test_options_that_sentences_name_exist() -> None:
-    known = {
-        option
-        for module in MODULES.values()
-        for command in commands(module)
-        for each in command.params
-        for option in each.opts
-    }
+    known = {option for name in NAMES for command in commands(name) for each in command.params for option in each.opts}
     sources = Path(kvoffload.__file__).parent
     files = [path for folder in ("sim", "cli") for path in (sources / folder).rglob("*.py") if path.name != "page.py"]
     named = {(option, path.name) for path in files for option in re.findall(r"--[a-z][a-z-]+", path.read_text())}

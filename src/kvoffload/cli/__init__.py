@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``kvoffload`` command. One module per subcommand; each has a ``register(app)``."""
+"""The ``kvoffload`` command. One module per subcommand, with a function or a ``Typer`` of its name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_app"]
 
-_MODULES: dict[str, str] = {
-    "demo": "demo",
-    "check-config": "check_config",
-    "doctor": "doctor",
-    "simulate": "simulate",
-    "plan": "plan",
-    "explain": "explain",
-    "top": "top",
-    "store": "store",
-}
-"""The module that registers each subcommand, in the order of ``--help``."""
+_COMMANDS = ("demo", "check-config", "doctor", "simulate", "plan", "explain", "top", "store")
+"""In the order of ``--help``."""
 
 
-def make_app(commands: Sequence[str] = tuple(_MODULES)) -> typer.Typer:
+def make_app(commands: Sequence[str] = _COMMANDS) -> typer.Typer:
     """The command with these of its subcommands, by default all. Raises ``ImportError`` without the extra ``cli``."""
     import typer
 
@@ -54,7 +45,12 @@ def make_app(commands: Sequence[str] = tuple(_MODULES)) -> typer.Typer:
         pass
 
     for name in commands:
-        importlib.import_module(f"kvoffload.cli.{_MODULES[name]}").register(app)
+        module = name.replace("-", "_")
+        command = getattr(importlib.import_module(f"kvoffload.cli.{module}"), module)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     return app
 
 
@@ -69,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         try:
-            app = make_app(arguments[:1]) if arguments and arguments[0] in _MODULES else make_app()
+            app = make_app(arguments[:1]) if arguments and arguments[0] in _COMMANDS else make_app()
         except ModuleNotFoundError as exc:
             if (exc.name or "kvoffload").partition(".")[0] == "kvoffload":
                 raise

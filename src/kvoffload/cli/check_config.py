@@ -26,7 +26,7 @@ from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import format_bytes
 
-__all__ = ["register"]
+__all__ = ["check_config"]
 
 _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
@@ -34,10 +34,6 @@ _BLOCK_TOKENS = 16
 
 _LEAST_BYTES = 1 << 20
 """Less host memory than this is a unit that was forgotten."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("check-config")(check_config)
 
 
 def check_config(

@@ -17,11 +17,7 @@ from kvoffload.demo.chart import chart
 from kvoffload.demo.report import print_comparison, print_setting
 from kvoffload.errors import MissingExtraError
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(demo)
+__all__ = ["demo"]
 
 
 def demo(

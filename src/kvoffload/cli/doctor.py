@@ -32,7 +32,7 @@ from kvoffload.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from kvoffload.cpu.copy.cuda import CudaDevice
 
-__all__ = ["Effort", "cuda_device", "examine", "register"]
+__all__ = ["Effort", "cuda_device", "doctor", "examine"]
 
 _PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LAYERS = 8
@@ -53,10 +53,6 @@ class Effort:
     host_bytes: int = 32 << 20
     pinned_bytes: int = 2 << 30
     repeats: int = 7
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(doctor)
 
 
 def doctor(

@@ -28,11 +28,7 @@ from kvoffload.sim.report import NO_FORECAST, counted, explanation_tables, forma
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import parse_bytes
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(explain)
+__all__ = ["explain"]
 
 
 def explain(

@@ -27,11 +27,7 @@ from kvoffload.sim.report import Table, fleets_as_json, format_seconds, saturati
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(plan)
+__all__ = ["plan"]
 
 
 def plan(

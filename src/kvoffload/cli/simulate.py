@@ -37,14 +37,10 @@ from kvoffload.sim.sweep import Report, run_all, sweep
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["print_fleets", "register"]
+__all__ = ["print_fleets", "simulate"]
 
 _CPU_SIZES = "1%,2%,5%,10%,20%,50%"
 _POLICIES = ["lru", "arc", "density"]
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(simulate)
 
 
 def simulate(

@@ -23,20 +23,17 @@ from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
 from kvoffload.tiering.stores.secrets import read_keys
 from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = ["register"]
+__all__ = ["store"]
 
 _Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
 _Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
 
 
-def register(app: typer.Typer) -> None:
-    store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
-    for command in (ls, verify, gc, clear):
-        store.command()(command)
-    app.add_typer(store, name="store")
+store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
 
 
+@store.command()
 def ls(root: _Root, as_json: Json = False) -> None:
     """List the namespaces.
 
@@ -59,6 +56,7 @@ def ls(root: _Root, as_json: Json = False) -> None:
     Console(soft_wrap=True).print(table)
 
 
+@store.command()
 def verify(
     root: _Root,
     namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
@@ -80,22 +78,22 @@ def verify(
     secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
     keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
     secrets += [EncryptionKey(key) for key in keys]
-    store: Any = _open(root, secrets)  # both kinds of roots have blocks of their own kind
-    directories = store.directories() if namespace is None else [store.directory(namespace)]
+    tier: Any = _open(root, secrets)  # both kinds of roots have blocks of their own kind
+    directories = tier.directories() if namespace is None else [tier.directory(namespace)]
     sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
-    blocks = [block for one in directories if one not in sealed for block in store.files(one)]
+    blocks = [block for one in directories if one not in sealed for block in tier.files(one)]
     size_bytes = sum(block.size_bytes for block in blocks)
     bad: list[Any] = []
     unreadable: dict[str, str | None] = {}
     with progress({"verify": len(blocks)}, "blocks") as advance:
         for block in blocks:
             try:
-                if store.is_sound(block) is False:
+                if tier.is_sound(block) is False:
                     bad.append(block)
             except OSError as exc:
                 unreadable[block.path] = exc.strerror
             advance("verify")
-    deleted = store.remove(bad) if bad and repair else None
+    deleted = tier.remove(bad) if bad and repair else None
     if as_json:
         print_json(
             {
@@ -127,6 +125,7 @@ def verify(
         raise typer.Exit(1)
 
 
+@store.command()
 def gc(
     root: _Root,
     max_bytes: Annotated[
@@ -146,8 +145,8 @@ def gc(
     still exceeded.
     """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
-    store = _open(root)
-    _, used_bytes = store.shrink(None)
+    tier = _open(root)
+    _, used_bytes = tier.shrink(None)
     excess_bytes = 0 if limit is None else max(0, used_bytes - limit)
     if dry_run:
         if as_json:
@@ -157,8 +156,8 @@ def gc(
         return
     if excess_bytes:
         _ask(f"Delete blocks of {format_bytes(excess_bytes)} from {root}?", yes)
-    dead = store.sweep()
-    evicted, used_bytes = store.shrink(limit)
+    dead = tier.sweep()
+    evicted, used_bytes = tier.shrink(limit)
     is_exceeded = limit is not None and used_bytes > limit
     if as_json:
         print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
@@ -173,6 +172,7 @@ def gc(
         raise typer.Exit(1)
 
 
+@store.command()
 def clear(
     root: _Root,
     namespace: Annotated[
@@ -189,15 +189,15 @@ def clear(
     """
     if (namespace is None) != everything:
         raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
-    store = _open(root)
-    only = None if namespace is None else store.directory(namespace)
-    found = [one for one in store.usage() if only is None or one.directory == only]
+    tier = _open(root)
+    only = None if namespace is None else tier.directory(namespace)
+    found = [one for one in tier.usage() if only is None or one.directory == only]
     blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
     what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {_count(len(found), 'namespace')}"
     if not dry_run:
         _ask(f"Delete {what} from {root}?", yes)
     directories = [one.directory for one in found] if only is None else [only]
-    deleted = 0 if dry_run else sum(store.clear(directory) for directory in directories)
+    deleted = 0 if dry_run else sum(tier.clear(directory) for directory in directories)
     if as_json:
         figures = {"namespaces": [_figures(one) for one in found], "blocks": blocks, "bytes": size_bytes}
         print_json(figures | ({} if dry_run else {"deleted": deleted}))

@@ -30,7 +30,7 @@ from kvoffload.errors import ConfigError, MissingExtraError
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.units import format_bytes
 
-__all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "register", "sparkline"]
+__all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "sparkline", "top"]
 
 _TIMEOUT_S = 10.0
 _KEPT = 6
@@ -42,10 +42,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 Series = dict[tuple[str, ...], float]
 """Values by the values of kvoffload's own labels, in the order of ``METRICS``; of histograms then by bucket."""
-
-
-def register(app: typer.Typer) -> None:
-    app.command()(top)
 
 
 def top(
