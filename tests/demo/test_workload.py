@@ -10,7 +10,6 @@ import torch
 
 from kvoffload.demo.workload import ChatWorkload, Turn, run_chat
 from kvoffload.engines.reference import Engine, EngineOptions, SamplingParams, build_random_model
-from kvoffload.errors import ConfigError
 
 torch.set_num_threads(1)
 
@@ -49,11 +48,3 @@ def test_a_turn_answers_all_that_was_said_before() -> None:
         assert engine.generate([history], SamplingParams(max_tokens=4)) == [list(first.tokens)]
         history += [*first.tokens, *CHAT.message(0, 1)]
         assert engine.generate([history], SamplingParams(max_tokens=4)) == [list(turns[1].tokens)]
-
-
-@pytest.mark.parametrize("name", ["conversations", "turns", "message_tokens", "reply_tokens", "users"])
-def test_sizes_must_be_positive(name: str) -> None:
-    with pytest.raises(ConfigError, match=name.replace("_", " ")):
-        ChatWorkload(**{name: 0})
-    with pytest.raises(ConfigError, match="system tokens"):
-        ChatWorkload(system_tokens=-1)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvoffload.engines.reference.engine import Engine
 from kvoffload.engines.reference.request import Request, SamplingParams
-from kvoffload.errors import ConfigError
 
 __all__ = ["ChatWorkload", "Turn", "run_chat"]
 
@@ -19,7 +18,7 @@ class ChatWorkload:
     """The messages and their order, a function of these numbers alone. Sizes are in tokens.
 
     All conversations begin with the same system prompt. In each round every conversation has one turn, in random order,
-    so that a conversation returns after a varying number of others. Raises ``ConfigError`` for sizes below 1.
+    so that a conversation returns after a varying number of others.
     """
 
     conversations: int = 12
@@ -31,13 +30,6 @@ class ChatWorkload:
     """Turns served at the same time."""
     vocab: int = 4096
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("conversations", "turns", "message_tokens", "reply_tokens", "users"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name.replace('_', ' ')} must be at least 1, not {getattr(self, name)}.")
-        if self.system_tokens < 0:
-            raise ConfigError(f"system tokens must be 0 or more, not {self.system_tokens}.")
 
     @property
     def longest_tokens(self) -> int:
