@@ -23,8 +23,7 @@ __all__ = ["demo"]
 def demo(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. By default a random one.")] = None,
     model_kind: Annotated[
-        str,
-        typer.Option(help="Kind of the random model: attention (a Llama), or hybrid (a Falcon-H1, with states)."),
+        str, typer.Option(help="Kind of the random model: attention (a Llama), or hybrid (a Falcon-H1, with states).")
     ] = "attention",
     device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 8,

@@ -66,8 +66,7 @@ def verify(
         typer.Option(help="File with a 'seal_key' of the tier, to verify what it seals.", show_default=False),
     ] = None,
     encryption_key_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="File with an 'encryption_key' of the tier.", show_default=False),
+        list[Path] | None, typer.Option(help="File with an 'encryption_key' of the tier.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:

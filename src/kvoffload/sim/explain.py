@@ -332,11 +332,7 @@ def ask_what_if(
 
 def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
     """p50, p90 and the maximum of some waits."""
-    return {
-        "p50": float(np.percentile(seconds, 50)),
-        "p90": float(np.percentile(seconds, 90)),
-        "max": max(seconds),
-    }
+    return {"p50": float(np.percentile(seconds, 50)), "p90": float(np.percentile(seconds, 90)), "max": max(seconds)}
 
 
 def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:

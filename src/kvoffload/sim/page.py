@@ -306,10 +306,7 @@ def _explanation_page(
         (f"{100 * sum(summary.found.values()) / summary.tokens:.1f} %", "of the prompt tokens were found"),
         (f"{summary.tokens:,}", f"prompt tokens of {counted(summary.explained, 'request')}"),
         (f"{summary.avoidable:,}", "computed tokens that could have been found"),
-        (
-            format_seconds(summary.avoidable / prefill_speed),
-            f"of prefill they cost, at {prefill_speed:,.0f} tokens/s",
-        ),
+        (format_seconds(summary.avoidable / prefill_speed), f"of prefill they cost, at {prefill_speed:,.0f} tokens/s"),
     ]
     if best is not None:
         cards.append((f"+{100 * best.more_tokens / summary.tokens:.1f} %", f"most, with {best.change}"))

@@ -7,12 +7,4 @@ from kvoffload.engines.reference.engine import Engine, EngineOptions
 from kvoffload.engines.reference.models import build_random_model, load_model
 from kvoffload.engines.reference.request import Request, SamplingParams, State
 
-__all__ = [
-    "Engine",
-    "EngineOptions",
-    "Request",
-    "SamplingParams",
-    "State",
-    "build_random_model",
-    "load_model",
-]
+__all__ = ["Engine", "EngineOptions", "Request", "SamplingParams", "State", "build_random_model", "load_model"]

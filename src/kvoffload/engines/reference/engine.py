@@ -11,12 +11,7 @@ from typing import Any
 
 from kvoffload.base import OffloadingSpec
 from kvoffload.config import OffloadingConfig
-from kvoffload.connector import (
-    ConnectorMeta,
-    GuardedManager,
-    OffloadingConnectorScheduler,
-    OffloadingConnectorWorker,
-)
+from kvoffload.connector import ConnectorMeta, GuardedManager, OffloadingConnectorScheduler, OffloadingConnectorWorker
 from kvoffload.engines.facts import Table, facts_of
 from kvoffload.engines.reference.kv_cache import KVCache
 from kvoffload.engines.reference.layout import engine_layout, fingerprint, kv_shape

@@ -113,11 +113,7 @@ def _window(config: Any, layer: int) -> int | None:
 
 
 def engine_layout(
-    shape: KVShape,
-    block_tokens: int,
-    dtype: torch.dtype,
-    identity: dict[str, str],
-    device_tokens: int | None = None,
+    shape: KVShape, block_tokens: int, dtype: torch.dtype, identity: dict[str, str], device_tokens: int | None = None
 ) -> EngineLayout:
     """The layout from which both sides of the connector are made. One worker, stable hashes."""
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize

@@ -6,13 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvoffload.connector import (
-    BoundaryState,
-    EngineStep,
-    LoadOutcome,
-    OffloadingConnectorScheduler,
-    ScheduledRequest,
-)
+from kvoffload.connector import BoundaryState, EngineStep, LoadOutcome, OffloadingConnectorScheduler, ScheduledRequest
 from kvoffload.engines.reference.kv_cache import KVCache
 from kvoffload.engines.reference.request import Request, Scheduled, State
 
@@ -101,8 +95,7 @@ class Scheduler:
             self._admit_waiting(step)
         self.counts.steps += 1
         return StepPlan(
-            tuple(step.scheduled),
-            EngineStep(tuple(step.for_connector), frozenset(step.preempted), tuple(step.states)),
+            tuple(step.scheduled), EngineStep(tuple(step.for_connector), frozenset(step.preempted), tuple(step.states))
         )
 
     def _schedule_running(self, step: _Step) -> None:

@@ -60,10 +60,7 @@ def make_fleet_plan(
     goal is not replayed: cells run by rising price, a wave of one for each process at a time.
     """
     numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
-    cells = sorted(
-        (replace(fleet, servers=number) for fleet in fleets for number in numbers),
-        key=prices.of_fleet,
-    )
+    cells = sorted((replace(fleet, servers=number) for fleet in fleets for number in numbers), key=prices.of_fleet)
     results: list[FleetResult] = []
     chosen: FleetResult | None = None
     wave = num_processes(processes, len(cells))
