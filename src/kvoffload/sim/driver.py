@@ -221,7 +221,9 @@ class _NoTiers(CPUOffloadingManager):
     def __init__(self) -> None:
         super().__init__(1, "lru")
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = ()
+    ) -> PrepareStoreOutput | None:
         return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
 
 
