@@ -11,6 +11,7 @@ import argparse
 import ast
 import functools
 import importlib.util
+import os
 import re
 import runpy
 import shlex
@@ -171,7 +172,10 @@ def _kvoffload() -> Any:
 
 def make_lines(arguments: tuple[str, ...]) -> list[tuple[str, ...]]:
     """What ``make`` would run of this project's modules."""
-    made = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    # Without what a `make test ARGS=...` around this test passes on.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "ARGS")}
+    command = ["make", "-n", *arguments]
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     lines = [
         shlex.split(line) for line in made.stdout.splitlines() if re.search(r"python -m (?:kvoffload|tests)", line)
