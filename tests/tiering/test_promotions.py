@@ -83,6 +83,20 @@ def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> 
     assert first.wait.waited_s(parts.clock()) == 0.5, "it was answered when its blocks arrived"
 
 
+def test_a_job_is_gathered_block_by_block_without_copies_and_is_its_tiers_then() -> None:
+    """A prompt whose every second block is here copied all keys for each of the others: seconds for a long one."""
+    parts = Parts()
+    request = parts.request("a")
+    parts.begin(request, 1)
+    (job,) = parts.promotions.queue.values()
+    gathered = job.keys
+    parts.begin(request, 3)
+    assert gathered == keys(1, 3)
+    parts.promotions.submit()
+    assert [submitted.keys for submitted in parts.fake.jobs.values()] == [tuple(keys(1, 3))]
+    parts.finish()
+
+
 def test_the_share_refuses_and_as_much_of_the_head_as_fits_is_begun() -> None:
     parts = Parts()
     first, second = parts.request("a"), parts.request("b")

@@ -151,7 +151,8 @@ class Promotions:
             if job is not None:
                 self._submit(name)
             job = self.queue[name] = TierJob(tier, context, is_promotion=True)
-        job.keys = (*job.keys, *keys)
+        assert isinstance(job.keys, list)
+        job.keys += keys  # a copy for each block of a long prefix would take seconds
         job.slots += slots
         self._job_of.update(dict.fromkeys(keys, job))
         self._planner.link(tier.index).begin(len(keys))

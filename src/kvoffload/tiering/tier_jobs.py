@@ -126,7 +126,7 @@ class TierJob(JobMetadata):
         *,
         is_promotion: bool,
     ) -> None:
-        super().__init__(0, tuple(keys), [*slots], is_promotion, req_context)
+        super().__init__(0, [*keys], [*slots], is_promotion, req_context)
         self.tier = tier
         self.is_stale = False
         """Begun before a reset of the primary tier."""
@@ -155,7 +155,7 @@ class TierJobs:
     def submit(self, job: TierJob) -> bool:
         """Submits a job to its tier. ``False``: the tier did not take it, and it has failed."""
         self._last_id += 1
-        job.job_id = self._last_id
+        job.job_id, job.keys = self._last_id, tuple(job.keys)
         # Recorded first: a tier may finish a job, and be polled, within its own submit.
         self.in_flight[job.job_id] = job
         self._num_by_tier[job.tier] += 1
