@@ -45,8 +45,8 @@ class JobMetadata:
         self.is_promotion = is_promotion
         self.req_context = req_context
         self.is_overdue = False
-        """Set by the tier when a call for the job has run for longer than it may. From then on no request waits for the
-        job's blocks, and other reads are not expected to end later because of it. It still ends, however late."""
+        """Set by the tier when a call for the job has run for longer than it may. From then on no further request waits
+        for the job's blocks, and no other read is expected to end later because of it. It still ends, however late."""
 
     def __repr__(self) -> str:
         direction = "to the primary tier" if self.is_promotion else "to the tier"
