@@ -6,7 +6,7 @@
 Each pair runs every benchmark in both trees, the second one first in every other pair. A row is compared by its ratio
 to its reference of the same run, or by its value if it has none. The figure is that of now over that of before, turned
 so that above 1 is worse: the median of the pairs, and the range. Rows of only one of the trees are left out, and a pair
-of which one run fails. The exit code is 1 if a median is above ``--most``.
+of which one run fails. The exit code is 1 if a median is above ``--most``, or nothing could be compared.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _print(worse: Mapping[str, Sequence[float]], most: float) -> int:
         median = statistics.median(ratios)
         mark = "WORSE" if median > most else ""
         print(f"{case:90} {median:6.3f}  ({min(ratios):.3f} to {max(ratios):.3f}) {mark}".rstrip())
-    return int(any(statistics.median(ratios) > most for ratios in worse.values()))
+    return int(not worse or any(statistics.median(ratios) > most for ratios in worse.values()))
 
 
 if __name__ == "__main__":
