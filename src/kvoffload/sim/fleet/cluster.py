@@ -59,7 +59,7 @@ def simulate_fleet(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A replay makes no cycles, and a collection visits all blocks of all servers. Nor may a router of one's own."""
+    """A collection visits all blocks of all servers. A replay makes no cycles, and a router of one's own must not."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
