@@ -25,3 +25,5 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
         load_model(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="multiple"):
         build_random_model(hidden=30, heads=4)
+    with pytest.raises(ConfigError, match="hybrid"):
+        build_random_model("typo")

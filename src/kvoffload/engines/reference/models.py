@@ -42,6 +42,8 @@ def build_random_model(
     """
     import transformers
 
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r} must be one of {', '.join(KINDS)}.")
     if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ConfigError(
             f"hidden={hidden} must be an even multiple of heads={heads}, and heads a multiple of kv_heads={kv_heads}."
