@@ -387,8 +387,7 @@ def lock_holders(root: str, suffix: str) -> list[str]:
     for process in filter(str.isdigit, os.listdir("/proc")):
         for fd, path in _open_under((os.path.realpath(root),), process):
             with contextlib.suppress(OSError):
-                is_locked = "\nlock:" in _text(f"/proc/{process}/fdinfo/{fd}")
-                if is_locked and path.endswith(suffix) and int(process) != os.getpid():
+                if path.endswith(suffix) and int(process) != os.getpid() and _is_locked(process, fd):
                     found.append(f"process {process} ({_text(f'/proc/{process}/comm').strip()})")
                     break
     return found
@@ -405,26 +404,30 @@ def _open_under(roots: Iterable[str], process: str) -> Iterator[tuple[int, str]]
                     yield int(fd), path
 
 
+def _is_locked(process: str, fd: int) -> bool:
+    """Whether what a process has open as ``fd`` has a lock. Raises ``OSError``."""
+    return "\nlock:" in _text(f"/proc/{process}/fdinfo/{fd}")
+
+
 def _text(path: str) -> str:
     with open(path) as file:
         return file.read()
 
 
 def _leave_to_parent() -> None:
-    """A lock belongs to what is open, and a child has open what its parent had when it was forked. So that it keeps no
-    lock beyond its parent's end, all of that becomes a file without content, which cannot be written to. What others
-    have open under a root, such as a log that the child's output goes to, stays."""
+    """A forked child has open what its parent has, and keeps its locks with that. In the child, whatever is locked
+    under a root, or is a store's, becomes an empty file that cannot be written to. A log, say, stays open."""
     if not _roots:
         return
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for fd, path in list(_open_under(_roots, "self")):
-        if _HELD.search(path) or stat.S_ISDIR(os.fstat(fd).st_mode):
+        if _HELD.search(path) or stat.S_ISDIR(os.fstat(fd).st_mode) or _is_locked("self", fd):
             os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)
 
 
 _HELD = re.compile(rf"/{re.escape(CONTROL_DIR)}/|/(changes|[0-9a-z-]+\.(slab|table))( \(deleted\))?$")
-"""What a store keeps open beside directories, some of it locked; as the system calls a file that was deleted, too."""
+"""What a store keeps open beside directories. The system says of a file that it was deleted."""
 _roots: set[str] = set()
 """Where this process has stores."""
 os.register_at_fork(after_in_child=_leave_to_parent)

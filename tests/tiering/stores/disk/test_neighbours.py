@@ -67,14 +67,19 @@ sys.stdin.read()
 
 
 CHILD_WITH_A_LOG = """
-import os, sys
+import fcntl, os, sys
 from kvoffload.tiering.stores.disk import DiskStore
-root, size, max_bytes = sys.argv[1], *map(int, sys.argv[2:])
+root, size, max_bytes, is_locked = sys.argv[1], *map(int, sys.argv[2:])
 store = DiskStore(root, size, "", max_bytes)
 log = os.open(root + "/server.log", os.O_WRONLY | os.O_CREAT)
+if is_locked:
+    fcntl.flock(log, fcntl.LOCK_EX)
 child = os.fork()
 if not child:
-    os.write(log, b"a line")
+    try:
+        os.write(log, b"a line")
+    except OSError:
+        os._exit(9)
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -264,12 +269,14 @@ class TestAdoption:
             finally:
                 os.kill(child, signal.SIGKILL)
 
-    def test_a_child_keeps_what_others_have_open_under_the_root(self, tmp_path: Path) -> None:
-        """Such as the file that its output goes to."""
-        command = [sys.executable, "-c", CHILD_WITH_A_LOG, *map(str, (tmp_path / "kv", SMALL, two_slabs()))]
+    @pytest.mark.parametrize("is_locked", [False, True])
+    def test_a_child_keeps_what_others_have_open_under_the_root(self, tmp_path: Path, is_locked: bool) -> None:
+        """Such as the file that its output goes to, but no lock, whatever is locked."""
+        words = tmp_path / "kv", SMALL, two_slabs(), int(is_locked)
+        command = [sys.executable, "-c", CHILD_WITH_A_LOG, *map(str, words)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert not ran.returncode, ran.stderr
-        assert (tmp_path / "kv" / "server.log").read_bytes() == b"a line"
+        assert ran.returncode == (9 if is_locked else 0), ran.stderr
+        assert (tmp_path / "kv" / "server.log").read_bytes() == (b"" if is_locked else b"a line")
 
     def test_who_holds_all_slabs_is_said(self, open_store, neighbour, monkeypatch, caplog) -> None:
         monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
