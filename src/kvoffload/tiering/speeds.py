@@ -89,13 +89,13 @@ def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
     """Whether the last two samples of (blocks, seconds) are both slower than those before them, or both faster, by
     ``_CHANGE`` and whatever part of these was latency."""
     *before, one, last = samples
-    return all(
-        seconds > _CHANGE * median([each_s * max(1.0, size / each) for each, each_s in before])
-        for size, seconds in (last, one)
-    ) or all(
-        seconds * _CHANGE < median([each_s * min(1.0, size / each) for each, each_s in before])
-        for size, seconds in (last, one)
-    )
+
+    def change(size: float, seconds: float) -> int:
+        most_s = median([each_s * max(1.0, size / each) for each, each_s in before])
+        least_s = median([each_s * min(1.0, size / each) for each, each_s in before])
+        return (seconds > _CHANGE * most_s) - (seconds * _CHANGE < least_s)
+
+    return (newest := change(*last)) != 0 and change(*one) == newest
 
 
 def weighted_median(values: Collection[tuple[float, float]]) -> float:
