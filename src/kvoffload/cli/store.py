@@ -83,14 +83,19 @@ def verify(
     blocks = [block for one in directories if one not in sealed for block in tier.files(one)]
     size_bytes = sum(block.size_bytes for block in blocks)
     bad: list[Any] = []
-    unreadable: dict[str, str | None] = {}
+    unreadable: list[str] = []
     with progress({"verify": len(blocks)}, "blocks") as advance:
         for block in blocks:
+            said = ""
             try:
                 if tier.is_sound(block) is False:
                     bad.append(block)
+                    said = f"bad: {block.path}"
             except OSError as exc:
-                unreadable[block.path] = exc.strerror
+                unreadable.append(block.path)
+                said = f"unreadable: {block.path}: {exc.strerror}"
+            if said and not as_json:  # at once: nobody may have the time for all blocks
+                print(said, flush=True)
             advance("verify")
     deleted = tier.remove(bad) if bad and repair else None
     if as_json:
@@ -99,16 +104,12 @@ def verify(
                 "blocks": len(blocks),
                 "bytes": size_bytes,
                 "bad": [block.path for block in bad],
-                "unreadable": [*unreadable],
+                "unreadable": unreadable,
                 "deleted": deleted,
                 "sealed": [display_name(directory) for directory in sealed],
             }
         )
     else:
-        for block in bad:
-            print(f"bad: {block.path}")
-        for path, why in unreadable.items():
-            print(f"unreadable: {path}: {why}")
         print(
             f"{len(blocks):,} blocks ({format_bytes(size_bytes)}) read, {len(bad):,} bad, "
             f"{len(unreadable):,} unreadable."
