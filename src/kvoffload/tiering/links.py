@@ -24,9 +24,9 @@ several side by side the first one takes as long as all."""
 class Link:
     """Measures one tier by its own reads. Times are those of ``clock``; one thread.
 
-    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. One that its tier calls overdue is
-    skipped: it delays no other read, and its own blocks are not waited for. If a later read ended before it, it says
-    nothing of the tier's speed.
+    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. A read that its tier calls overdue
+    is skipped: nobody waits for its blocks, and the reads behind it are expected as if it were not there. Its time
+    counts only if no later read has ended before it.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):

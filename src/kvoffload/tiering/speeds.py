@@ -22,7 +22,7 @@ _WINDOW = 24
 _WINDOW_S = 15.0
 _KEPT = 3
 _CHANGE = 3.0
-"""A link has changed when two reads in a row took this many times as long as those before, or as little."""
+"""A link has changed when two reads in a row took this many times as long as those before, or that part of it."""
 _ANSWERS = 7
 """Answers whose median says how long the next one takes."""
 _CLOSE_S, _CLOSE = 0.002, 0.25
@@ -86,8 +86,11 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
 
 
 def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
-    """Whether the last two samples of (blocks, seconds) are both slower than those before them, or both faster, by
-    ``_CHANGE`` and whatever part of these was latency."""
+    """Whether the last two samples of (blocks, seconds) are both slower than those before them, or both faster.
+
+    The ones before may be of another size. They are scaled to it twice, as if all of their time was latency and as if
+    none was: a sample has changed if it differs from both by ``_CHANGE``.
+    """
     *before, one, last = samples
 
     def change(size: float, seconds: float) -> int:

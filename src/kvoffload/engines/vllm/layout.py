@@ -261,8 +261,8 @@ def _unproven_drafter(what: str) -> ConfigError:
 
 
 def _refuse_other_answers(vllm_config: Any) -> None:
-    """Answers that need more of a prefix than its KV, and KV that depends on what comes after it. vLLM asks a connector
-    where it has no prefix cache, too."""
+    """Raises where a loaded prefix would give another answer: KV depends on later tokens, or an answer needs more of a
+    prefix than its KV. vLLM's own prefix cache is off then, and vLLM asks connectors all the same."""
     if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
         # For want of causal attention, of a kernel that goes on from a prefix, or because all tokens are pooled.
         raise ConfigError(

@@ -328,8 +328,8 @@ class RootedStore(BlockStore):
         return bytes_of(block, self._block_bytes)
 
     def _outcomes(self, answers: list[bool], errors: Sequence[OSError], was_here: Sequence[bool] = ()) -> list[bool]:
-        """The ``answers`` of a batch in which these ``errors`` happened. That the root is gone is one too. Raises
-        ``StoreError`` if nothing came of the batch, beside blocks of which each ``was_here`` before."""
+        """The ``answers`` of a batch in which these ``errors`` happened; a root that is gone is one, too. Raises
+        ``StoreError`` if all blocks failed. Those that ``was_here`` says were here before count for nothing."""
         failures = [self._failed(error) for error in errors[:1]]
         if answers and not any(answers) and not errors and not os.path.isdir(self._root):
             failures.append(StoreError(gone(self._root)))

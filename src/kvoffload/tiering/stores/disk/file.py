@@ -96,7 +96,7 @@ class SlabFile:
                     raise OSError(errno.EBUSY, "locked by somebody else", new)
             table_fd, payload_fd = fds
             _allocate(payload_fd, num_slots * layout.block_bytes)
-            # Written, not only allocated, so that an entry finds its space, but on file systems that copy on write.
+            # Written, not only allocated, so that an entry has its space, where nothing copies on write.
             with open(table_fd, "wb", closefd=False) as table:
                 table.write(layout.header(num_slots).ljust(layout.table_bytes(num_slots), b"\0"))
             # The table last: a slab is there if its table is, and then it is complete.

@@ -276,9 +276,9 @@ class DiskStore(RootedStore):
         return bool(runs)
 
     def _clear(self, runs: Sequence[BusyRun]) -> None:
-        """Empties the entries of slots on the disk, and makes the slots free. In this order: a slot should be written
-        only after its old entry is gone, or a crash or a neighbour would take the new bytes for the old block's, which
-        they do not pass for. Where every write needs space, an entry stays on a full disk."""
+        """Empties the entries of slots on the disk, then makes the slots free. The other way round, a crash or a
+        neighbour would find the old entry beside new bytes, and read them in vain. On a full disk that copies on write
+        there is no space for an empty entry: the old one stays, and its seal does not fit what is written there."""
         for run in runs:
             try:
                 run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
