@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct I/O asks of buffers: whole aligned pages."""
+"""What direct I/O asks of buffers, whole aligned pages, and what it tells of devices."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["O_DIRECT", "PAGE_BYTES", "after", "is_aligned"]
+__all__ = ["BLOCK_ERRORS", "O_DIRECT", "PAGE_BYTES", "after", "is_aligned"]
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0: this system has no direct I/O."""
 PAGE_BYTES = 4096
 _BYTE = ctypes.c_char
+BLOCK_ERRORS = frozenset(
+    getattr(errno, name, errno.EIO) for name in ("EIO", "ENODATA", "EILSEQ", "EREMOTEIO", "EUCLEAN", "EBADMSG")
+)
+"""Some bytes cannot be read or written, whatever the others do. The page cache makes EIO of most of these. Direct I/O
+tells what the device said: a bad medium, a checksum that does not fit, a target that failed. The last two are of a file
+system's own data."""
 
 
 def is_aligned(buffer: memoryview) -> bool:

@@ -423,14 +423,19 @@ class Broken:
         return wrapped
 
 
+OF_DEVICES = (errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
+"""What Linux makes of a bad medium, a wrong checksum and a failed device, where direct I/O tells it as it is."""
+
+
 class TestBadMedia:
     @pytest.fixture
     def broken(self, monkeypatch: pytest.MonkeyPatch) -> Broken:
         return Broken(monkeypatch)
 
-    def test_a_slot_that_cannot_be_written_costs_itself(self, open_store, broken: Broken) -> None:
+    @pytest.mark.parametrize("error", [errno.EIO, *OF_DEVICES], ids=errno.errorcode.get)
+    def test_a_slot_that_cannot_be_written_costs_itself(self, open_store, broken: Broken, error: int) -> None:
         store = open_store()
-        broken.slots = {3}
+        broken.slots, broken.error = {3}, error
         assert write(store, *KEYS[:6]) == [True, True, True, False, True, True]
         assert write(store, KEYS[3]) == [True], "in another slot"
         assert right(store, *KEYS[:6]) == set(KEYS[:6])
@@ -455,10 +460,11 @@ class TestBadMedia:
         assert write(store, *keys[100 : 100 + num_free]) == [True] * num_free
         assert len(right(store, *keys)) == 20 + num_free
 
-    def test_a_slot_that_cannot_be_read_costs_itself(self, open_store, broken: Broken) -> None:
+    @pytest.mark.parametrize("error", [errno.EIO, *OF_DEVICES], ids=errno.errorcode.get)
+    def test_a_slot_that_cannot_be_read_costs_itself(self, open_store, broken: Broken, error: int) -> None:
         store = open_store()
         write(store, *KEYS[:6])
-        broken.slots = {3}
+        broken.slots, broken.error = {3}, error
         buffers = [aligned(bytes(SMALL)) for _ in range(6)]
         assert store.read_into(KEYS[:6], buffers) == [True, True, True, False, True, True]
         assert store.take_lost() == {KEYS[3]: "corrupt"}

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A C library whose reads fail or hang for chosen files. $KVO_FAULTS names a file of lines "eio NAME" or "hang NAME",
- * where NAME is a part of a path. It is read anew at each call, and a call that hangs returns when its line is gone.
+ * A C library whose reads fail or hang for chosen files. $KVO_FAULTS names a file of lines "eio NAME", "enodata NAME"
+ * or "hang NAME", where NAME is a part of a path. It is read anew at each call, and a call that hangs returns when its
+ * line is gone.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -35,6 +36,10 @@ static int check(const char *path) {
         usleep(2000);
     if (fault_of(path, "eio")) {
         errno = EIO;
+        return -1;
+    }
+    if (fault_of(path, "enodata")) {
+        errno = ENODATA;
         return -1;
     }
     return 0;

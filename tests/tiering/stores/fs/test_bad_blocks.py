@@ -127,8 +127,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @needs_faults
 class TestUnreadable:
-    def test_it_is_a_miss_forgotten_and_written_anew(self, rig: Rig) -> None:
-        rig.plan(("eio", K[3]))
+    @pytest.mark.parametrize("kind", ["eio", "enodata"])
+    def test_it_is_a_miss_forgotten_and_written_anew(self, rig: Rig, kind: str) -> None:
+        rig.plan((kind, K[3]))
         assert rig.load(1, *K[:4]) == set(K[:3])
         assert rig.ask(*K[:4]) == [True, True, True, False]
         before = os.stat(rig.root / rig.path_of(K[3])).st_ino

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
 from kvoffload.tiering.stores.disk.file import NO_SPACE, check_preallocation
@@ -209,9 +209,9 @@ class DiskStore(RootedStore):
                 good = [Run(0, whole)]
         except OSError as exc:
             errors.append(exc)
-            if exc.errno == errno.EIO or exc.errno in NO_SPACE:
+            if exc.errno in BLOCK_ERRORS or exc.errno in NO_SPACE:
                 good, bad = self._write_singly(run, payloads)
-                run.bad = bad if exc.errno == errno.EIO else []
+                run.bad = bad if exc.errno in BLOCK_ERRORS else []
         seals = seals_of()
         run.entries = b"".join(
             [self._layout.entry(block.key, seal, block.stamp_ns) for block, seal in zip(run.blocks, seals, strict=True)]
@@ -349,7 +349,7 @@ class DiskStore(RootedStore):
         entry = self._slabs.entry(slab, index)
         if slab.is_dropped or entry[:SEAL_BYTES] != seal or entry[PROBE_AT:] != key.probe:
             return False  # evicted meanwhile
-        if error is not None and error.errno != errno.EIO:
+        if error is not None and error.errno not in BLOCK_ERRORS:
             return False
         try:
             # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second

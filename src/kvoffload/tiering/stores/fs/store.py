@@ -14,6 +14,7 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
@@ -21,8 +22,6 @@ from kvoffload.tiering.stores.root import RootedStore, check_directory, director
 
 __all__ = ["FileSystemStore"]
 
-_BLOCK_ERRORS = (errno.EIO, getattr(errno, "EUCLEAN", errno.EIO), errno.EBADMSG)
-"""A file that cannot be read: one block, not the store."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
@@ -233,7 +232,7 @@ class FileSystemStore(RootedStore):
     def _add_error(self, errors: list[OSError], error: OSError, key: OffloadKey, path: str) -> None:
         """Records the error of one file. If the disk cannot read it, the file is a miss until it is written anew."""
         errors.append(error)
-        if error.errno in _BLOCK_ERRORS:
+        if error.errno in BLOCK_ERRORS:
             with self._lock:
                 self._lost[key] = "corrupt"
                 self._unreadable[path] = None
