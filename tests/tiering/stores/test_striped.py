@@ -359,7 +359,7 @@ def test_a_quota_is_for_all_disks_or_for_each(tmp_path: Path, max_bytes: object,
     assert f"{tmp_path}/a, {tmp_path}/b" in options.describe(1 << 30)
 
 
-@pytest.mark.parametrize("error", [None, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("error", [None, errno.EACCES, errno.EIO, errno.ENODATA, errno.ENOSPC])
 def test_a_disk_that_is_broken_at_the_start_is_left_out_and_a_mistake_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int | None
 ) -> None:

@@ -16,6 +16,8 @@ import msgspec
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError, causes
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS
+from kvoffload.tiering.stores.disk.file import NO_SPACE
 from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.quota import check_memory, existing_directory
 from kvoffload.tiering.stores.disk.store import DiskStore
@@ -30,12 +32,12 @@ __all__ = ["DiskOptions"]
 logger = logging.getLogger(__name__)
 
 _BROKEN = (
-    errno.EIO,
+    *BLOCK_ERRORS,
+    *NO_SPACE,
     errno.ENXIO,
     errno.ENODEV,
     errno.EROFS,
     errno.ESHUTDOWN,
-    errno.EUCLEAN,
     errno.ENOTCONN,
     errno.ETIMEDOUT,
 )
