@@ -213,6 +213,34 @@ def test_a_silent_agent_is_asked_for_nothing_more_until_it_speaks() -> None:
     nodes.order(0, Act.CONTAINS, keys(3))
 
 
+def test_a_silent_agent_is_spoken_to_also_when_nothing_is_open() -> None:
+    """Else nothing would ever end its silence. It fell silent while another node's call took long."""
+    clock = ManualClock()
+    nodes, slow, silent = Nodes(2, clock), AgentLink(0), AgentLink(1)
+    pending = nodes.order(0, Act.CONTAINS, keys(1))
+
+    def step(*heard: AgentLink) -> None:
+        packets = nodes.take_packets()
+        for agent in heard:
+            for order in agent.receive(packets, lambda: True):
+                if agent is silent:
+                    agent.put(Answer(order.number, [True]))
+            nodes.receive(agent.take_packets())
+
+    for _ in range(4):
+        step(slow, silent)
+    for _ in range(40):
+        step(slow)
+    clock.advance(3.0)
+    slow.put(Answer(1, [True]))
+    step(slow)
+    assert pending.ended.is_set()
+    with pytest.raises(StoreError, match="node 1"):
+        nodes.order(0, Act.CONTAINS, keys(2))
+    step(slow, silent)
+    nodes.order(0, Act.CONTAINS, keys(2))
+
+
 def test_an_answer_that_makes_no_sense_is_a_failure() -> None:
     nodes, agent = Nodes(1), AgentLink(0)
     pending = nodes.order(0, Act.READ, keys(1, 2), [0, 1])

@@ -176,7 +176,7 @@ class Nodes:
         packets = []
         with self._lock:
             for index, node in enumerate(self._nodes):
-                if not self._open and not node.stream.is_due:
+                if not (self._open or node.stream.is_due or node.is_silent):  # who is silent must be asked to speak
                     continue
                 node.sent()
                 if node.agent:
