@@ -37,11 +37,13 @@ __all__ = [
     "check_directory",
     "check_locks",
     "check_root",
+    "check_there",
     "check_type",
     "directory_of",
     "display_name",
     "find_directory",
     "gone",
+    "is_mount",
     "lock_holders",
     "make_directory",
     "make_file",
@@ -339,6 +341,18 @@ class RootedStore(BlockStore):
         failure = StoreError(f"The store at {self._root} fails: {error}")
         failure.__cause__ = error
         return failure
+
+
+def is_mount(root: str) -> bool:
+    """Whether ``root`` is a mount point, or a link to one, of which ``os.path.ismount`` knows nothing."""
+    return os.path.ismount(os.path.realpath(root))
+
+
+def check_there(root: str, was_mount: bool) -> None:
+    """Raises ``FileNotFoundError`` if ``root`` is gone, or its mount. It is never made again, and nothing is written to
+    a mount point without its mount: that may be the system's own disk."""
+    if not os.path.isdir(root) or (was_mount and not is_mount(root)):
+        raise FileNotFoundError(gone(root))
 
 
 def gone(root: str) -> str:

@@ -643,8 +643,10 @@ class TestRoot:
         yield path
         subprocess.run(["umount", "-l", path], check=True)
 
-    def test_a_mount_point_without_its_mount_is_not_written_to(self, small_disk: Path) -> None:
-        store = DiskStore(small_disk, SMALL, max_bytes=1 << 20)
+    @pytest.mark.parametrize("path", ["disk", "link"])
+    def test_a_mount_point_without_its_mount_is_not_written_to(self, small_disk: Path, path: str) -> None:
+        small_disk.with_name("link").symlink_to(small_disk)
+        store = DiskStore(small_disk.with_name(path), SMALL, max_bytes=1 << 20)
         write(store, *KEYS[:3])
         subprocess.run(["umount", "-l", small_disk], check=True)
         store.refresh()

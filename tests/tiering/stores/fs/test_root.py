@@ -106,8 +106,10 @@ def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
     assert read(store, KEY) == block_of(KEY, SMALL)
 
 
-def test_a_mount_point_without_its_mount_is_not_written_to(small_disk: Path) -> None:
-    store = FileSystemStore(small_disk, SMALL)
+@pytest.mark.parametrize("path", ["disk", "link"])
+def test_a_mount_point_without_its_mount_is_not_written_to(small_disk: Path, path: str) -> None:
+    small_disk.with_name("link").symlink_to(small_disk)
+    store = FileSystemStore(small_disk.with_name(path), SMALL)
     write(store, KEY)
     subprocess.run(["mount", "-t", "tmpfs", "none", small_disk], check=True)  # what is below is hidden
     assert write(store, KEY) == [True], "a mount all the same"

@@ -21,7 +21,8 @@ from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     SAFE,
     Access,
-    gone,
+    check_there,
+    is_mount,
     make_directory,
     make_file,
     open_control,
@@ -232,7 +233,7 @@ class SlabDirectory:
         """Held while ``_fd`` is replaced or duplicated."""
         self._is_closed = False
         self._is_marked = False
-        self._is_mount = os.path.ismount(root)
+        self._is_mount = is_mount(root)
         self._open()
 
     @property
@@ -289,7 +290,7 @@ class SlabDirectory:
     def duplicate(self) -> Iterator[int]:
         """A descriptor of the directory that stays open whatever ``check`` does meanwhile. Raises ``OSError``, also if
         the root is gone."""
-        self._check_root()
+        check_there(self.root, self._is_mount)
         with self._lock:
             if self._is_closed:
                 raise OSError(errno.ESHUTDOWN, "the store is closed", self.root)
@@ -309,7 +310,7 @@ class SlabDirectory:
 
     def _open(self) -> None:
         path = f"{self.root}/{self.name}"
-        self._check_root()
+        check_there(self.root, self._is_mount)
         make_directory(f"{self.root}/{CONTROL_DIR}", self.access)
         make_directory(path, self.access)
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -324,12 +325,6 @@ class SlabDirectory:
             raise PermissionError(f"{path} is not a directory of ours")
         self._fd = fd
         self._mark()
-
-    def _check_root(self) -> None:
-        """Raises ``FileNotFoundError`` if the root is gone, or its mount. It is never made again here, and nothing is
-        written to a mount point without its mount: that may be the system's own disk."""
-        if not os.path.isdir(self.root) or (self._is_mount and not os.path.ismount(self.root)):
-            raise FileNotFoundError(gone(self.root))
 
     def _mark(self) -> None:
         """Shows other processes that this namespace is in use. Does not wait for one that removes slabs of it."""

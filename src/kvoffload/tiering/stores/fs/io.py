@@ -19,7 +19,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import O_DIRECT, PAGE_BYTES, after, is_aligned
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.quota import Quota
-from kvoffload.tiering.stores.root import SAFE, Access, gone, make_directory
+from kvoffload.tiering.stores.root import SAFE, Access, check_there, is_mount, make_directory
 
 __all__ = ["FileIO", "ReadOutcome", "is_absence"]
 
@@ -55,7 +55,7 @@ class FileIO:
         self._access = access
         self._quota = quota
         self._durable = durable
-        self._is_mount = os.path.ismount(root)
+        self._is_mount = is_mount(root)
         self._direct = bool(O_DIRECT) and layout.is_paged
         self._local = threading.local()
         # Random rather than a host's name and a process id: containers of different hosts have the same.
@@ -162,9 +162,7 @@ class FileIO:
                 raise
 
     def _make_directory(self, directory: str) -> None:
-        # The root is never made again here: it may be a mount that went away.
-        if not os.path.isdir(self._root) or (self._is_mount and not os.path.ismount(self._root)):
-            raise FileNotFoundError(gone(self._root))
+        check_there(self._root, self._is_mount)
         full = f"{self._root}/{directory}"
         for part in (os.path.dirname(full), full):
             make_directory(part, self._access)
