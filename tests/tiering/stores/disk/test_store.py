@@ -633,6 +633,22 @@ class TestRoot:
         assert len(tables(tmp_path)) == 2
         assert disk_bytes(tmp_path) <= 2 << 20
 
+    @pytest.mark.once
+    def test_a_new_root_that_cannot_be_synced_costs_no_open_files(
+        self, open_store, tmp_path: Path, monkeypatch
+    ) -> None:
+        def fail(fd: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        store = open_store(durability="fsync")
+        with upkeep_of(store).lock, monkeypatch.context() as broken:
+            shutil.rmtree(tmp_path / "kv")
+            (tmp_path / "kv").mkdir()
+            broken.setattr(os, "fsync", fail)
+            before = len(os.listdir("/proc/self/fd"))
+            assert [store._directory.check() for _ in range(3)] == [False] * 3
+            assert len(os.listdir("/proc/self/fd")) < before, "the old one alone was closed"
+
     @pytest.fixture
     def small_disk(self, tmp_path: Path) -> Iterator[Path]:
         path = tmp_path / "disk"

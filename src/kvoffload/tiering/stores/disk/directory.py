@@ -315,9 +315,9 @@ class SlabDirectory:
         make_directory(path, self.access)
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fd = open_directory(self.name, root_fd)
             if self.is_durable:
                 os.fsync(root_fd)
+            fd = open_directory(self.name, root_fd)
         finally:
             os.close(root_fd)
         if not self.access.admits(os.fstat(fd)):
