@@ -47,7 +47,7 @@ def forge_file(directory: Path) -> None:
 def forge_slot(directory: Path) -> None:
     layout = SlabFormat(directory.name, SIZE)
     key = layout.hashed(KEY)
-    entry = layout.entry(key, layout.seal(key, memoryview(FORGED))[1], time.time_ns())
+    entry = layout.entry(key, layout.sealer.seal(key.probe, memoryview(FORGED))[1], time.time_ns())
     (table,) = (path for path in directory.glob("*" + TABLE_SUFFIX) if key.probe in path.read_bytes())
     content = bytearray(table.read_bytes())
     num_slots = layout.parse_header(bytes(content[:4096]))

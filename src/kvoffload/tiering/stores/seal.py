@@ -23,10 +23,9 @@ from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 
 __all__ = [
     "SEAL_BYTES",
-    "Checksum",
+    "Digests",
     "Encryption",
     "EncryptionKey",
-    "Mac",
     "Sealer",
     "require_ciphers",
     "seal_bytes_of",
@@ -76,53 +75,47 @@ class Sealer(ABC):
         content is undefined. Both may be the same memory, which saves a copy."""
 
 
-class _Digest(Sealer):
-    """A seal that follows from key and block."""
+class Digests(Sealer):
+    """Seals that follow from key and block: checksums, or message authentication codes."""
 
-    @abstractmethod
-    def digest(self, key: bytes, block: memoryview) -> bytes:
-        """The only seal that ``block`` has as ``key``."""
+    def __init__(self, digest: Digest) -> None:
+        self._digest = digest
 
     def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
         if into is not None:
             into[:] = block
-        return block if into is None else into, self.digest(key, block)
+        return block if into is None else into, self._digest(key, block)
 
     def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
         # Nobody may write to ``stored`` meanwhile, so it can be judged where it is.
-        if not hmac.compare_digest(seal, self.digest(key, stored)):
+        if not hmac.compare_digest(seal, self._digest(key, stored)):
             return False
         if block is not stored:
             block[:] = stored
         return True
 
 
-class Checksum(_Digest):
+def _checksum_of(prefix: bytes) -> Digest:
     """Finds what was damaged or mixed up by accident. Anybody can make one."""
-
-    def __init__(self, digest: Digest) -> None:
-        self._digest = digest
-
-    def digest(self, key: bytes, block: memoryview) -> bytes:
-        return self._digest(key, block)
+    # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
+    return lambda key, block: xxhash.xxh3_128_digest(_named(prefix, key) + xxhash.xxh3_128_digest(block))
 
 
-class Mac(_Digest):
+def _code_of(prefix: bytes, secret: bytes) -> Digest:
     """A message authentication code: who does not know the secret cannot make a block that passes.
 
     The block is hashed by AES-GMAC under a nonce that never changes, and the result goes, with namespace and key,
     through HMAC-SHA256, cut to 16 bytes. Nobody sees the first result, so it needs no nonce of its own: it is a
     universal hash, and what protects it is the HMAC (hash and then a pseudorandom function).
     """
+    hashing = _ciphers().AESGCM(_derived(secret, b"kvoffload seal: hash"))
+    outer = _derived(secret, b"kvoffload seal: code")
 
-    def __init__(self, identity: bytes, secret: bytes) -> None:
-        self._prefix = identity
-        self._hash = _ciphers().AESGCM(_derived(secret, b"kvoffload seal: hash"))
-        self._outer = _derived(secret, b"kvoffload seal: code")
+    def code(key: bytes, block: memoryview) -> bytes:
+        hashed = hashing.encrypt(bytes(_NONCE_BYTES), b"", block)
+        return hmac.digest(outer, _named(prefix, key) + hashed, "sha256")[:SEAL_BYTES]
 
-    def digest(self, key: bytes, block: memoryview) -> bytes:
-        hashed = self._hash.encrypt(bytes(_NONCE_BYTES), b"", block)
-        return hmac.digest(self._outer, _named(self._prefix, key) + hashed, "sha256")[:SEAL_BYTES]
+    return code
 
 
 class Encryption(Sealer):
@@ -171,11 +164,8 @@ def sealer_of(identity: str, secret: bytes | None, checksum: Digest | None = Non
     if isinstance(secret, EncryptionKey):
         return Encryption(prefix, secret)
     if secret is not None:
-        return Mac(prefix, secret)
-    # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
-    return Checksum(
-        checksum or (lambda key, block: xxhash.xxh3_128_digest(_named(prefix, key) + xxhash.xxh3_128_digest(block)))
-    )
+        return Digests(_code_of(prefix, secret))
+    return Digests(checksum or _checksum_of(prefix))
 
 
 def seal_bytes_of(secret: bytes | None) -> int:

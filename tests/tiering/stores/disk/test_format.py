@@ -20,7 +20,7 @@ BLOCK = memoryview(bytes(range(256)) * 256)
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 36, b"k" * 39, b"k" * 40, b"\xff" * 300])
 def test_an_entry_is_what_the_docstring_says(key: bytes) -> None:
     hashed = LAYOUT.hashed(OffloadKey(key))
-    entry = LAYOUT.entry(hashed, LAYOUT.seal(hashed, BLOCK)[1], 1_700_000_000_900_000_000)
+    entry = LAYOUT.entry(hashed, LAYOUT.sealer.seal(hashed.probe, BLOCK)[1], 1_700_000_000_900_000_000)
     is_short = 0 < len(key) <= 39
     stored = key if is_short else hashlib.blake2b(key, digest_size=39).digest()
     seed = xxhash.xxh3_64_intdigest(b"65536:org/model")
@@ -41,7 +41,7 @@ def test_an_entry_is_what_the_docstring_says(key: bytes) -> None:
 
 def test_seals_are_bound_to_key_namespace_and_block_size() -> None:
     seals = {
-        layout.seal(layout.hashed(OffloadKey(key)), BLOCK)[1]
+        layout.sealer.seal(layout.hashed(OffloadKey(key)).probe, BLOCK)[1]
         for layout in (LAYOUT, SlabFormat("other", 65536), SlabFormat("org/model", 4096))
         for key in (b"a", b"b")
     }

@@ -60,17 +60,17 @@ class TestLargeBlocks:
     def test_checksums_are_made_while_the_blocks_are_written(self, open_store, monkeypatch) -> None:
         digesting, write_of = threading.Event(), SlabFile.write
 
-        def digest(layout: SlabFormat, key: OffloadKey, block: memoryview) -> tuple[memoryview, bytes]:
+        def digest(layout: SlabFormat, probe: bytes, block: memoryview) -> bytes:
             digesting.set()
-            return seal_of(layout, key, block)
+            return checksum_of(layout, probe, block)
 
         def write_slowly(file: SlabFile, first: int, blocks: Sequence[memoryview]) -> int:
             assert digesting.wait(120)
             assert not file.read_entries(first, 1).strip(b"\0"), "no entry before its payload"
             return write_of(file, first, blocks)
 
-        seal_of = SlabFormat.seal
-        monkeypatch.setattr(SlabFormat, "seal", digest)
+        checksum_of = SlabFormat._checksum
+        monkeypatch.setattr(SlabFormat, "_checksum", digest)
         monkeypatch.setattr(SlabFile, "write", write_slowly)
         store = open_store(self.SIZE)
         assert write(store, *KEYS[:3], size=self.SIZE) == [True] * 3

@@ -151,7 +151,8 @@ class DiskRoot:
                         seal = block.entry[:SEAL_BYTES]
                         if layout.tail_bytes:
                             seal += file.read_tails(block.index, 1)
-                        if is_whole and layout.unseal(seal, layout.key_of(block.entry), payload):
+                        probe = layout.key_of(block.entry).probe
+                        if is_whole and layout.sealer.unseal(seal, probe, payload, payload):
                             return True
                         if bytes(file.read_entries(block.index, 1)) != block.entry:
                             return None

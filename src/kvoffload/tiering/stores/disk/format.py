@@ -112,14 +112,15 @@ class SlabFormat:
     _seed: int = field(init=False, repr=False)
     tail_bytes: int = field(init=False)
     """Of a seal, beside what its entry has room for."""
-    _sealer: Sealer = field(init=False, repr=False, compare=False)
+    sealer: Sealer = field(init=False, repr=False, compare=False)
+    """Of payloads. A key is there what an entry has of it, its ``probe``."""
 
     def __post_init__(self) -> None:
         identity = f"{self.block_bytes}:{self.directory}"
         object.__setattr__(self, "digest", hashlib.blake2b(identity.encode(), digest_size=32).digest())
         object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity.encode()))
         object.__setattr__(self, "tail_bytes", seal_bytes_of(self.secret) - SEAL_BYTES)
-        object.__setattr__(self, "_sealer", sealer_of(identity, self.secret, self._checksum))
+        object.__setattr__(self, "sealer", sealer_of(identity, self.secret, self._checksum))
 
     @property
     def is_paged(self) -> bool:
@@ -136,19 +137,6 @@ class SlabFormat:
 
     def key_of(self, entry: bytes) -> HashedKey:
         return HashedKey(xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed), entry[PROBE_AT:])
-
-    @property
-    def changes_blocks(self) -> bool:
-        """Whether a slot has other bytes than its block."""
-        return self._sealer.changes_blocks
-
-    def seal(self, key: HashedKey, block: memoryview) -> tuple[memoryview, bytes]:
-        """A slot's payload for ``block``, and its seal."""
-        return self._sealer.seal(key.probe, block)
-
-    def unseal(self, seal: bytes, key: HashedKey, payload: memoryview) -> bool:
-        """Whether ``payload`` was sealed so for this key. Then it is the block now, else its content is undefined."""
-        return self._sealer.unseal(seal, key.probe, payload, payload)
 
     def entry(self, key: HashedKey, seal: bytes, written_ns: int) -> bytes:
         """Of a block with this seal, written at this time (nanoseconds since 1970). It lacks the seal's tail."""

@@ -70,9 +70,11 @@ class NewBlock:
 
     key: HashedKey
     payload: memoryview
+    """The block; once it is sealed, what is written for it."""
     stamp_ns: int
     long_key: OffloadKey | None = None
     """The key itself, where an entry has only a digest of it."""
+    seal: bytes = b""
     is_written: bool = False
 
 

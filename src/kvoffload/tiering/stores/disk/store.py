@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,7 +106,8 @@ class DiskStore(RootedStore):
         self._quota = Quota(self._directory, self._slabs, layout, max_bytes)
         self._upkeep = Upkeep(self._directory, self._slabs, self._quota)
         self._beside: ThreadPoolExecutor | None = None
-        if block_bytes >= _BESIDE_BYTES and memory_file_system(self._root) is None:
+        is_beside = block_bytes >= _BESIDE_BYTES and not layout.sealer.changes_blocks
+        if is_beside and memory_file_system(self._root) is None:
             self._beside = ThreadPoolExecutor(self.requests_in_flight, "kvoffload-disk-checksums")
 
     def __repr__(self) -> str:
@@ -202,24 +203,23 @@ class DiskStore(RootedStore):
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
         the table fails, its slab is not used any more, unless it lacks space, as on file systems that copy on write."""
         slab, first = run.slab, run.slots.first
-        payloads, seals_of = self._begin_seals(run.blocks)
+        sealing = self._begin_sealing(run.blocks)
         good = list[Run]()
         try:
-            if whole := slab.file.write(first, payloads):
+            if whole := slab.file.write(first, [block.payload for block in run.blocks]):
                 good = [Run(0, whole)]
         except OSError as exc:
             errors.append(exc)
             if exc.errno in BLOCK_ERRORS or exc.errno in NO_SPACE:
-                good, bad = self._write_singly(run, payloads)
+                good, bad = self._write_singly(run)
                 run.bad = bad if exc.errno in BLOCK_ERRORS else []
-        seals = seals_of()
-        run.entries = b"".join(
-            [self._layout.entry(block.key, seal, block.stamp_ns) for block, seal in zip(run.blocks, seals, strict=True)]
-        )
+        if sealing is not None:
+            sealing.result()
+        run.entries = b"".join([self._layout.entry(block.key, block.seal, block.stamp_ns) for block in run.blocks])
         try:
             for part in good:
                 if self._layout.tail_bytes:
-                    tails = b"".join([seal[SEAL_BYTES:] for seal in seals[part.start : part.stop]])
+                    tails = b"".join([block.seal[SEAL_BYTES:] for block in run.blocks[part.start : part.stop]])
                     slab.file.write_tails(first + part.start, tails)
                 entries = run.entries[part.start * ENTRY_BYTES : part.stop * ENTRY_BYTES]
                 slab.file.write_entries(first + part.start, entries)
@@ -230,27 +230,27 @@ class DiskStore(RootedStore):
                 self._slabs.lose(slab, exc)
         run.good = good
 
-    def _begin_seals(self, new: Sequence[NewBlock]) -> tuple[list[memoryview], Callable[[], list[bytes]]]:
-        """What to write for blocks, and what waits for their seals."""
-        if self._beside is not None and not self._layout.changes_blocks:
+    def _begin_sealing(self, new: Sequence[NewBlock]) -> Future[None] | None:
+        """Seals blocks. ``None``: it is done."""
+        if self._beside is not None:
             try:
-                seals_of = self._beside.submit(lambda: [seal for _, seal in self._sealed(new)]).result
-                return [block.payload for block in new], seals_of
+                return self._beside.submit(self._seal, new)
             except RuntimeError:
                 pass  # the store is closed, or the interpreter ends
-        # Before the write: they bring the payloads into the processor's caches, from which the kernel then takes them.
-        sealed = self._sealed(new)
-        return [payload for payload, _ in sealed], lambda: [seal for _, seal in sealed]
+        # Before the write: it brings the payloads into the processor's caches, from which the kernel then takes them.
+        self._seal(new)
+        return None
 
-    def _sealed(self, new: Sequence[NewBlock]) -> list[tuple[memoryview, bytes]]:
-        return [self._layout.seal(block.key, block.payload) for block in new]
+    def _seal(self, new: Sequence[NewBlock]) -> None:
+        for block in new:
+            block.payload, block.seal = self._layout.sealer.seal(block.key.probe, block.payload)
 
-    def _write_singly(self, run: NewRun, payloads: Sequence[memoryview]) -> tuple[list[Run], list[int]]:
+    def _write_singly(self, run: NewRun) -> tuple[list[Run], list[int]]:
         """Which blocks of a run can be written, and which the disk fails to write."""
         good, bad = list[int](), list[int]()
-        for at, payload in enumerate(payloads):
+        for at, block in enumerate(run.blocks):
             try:
-                if run.slab.file.write(run.slots.first + at, [payload]):
+                if run.slab.file.write(run.slots.first + at, [block.payload]):
                     good.append(at)
             except OSError:
                 bad.append(at)
@@ -305,7 +305,7 @@ class DiskStore(RootedStore):
         """Reads and verifies blocks in neighbouring slots of a slab."""
         first, views = found[0].slot % SLAB_STRIDE, [self._bytes(batch.blocks[block.at]) for block in found]
         failed: dict[int, OSError] = {}
-        tails = b""
+        tails = [b""] * len(found)
         try:
             tails = self._tails(slab, first, len(found))
             whole = slab.file.read(first, views)
@@ -315,21 +315,21 @@ class DiskStore(RootedStore):
                 failed[0] = exc
             else:
                 failed = self._read_singly(slab, first, views)
-        for index, (block, view) in enumerate(zip(found, views, strict=True)):
+        for index, (block, view, tail) in enumerate(zip(found, views, tails, strict=True)):
             key, error = batch.keys[block.at], failed.get(index)
             if error is not None:
                 batch.errors.append(error)
-            elif index < whole and self._layout.unseal(block.seal + self._tail(tails, index), key, view):
+            elif index < whole and self._layout.sealer.unseal(block.seal + tail, key.probe, view, view):
                 batch.answers[block.at] = True
                 continue
             batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
 
-    def _tails(self, slab: Slab, first: int, count: int) -> bytes:
-        """The rest of the seals of neighbouring slots. Raises ``OSError``."""
-        return bytes(slab.file.read_tails(first, count)) if self._layout.tail_bytes else b""
-
-    def _tail(self, tails: bytes, index: int) -> bytes:
-        return tails[index * self._layout.tail_bytes : (index + 1) * self._layout.tail_bytes]
+    def _tails(self, slab: Slab, first: int, count: int) -> list[bytes]:
+        """The rest of the seals of neighbouring slots, empty where an entry has all of it. Raises ``OSError``."""
+        if not (size := self._layout.tail_bytes):
+            return [b""] * count
+        tails = bytes(slab.file.read_tails(first, count))
+        return [tails[at : at + size] for at in range(0, len(tails), size)]
 
     @staticmethod
     def _read_singly(slab: Slab, first: int, views: Sequence[memoryview]) -> dict[int, OSError]:
@@ -355,8 +355,9 @@ class DiskStore(RootedStore):
             # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second
             # read takes another way.
             for _ in range(_JUDGED_AT_MOST):
-                tail = self._tails(slab, index, 1)
-                if slab.file.read_buffered(index, view) and self._layout.unseal(seal + tail, key, view):
+                (tail,) = self._tails(slab, index, 1)
+                is_whole = slab.file.read_buffered(index, view)
+                if is_whole and self._layout.sealer.unseal(seal + tail, key.probe, view, view):
                     return True
                 if slab.is_own:
                     break
