@@ -149,7 +149,7 @@ class SlotIndex:
     def _make_room_at_last(self, count: int) -> None:
         """For whoever holds the lock, and finds that others have used the room that was made: the last eighth is for
         them. Only of a small index it may be too little."""
-        if self._cells.is_full_with(count):
+        if self._cells.num_held + count > self._cells.most_held:
             self._rebuild(count, _NOTHING)
 
     def _rebuild(self, count: int, lock: AbstractContextManager[object]) -> None:
@@ -175,7 +175,7 @@ class SlotIndex:
             with lock:
                 if self._journal is not journal:
                     return
-                if new.is_full_with(len(journal)):
+                if new.num_held + len(journal) > new.most_held:
                     self._journal = None
                     return
                 if len(journal) <= _CHANGES_AT_ONCE:
@@ -206,16 +206,13 @@ class _Cells:
         self.array = np.full(num_cells, 0, np.uint64)
         self._cells, self._mask = self.view = self.array.data, num_cells - 1
         """Both at once, for a reader without the lock."""
-        self.num_held = 0
+        self.num_held, self.most_held = 0, num_cells - num_cells // 8
+        """With more, fewer than an eighth would be empty, and searches become long."""
         self.num_of = [0] * _NUM_SLABS
         """By slab."""
 
     def __len__(self) -> int:
         return len(self.array)
-
-    def is_full_with(self, count: int) -> bool:
-        """Whether with so many more fewer than an eighth would be empty, and searches become long."""
-        return 8 * (self.num_held + count) > 7 * len(self.array)
 
     def add(self, cell: int, *, is_new: bool = True) -> None:
         """``is_new``: the cell is known not to be here."""
