@@ -243,7 +243,7 @@ def test_stores_occupy_no_thread_of_the_reads_and_wait_for_those_that_are_queued
         runner.submit(work(name, reading), 1)
     gate.set()
     assert [result.task.queue for result in collect(runner, 1)] == [IoQueue.STORE]
-    assert runner._next_queue((IoQueue.STORE,)) is None, "a load is queued"
+    assert runner._begin_next((IoQueue.STORE,)) is None, "a load is queued"
     assert order == ["store 1"]
     reading.set()
     collect(runner, 3)

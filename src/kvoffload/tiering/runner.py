@@ -265,18 +265,16 @@ class TierRunner:
         self._slice_ended.notify_all()
         self._stores_may_begin.notify_all()
 
-    def _next_queue(self, queues: tuple[IoQueue, ...]) -> IoQueue | None:
-        """The first of ``queues`` from which a slice may begin."""
-        for queue in queues:
-            if self._queues[queue] and (queue is not IoQueue.STORE or self._store_may_begin()):
-                return queue
-        return None
-
     def _store_may_begin(self) -> bool:
-        return self._reads_since_store >= _READS_PER_STORE or not any(self._queues[read] for read in READS)
+        are_queued = self._queues[IoQueue.LOOKUP] or self._queues[IoQueue.LOAD]
+        return not are_queued or self._reads_since_store >= _READS_PER_STORE
 
     def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
-        if (queue := self._next_queue(queues)) is None:
+        """Takes a slice of the first of ``queues`` from which one may begin."""
+        for queue in queues:
+            if self._queues[queue] and (queue is not IoQueue.STORE or self._store_may_begin()):
+                break
+        else:
             return None
         part = self._queues[queue].popleft()
         part.since_s = self._clock()
@@ -294,10 +292,10 @@ class TierRunner:
     def _serve(self, queues: tuple[IoQueue, ...]) -> None:
         while True:
             with self._lock:
-                self._queued[queues[0]].wait_for(lambda: self._is_closing or self._next_queue(queues) is not None)
-                part = self._begin_next(queues)
-            if part is None:
-                return  # closing
+                while (part := self._begin_next(queues)) is None:
+                    if self._is_closing:
+                        return
+                    self._queued[queues[0]].wait()
             result = self._run(part)
             with self._lock:
                 # Both at once: whoever sees that the slice does not run any more can take its result.
