@@ -270,8 +270,30 @@ def test_entries_that_were_read_before_their_slab_became_ours_do_not_count(slabs
     assert slabs.give(slab)
     slabs.adopt(slab, entries, slab.file.read_uses())
     slabs.release(slabs.discard(hashed(1)))
-    slabs.apply(slab, 0, entries)
+    slabs.correct(slab, 0, bytes(64), entries[:64])
     assert slabs.contains(hashed(1)) == [False]
+    slabs.check_invariants()
+
+
+def test_nor_do_those_that_were_read_before_it_was_read_to_become_ours(
+    slabs: Slabs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot would be free, and hold a block: whoever removes that frees the slot again, and two writes get it."""
+    slab = slabs.by_name["a"]
+    put(slabs, slab, 1)
+    first, times_of = bytes(slab.entries[:64]), slabs._times_of
+    second = LAYOUT.entry(hashed(2)[0], bytes(16), 1)
+    assert slabs.give(slab)
+
+    def late(*arguments: Any) -> Any:
+        """A reader saw the first block become the second, and then waited. The owner emptied the slot, and died."""
+        times = times_of(*arguments)
+        slabs.correct(slab, 0, first, second)
+        return times
+
+    monkeypatch.setattr(slabs, "_times_of", late)
+    slabs.adopt(slab, bytes(len(slab.entries)), slab.file.read_uses())
+    assert slabs.contains(hashed(1, 2)) == [False, False]
     slabs.check_invariants()
 
 

@@ -309,17 +309,25 @@ class Slabs:
         self._own(slab)
 
     def apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
-        """A neighbour's entries from slot ``first`` on are ``entries`` now."""
+        """A neighbour's entries from slot ``first`` on are ``entries`` now. For the store's thread, which adopts."""
         old = np.frombuffer(slab.entries, np.uint64).reshape(-1, 8)[first : first + len(entries) // ENTRY_BYTES]
         new = np.frombuffer(entries, np.uint64).reshape(-1, 8)
         changed = np.flatnonzero((old != new).any(axis=1)).tolist()
         for begin in range(0, len(changed), _KEYS_AT_ONCE):
             self._index.make_room(_KEYS_AT_ONCE, self._lock)
             with self._lock:
-                if slab.is_dropped or slab.is_own:  # they were read before it became ours
+                if slab.is_dropped:
                     return
                 for at in changed[begin : begin + _KEYS_AT_ONCE]:
                     self._apply(slab, first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
+
+    def correct(self, slab: Slab, index: int, before: bytes, entry: bytes | bytearray) -> None:
+        """A neighbour's entry is another one than ``before``, unless it is that here no more: then the store's thread,
+        which may be adopting the slab, has read it later."""
+        self._index.make_room(1, self._lock)
+        with self._lock:
+            if not slab.is_dropped and not slab.is_own and slab.entry(index) == before:
+                self._apply(slab, index, entry)
 
     def adopt(self, slab: Slab, entries: bytes | bytearray, uses: npt.NDArray[np.uint32]) -> None:
         """A neighbour's slab, with these ``entries``, is ours."""

@@ -362,7 +362,7 @@ class DiskStore(RootedStore):
                 if slab.is_own:
                     break
                 if (now := slab.file.read_entries(index, 1)) != entry:
-                    self._slabs.apply(slab, index, now)
+                    self._slabs.correct(slab, index, entry, now)
                     return False
                 # A neighbour may have evicted the block and written the same one again, within a second: another entry
                 # that is equal. Then the next read finds it.
