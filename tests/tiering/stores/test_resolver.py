@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections import Counter
@@ -97,7 +98,15 @@ def test_a_name_that_hangs_delays_no_other(system: NameServer, server: Mute) -> 
     resolver.connect("127.0.0.1", server.port, 60).close()
 
 
-@pytest.mark.parametrize("trouble", [None, socket.gaierror(socket.EAI_AGAIN, "try again")])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        None,
+        socket.gaierror(socket.EAI_AGAIN, "try again"),
+        socket.gaierror(socket.EAI_FAIL, "refused"),
+        OSError(errno.EMFILE, "too many open files"),
+    ],
+)
 def test_a_name_server_that_is_down_costs_no_server_that_was_found(
     system: NameServer, server: Mute, trouble: OSError | None
 ) -> None:

@@ -13,6 +13,9 @@ __all__ = ["Resolver"]
 _MOST_NAMES = 1024
 """That are remembered. A cluster names its nodes, and may name others later."""
 
+_NO_SUCH_NAME = [getattr(socket, name, socket.EAI_NONAME) for name in ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY")]
+"""Failures that a name has by itself. Others are of a name server that refuses, or of a process without open files."""
+
 Endpoint = tuple[Any, ...]
 """What ``getaddrinfo`` gives for one address."""
 
@@ -107,5 +110,5 @@ def _connected(endpoint: Endpoint, timeout_s: float) -> socket.socket:
 
 
 def _is_passing(failure: Exception) -> bool:
-    """Whether it says nothing about the name, only that it cannot be asked for now."""
-    return isinstance(failure, socket.gaierror) and failure.errno == socket.EAI_AGAIN
+    """Whether it says nothing about the name, only that it cannot be asked for now: as all do that are not known to."""
+    return isinstance(failure, OSError) and failure.errno not in _NO_SUCH_NAME
