@@ -189,7 +189,7 @@ def _check_usable(value: Any, name: str) -> None:
     that cannot name a file."""
     if isinstance(value, int) and abs(value) >= _MOST:
         raise ConfigError(f"{name} is a number too large for any machine; lower it.")
-    texts = value.values() if isinstance(value, dict) else [value]
+    texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     for text in texts:
         if isinstance(text, str) and ("\0" in text or not _is_encodable(text)):
             raise ConfigError(f"{name} has a character that no text can have, such as NUL; remove it.")

@@ -452,6 +452,7 @@ def test_a_mount_that_tells_nothing_at_the_start_is_left_out(
         ({"path": "/kv/a", "max_bytes": ["1GiB", "1GiB"]}, "has 2 sizes for 1 paths"),
         ({"path": ["/kv/a", "/kv/b"], "max_bytes": 10_000}, "too little for two blocks"),
         ({"path": ["/kv/a", 7]}, "path"),
+        ({"path": ["/kv/a", "/kv/\0"]}, "path of the 'disk' tier has a character that no text can have"),
     ],
 )
 def test_a_mistake_is_one_sentence(options: dict[str, object], text: str) -> None:
