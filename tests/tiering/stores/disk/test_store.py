@@ -876,7 +876,12 @@ class TestRoot:
 
     @pytest.mark.parametrize(
         ("number", "mounted", "named"),
-        [(0x6969, "nfs4", "NFS"), (0xFE534D42, "smb3", "SMB"), (0x65735546, "fuse.sshfs", "FUSE")],
+        [
+            (0x6969, "nfs4", "NFS"),
+            (0xFE534D42, "smb3", "SMB"),
+            (0x65735546, "fuse.sshfs", "FUSE"),
+            (0xA501FCF5, "vxfs", "VxFS"),
+        ],
     )
     def test_a_file_system_of_several_hosts_is_refused(
         self, tmp_path: Path, monkeypatch, number: int, mounted: str, named: str
