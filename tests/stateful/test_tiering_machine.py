@@ -100,6 +100,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores: list[Transfer] = []
         self.loads: list[Transfer] = []
         self.queued: set[OffloadKey] = set()
+        self.undecided: set[OffloadKey] = set()
+        """A tier has it, and another that does not know yet may be read sooner: begun in this step, or waited for."""
         self.late_jobs: set[int] = set()
         self.asked: dict[str, _Unanswered] = {}
         self.least_spent_s: Counter[str] = Counter()
@@ -238,7 +240,8 @@ class TieringMachine(RuleBasedStateMachine):
             return
         assert below, "deferred for a block that nobody has"
         if any(tier.lookup(key, context) for tier in below):
-            self.queued.add(key)
+            may_wait = any(tier.lookup(key, context) is None for tier in below)
+            (self.undecided if may_wait else self.queued).add(key)
 
     def _coming(self) -> set[OffloadKey]:
         jobs = [job for tier in self.rig.tiers for job in tier.jobs.values()]
@@ -318,9 +321,10 @@ class TieringMachine(RuleBasedStateMachine):
         ]
         found = [key for _, key in loads]
         assert len(found) == len(set(found)), "promoted twice"
-        assert set(found) <= self.queued
+        assert set(found) <= self.queued | self.undecided
         if everything:
             assert set(found) >= self.queued, "a promotion that was answered for is not begun"
+            self.undecided.clear()
         self.queued -= set(found)
 
     def end_job(self, tier: FakeTier, job_id: int, how: str, tear: bool) -> None:
@@ -346,6 +350,7 @@ class TieringMachine(RuleBasedStateMachine):
             transfer.is_stale = True
         self.late_jobs |= {job_id for tier in self.rig.tiers for job_id in tier.jobs}
         self.queued.clear()
+        self.undecided.clear()
         self.open.clear()
         self._take_events(is_reset=True)
         assert not self.resident
