@@ -424,6 +424,9 @@ def test_a_mount_that_tells_nothing_at_the_start_is_left_out(
     """As one does whose file system was shut down, or whose server has ended."""
     options, stat = tier([tmp_path / "a" / "kv", tmp_path / "b" / "kv"], max_bytes=max_bytes), os.stat
     (tmp_path / "a").mkdir()
+    real = os.statvfs(tmp_path)
+    empty = os.statvfs_result((*real[:4], real.f_blocks, *real[5:]))  # without max_bytes a tenth must be free
+    monkeypatch.setattr(os, "statvfs", lambda path: empty)
 
     def fail(path: Any, *args: Any, **rest: Any) -> os.stat_result:
         if not isinstance(path, int) and os.fspath(path).startswith(f"{tmp_path}/a"):
