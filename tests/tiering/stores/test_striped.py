@@ -24,6 +24,7 @@ from kvoffload.tiering.options import parse_tier, parse_tiers
 from kvoffload.tiering.stores import striped as striped_module
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.disk import options as disk_options
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.striped import Striped
@@ -388,7 +389,8 @@ def test_a_disk_that_is_broken_at_the_start_is_left_out_and_a_mistake_is_refused
 def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: list[str]
 ) -> None:
-    options = tier([tmp_path / name for name in ("a", *others)], timeout_s=2.0)
+    monkeypatch.setattr(disk_options, "_OPEN_S", 2.0)
+    options = tier([tmp_path / name for name in ("a", *others)], timeout_s=1.0)
     may_open, is_closed = threading.Event(), threading.Event()
     make: Callable[..., None] = DiskStore.__init__
     close: Callable[[DiskStore], None] = DiskStore.close
@@ -405,12 +407,12 @@ def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
     monkeypatch.setattr(DiskStore, "__init__", hang)
     if others:
         store = options.open_store(SIZE, "ns")
-        assert "a did not open within 2 s" in caplog.text
+        assert "a of the 'disk' tier did not open within 2 s" in caplog.text
         assert [disk.is_out for disk in store.stats().disks] == [False, True]
         assert write(store, *keys_of(1, 2)) == [True, True]
         store.close()
     else:
-        with pytest.raises(ConfigError, match="a did not open within 2 s"):
+        with pytest.raises(ConfigError, match="a of the 'disk' tier did not open within 2 s"):
             options.open_store(SIZE, "ns")
     monkeypatch.setattr(DiskStore, "close", note)
     may_open.set()

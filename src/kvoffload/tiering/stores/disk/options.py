@@ -43,6 +43,8 @@ _BROKEN = (
 )
 _LOOK_S = 5.0
 """How long a disk may take to say how large it is."""
+_OPEN_S = 30.0
+"""How long it may take to open, however short ``timeout_s`` is: a start reads an index, beside whatever else starts."""
 
 
 class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
@@ -104,7 +106,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
             disk.check(block_bytes)
             return DirectoryOptions.open_store(disk, block_bytes, namespace)
 
-        opened = in_time([partial(open_one, disk) for disk in disks], self.timeout_s, lambda store: store.close())
+        limit_s = max(self.timeout_s, _OPEN_S)
+        opened = in_time([partial(open_one, disk) for disk in disks], limit_s, lambda store: store.close())
         stores, paths, missing, failures = list[BlockStore](), list[str](), list[str](), list[BaseException]()
         for disk, outcome in zip(disks, opened, strict=True):
             if not isinstance(outcome, BaseException):
@@ -113,8 +116,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
                 continue
             if isinstance(outcome, TimeoutError):
                 late = ConfigError(
-                    f"{disk.directory} did not open within {self.timeout_s:g} s (timeout_s of the {self.label!r} "
-                    "tier): look at its disk, or choose another directory."
+                    f"{disk.directory} of the {self.label!r} tier did not open within {limit_s:g} s: look at its disk, "
+                    "or choose another directory."
                 )
                 late.__cause__, outcome = outcome, late
             missing.append(disk.directory)
