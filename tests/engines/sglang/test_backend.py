@@ -126,6 +126,20 @@ def test_a_rank_that_cannot_be_read_refuses_the_start(build, monkeypatch: pytest
         build(HostPool(4))
 
 
+@pytest.mark.parametrize("takes", ["is_multimodal", "is_audio_model"])
+def test_media_that_clients_name_are_in_no_tier_that_others_read(
+    build, monkeypatch: pytest.MonkeyPatch, takes: str
+) -> None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.runtime_context import get_server_args
+
+    monkeypatch.setattr(model_config_of(get_server_args()), takes, True)
+    with pytest.raises(ConfigError, match="media_never_change"):
+        build(HostPool(4))
+    build(HostPool(4), media_never_change=True)
+    build(HostPool(4), secondary_tiers=[{"type": "memory", "max_bytes": "1MiB"}])
+
+
 def test_weights_that_change_in_a_running_server(build, served: ServedWeights) -> None:
     from sglang.srt.runtime_context import get_context, get_serving
 

@@ -22,7 +22,13 @@ def test_the_lines_to_start_are_valid() -> None:
 def test_the_table_has_all_keys_and_defaults() -> None:
     written = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.MULTILINE))
     expected = {
-        field.name: "required" if field.required else "none" if field.default is None else f"`{field.default}`"
+        field.name: "required" if field.required else _shown(field.default)
         for field in msgspec.structs.fields(SGLangOptions)
     }
     assert written == expected
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return "none"
+    return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"

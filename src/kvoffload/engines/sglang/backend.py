@@ -264,8 +264,15 @@ def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
     """Everything about the model and its weights that changes the bytes of a page."""
     args = get_server_args()
     resolved = get_context().resolved_server_args_dict()
-    architecture = json.loads(model_config_of(args).hf_config.to_json_string(use_diff=False))
+    config = model_config_of(args)
+    architecture = json.loads(config.hf_config.to_json_string(use_diff=False))
     is_persistent = any(tier.is_persistent for tier in options.tiers)
+    if is_persistent and not options.media_never_change and (config.is_multimodal or config.is_audio_model):
+        raise ConfigError(
+            "A client may name a medium by a hash (mm_hashes) that stands for another one, and a tier that outlives "
+            "the process would serve its pages to others: set media_never_change among kvoffload's options if none "
+            "does, start SGLang with --language-model-only, or leave out the tier."
+        )
     facts = server_facts(args, resolved) | {
         "sglang": sglang_release(),
         "architecture": architecture_of(architecture),

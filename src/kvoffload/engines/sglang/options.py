@@ -39,6 +39,9 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
     written by then is a miss."""
     staging_bytes: int | str = "256MiB"
     """Memory through which pages of one pool pass, half of it for reads: room for four pages at least."""
+    media_never_change: bool = False
+    """A promise: no client names an image, video or sound by a hash (``mm_hashes``) that stands for another one.
+    Without it a model that takes media is refused where a tier's pages outlive the process."""
     metrics_port: int | None = None
     """Serves kvoffload's metrics at this port of 127.0.0.1; each further rank of a host at the next one. Default: not
     at all."""
