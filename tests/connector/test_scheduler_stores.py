@@ -713,6 +713,25 @@ def test_a_failed_store_is_a_miss() -> None:
     assert rig.scheduler.get_stats()["store_jobs", "failed"] == 1
 
 
+@pytest.mark.parametrize("is_own", [False, True], ids=["of another connector", "own"])
+def test_what_was_computed_beside_a_failed_load_is_not_stored(*, is_own: bool) -> None:
+    """Requests may have run on what another connector did not load. Nobody runs before a load of its own has ended."""
+    rig = Rig(num_blocks=5)
+    rig.store_prefix(8, stem="q")
+    loading = rig.arrive(Request("loading", 9, "q"))
+    assert rig.ask(loading) == (8, True)
+    rig.alloc(loading, [50, 51, 52], external=8)
+    stores = rig.admit(Request("r", 13), [0, 1, 2, 3]).stores
+    refused = Request("refused", 9, "s")
+    assert rig.admit(refused, [10, 11, 12]).stores == ()
+    rig.scheduler.blocks_are_undefined([50, 51] if is_own else [1, 51])
+    rig.end(*stores)
+    assert rig.manager.holds([key(n) for n in range(3)]) == [is_own] * 3
+    assert bool(rig.step().stores) is is_own
+    rig.finish(refused)
+    assert rig.step().final_stores == ()
+
+
 def test_the_end_comes_after_the_last_offer_and_once() -> None:
     rig = Rig()
     request = Request("r", 8)

@@ -176,6 +176,11 @@ class JobTable:
         (self._ended_stores if job.direction is _STORE else self._ended_loads).count(job)
         return job
 
+    def fail_stores(self) -> None:
+        """What the stores in flight read is not what their keys say: none of them will have succeeded."""
+        for job in self.in_flight.values():
+            job.success &= job.direction is _LOAD
+
     def remove(self, job: JobRecord) -> None:
         """Ends a job: its fences go, and its request no longer waits for it."""
         del self.in_flight[job.job_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvoffload.base import Direction, OffloadingEvent, OffloadingManager, ReqContext, StepWork
 from kvoffload.config import EngineLayout, OffloadingConfig
@@ -312,6 +312,23 @@ class OffloadingConnectorScheduler:
                 failed[request.context.req_id] = frozenset(job.gpu_block_ids)
         return LoadOutcome(frozenset(loaded), failed)
 
+    def blocks_are_undefined(self, gpu_block_ids: Collection[int]) -> None:
+        """A load has left these GPU blocks undefined, and the engine computes them again. To be called before the
+        report of the same step is recorded.
+
+        If it was no load of this connector, requests may have run on them since that step began. So the stores in
+        flight fail, and nothing that was computed until now is stored later. Earlier stores read nothing of it.
+        """
+        own = (job.gpu_block_ids for job in self._jobs.in_flight.values() if job.direction is Direction.LOAD)
+        if set(gpu_block_ids).difference(*own):
+            self._jobs.fail_stores()
+            self._forget_computed()
+
+    def _forget_computed(self) -> None:
+        for request in self._requests.values():
+            self._offers.forget(request)
+            request.forget_computed()
+
     # ---------------------------------------------------------------------------------------- the whole cache
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -352,9 +369,7 @@ class OffloadingConnectorScheduler:
         self._epochs.open()
 
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
-        for request in self._requests.values():
-            self._offers.forget(request)
-            request.forget_computed()
+        self._forget_computed()
         self._prefetches.reset()
         self._manager.reset_cache()
         ended = self._epochs.current

@@ -14,6 +14,8 @@ import pytest
 from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted, attention
 
+from kvoffload.base import TransferResult
+from kvoffload.connector import WorkerReport
 from kvoffload.engines.vllm.versions import hit_source
 
 pytestmark = [
@@ -175,6 +177,22 @@ def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool) -> N
     steps.failing.add("second")
     assert run(steps, steps.add("second", prompt, 6)) == [0, 1, 2]
     assert len(steps.loads()) == 1
+    steps.close()
+
+
+def test_stores_beside_a_failed_load_of_another_connector_are_misses(llama: SmallModel, asynchronous: bool) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kvoffload.engines.vllm.connector import StepReport
+
+    steps = Steps(llama.path, asynchronous, 60, slots=60)
+    steps.add("r", tokens(100, 3), 1)
+    stores = steps.scheduler.schedule().kv_connector_metadata.meta.stores
+    report = StepReport(WorkerReport(tuple((0, TransferResult(job.job_id, True)) for job in stores)))
+    output = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=report)
+    steps.scheduler.connector.update_connector_output(output)
+    assert sum(len(job.source.block_ids) for job in stores) == 3
+    assert steps.stored_blocks(tokens(100, 3)) == []
     steps.close()
 
 

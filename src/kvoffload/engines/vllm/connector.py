@@ -222,7 +222,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.scheduler.update_connector_output(connector_output.kv_connector_worker_meta)
+        self.scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -478,7 +478,10 @@ class _SchedulerSide:
         packets = self._nodes.take_packets() if self._nodes is not None else ()
         return StepMeta(meta, bool(scheduler_output.num_scheduled_tokens), packets)
 
-    def update_connector_output(self, worker_meta: StepReport | None) -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:  # maybe of another connector beside this one
+            self.core.blocks_are_undefined(connector_output.invalid_block_ids)
+        worker_meta: StepReport | None = connector_output.kv_connector_worker_meta
         if worker_meta is not None:
             if self._nodes is not None:
                 self._nodes.receive(worker_meta.packets)

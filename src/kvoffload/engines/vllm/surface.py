@@ -64,7 +64,7 @@ _ATTRIBUTES = {
         "num_gpu_blocks"
     ),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id ref_cnt",
-    ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta",
+    ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta invalid_block_ids",
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): (
         "num_blocks kv_cache_tensors kv_cache_groups hash_block_size kv_cache_layout prefix_cacheable_group_ids "
         "needs_kv_cache_zeroing kv_tp_replicas"
