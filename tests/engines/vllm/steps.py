@@ -14,6 +14,7 @@ from tests.engines.vllm.scripted import SCRIPTED, EarlyWriter, ScriptedManager, 
 
 from kvoffload.base import TransferResult, make_offload_key
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
+from kvoffload.engines.vllm.layout import fails_by_block
 from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 BLOCK = 4
@@ -219,9 +220,9 @@ class Steps:
         )
         ids = list(output.num_scheduled_tokens)
         broken = [job for job in meta.loads if job.request_id in self.failing]
-        # As the adapter's worker reports them: by block for one group, and else by request.
+        # As the adapter's worker reports them.
         failures: dict[str, Any] = {"failed_recving": {job.request_id for job in broken}}
-        if len(self.block_tokens) == 1:
+        if fails_by_block(self.scheduler.kv_cache_config):
             failures = {"invalid_block_ids": {int(each) for job in broken for each in job.destination.block_ids}}
         self.scheduler.update_from_output(
             output,

@@ -169,8 +169,10 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: Sma
     steps.close()
 
 
-def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool) -> None:
-    steps = Steps(llama.path, asynchronous, 60, slots=60)
+@pytest.mark.parametrize("window", [None, 6], ids=["full", "window"])
+def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool, window: int | None) -> None:
+    """Of a window's load vLLM has nothing before its first block."""
+    steps = Steps(llama.path, asynchronous, 60, groups=[attention(window)], slots=60)
     prompt = tokens(100, 3)
     run(steps, steps.add("first", prompt, 1))
     assert steps.scheduler.reset_prefix_cache()

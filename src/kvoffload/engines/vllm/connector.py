@@ -44,7 +44,14 @@ from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
 from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
-from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, preferred_layout, refuse_kv_cache
+from kvoffload.engines.vllm.layout import (
+    check_engine,
+    config_of,
+    fails_by_block,
+    layout_of,
+    preferred_layout,
+    refuse_kv_cache,
+)
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
@@ -556,6 +563,7 @@ class _WorkerSide:
         self._spec = spec
         self._layout = layout
         self._kv_cache_config = kv_cache_config
+        self._fails_by_block = fails_by_block(kv_cache_config)
         self._agent = spec.make_agent() if isinstance(spec, TieringOffloadingSpec) else None
         self._invalid_block_ids: set[int] = set()
 
@@ -588,19 +596,14 @@ class _WorkerSide:
         return self._agent.take_packets() if self._agent is not None else ()
 
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
-        """Requests whose load ended on this rank.
-
-        With one group of attention, failures are reported by block (``take_invalid_block_ids``): vLLM then keeps what
-        the request had before the load. With several groups, their block ids come from one pool and vLLM cannot find
-        the request from a block id, so failures are reported by request. So they are with states: vLLM would take the
-        tokens before a lost state for computed, and has no state for them.
-        """
+        """Requests whose load ended on this rank. Where loads fail by block, ``take_invalid_block_ids`` tells which
+        did."""
         outcome = self.core.take_load_outcome()
         if may_nap and not outcome.ended_request_ids:
             time.sleep(_NAP_S)
             outcome = self.core.take_load_outcome()
         ended = set(outcome.ended_request_ids)
-        if len(self._kv_cache_config.kv_cache_groups) > 1 or self._layout.has_states:
+        if not self._fails_by_block:
             return KVConnectorTransferResults(finished_recving=ended, failed_recving=set(outcome.failed_loads))
         self._invalid_block_ids |= outcome.invalid_block_ids
         return KVConnectorTransferResults(finished_recving=ended)

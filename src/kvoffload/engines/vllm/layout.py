@@ -31,7 +31,7 @@ from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import read_config
 
-__all__ = ["check_engine", "config_of", "layout_of", "preferred_layout", "refuse_kv_cache"]
+__all__ = ["check_engine", "config_of", "fails_by_block", "layout_of", "preferred_layout", "refuse_kv_cache"]
 
 _KINDS = {
     "full_attention": GroupKind.FULL_ATTENTION,
@@ -154,6 +154,18 @@ def refuse_kv_cache(vllm_config: Any, kv_cache_config: Any) -> None:
             )
         if _KINDS[kind] is GroupKind.SINGLE_STATE:
             _refuse_states(vllm_config, kv_cache_config, group.kv_cache_spec)
+
+
+def fails_by_block(kv_cache_config: Any) -> bool:
+    """Whether failed loads are reported by block, so that vLLM keeps what lies before the first of them. Otherwise they
+    are reported by request, which vLLM computes anew.
+
+    With one group of full attention that is what the request had before the load. A load of a window or a state leaves
+    out what lies before it, which vLLM would take for computed. And the blocks of several groups come from one pool:
+    vLLM cannot find the request from a block id.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and _KINDS[kind_of(groups[0].kv_cache_spec)] is GroupKind.FULL_ATTENTION
 
 
 def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
