@@ -58,8 +58,8 @@ __all__ = [
 
 CONTROL_DIR = ".kvoffload"
 
-_FILES_OF_TYPES = {"disk": ("slabs",), "fs": ("files", "ledger")}
-"""Files in the control directory that only a tier of this type makes; releases before this one made the last."""
+_FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}
+"""A file in the control directory that only a tier of this type makes."""
 
 _FUSE = 0x65735546
 _NETWORK_TYPES = {
@@ -367,8 +367,8 @@ def gone(root: str) -> str:
 
 def check_type(root: str, own: str) -> None:
     """Raises ``ConfigError`` if a tier of another type than ``own`` uses ``root``: neither counts the other's files."""
-    for other, names in _FILES_OF_TYPES.items():
-        if other != own and any(os.path.lexists(os.path.join(root, CONTROL_DIR, name)) for name in names):
+    for other, name in _FILE_OF_TYPE.items():
+        if other != own and os.path.lexists(os.path.join(root, CONTROL_DIR, name)):
             raise ConfigError(f"{root} belongs to a tier of type {other!r}; choose another directory.")
 
 

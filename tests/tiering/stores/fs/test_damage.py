@@ -131,17 +131,3 @@ def test_damage_to_the_control_directory_costs_nothing(open_store, tmp_path: Pat
     (tmp_path / "kv" / CONTROL_DIR).unlink()
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
-
-
-def test_what_the_release_before_wrote_is_read(open_store, tmp_path: Path) -> None:
-    """Its blocks, beside its usage file and the directory of a writer that was killed."""
-    write(open_store(), KEY)
-    control = tmp_path / "kv" / CONTROL_DIR
-    (control / "files").unlink()
-    (control / "ledger").write_bytes(os.urandom(114))
-    (control / "w-0123456789abcdef").mkdir()
-    (control / "w-0123456789abcdef" / "7").write_bytes(b"half")
-    store = open_store(max_bytes=room_for(4))
-    assert read(store, KEY) == block_of(KEY, SMALL)
-    assert write(store, OTHER) == [True]
-    assert {key for batch in store.scan() for key in batch} == {KEY, OTHER}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,11 +15,9 @@ from kvoffload.tiering.stores.fs.quota import (
     FileSeen,
     delete_oldest,
     fan_directories,
-    is_dead,
     namespaces_of,
     seen_in,
     sweep,
-    time_at,
 )
 from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory, secret_for
 
@@ -86,17 +83,9 @@ class StoreRoot:
         return count
 
     def sweep(self) -> int:
-        """Removes what dead writers left an hour ago or longer, those of earlier releases too. Returns how many files
-        and directories there were."""
+        """Removes what dead writers left an hour ago or longer. Returns how many files there were."""
         access_to(self._root)
-        count = sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
-        now_ns = time_at(self._root)
-        for entry in list(os.scandir(os.path.join(self._root, CONTROL_DIR))):
-            is_staging = entry.name.startswith("w-") and entry.is_dir(follow_symlinks=False)
-            if is_staging and is_dead(entry.stat(follow_symlinks=False).st_mtime_ns, now_ns):
-                shutil.rmtree(entry.path, ignore_errors=True)
-                count += 1
-        return count
+        return sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
         """Deletes the oldest blocks of all namespaces until at most ``max_bytes`` are left. ``None``: deletes nothing.

@@ -21,7 +21,6 @@ __all__ = [
     "Quota",
     "delete_oldest",
     "fan_directories",
-    "is_dead",
     "list_names",
     "namespaces_of",
     "seen_in",
@@ -221,13 +220,10 @@ def sweep(root: str, seen: Iterable[FileSeen]) -> int:
     """Deletes the temporary files among ``seen`` that dead writers left. Returns how many."""
     temporaries = [file for file in seen if not file.is_block]
     now_ns = time_at(root) if temporaries else None
-    dead = [file for file in temporaries if is_dead(file.written_ns, now_ns)]
+    if now_ns is None:
+        return 0
+    dead = [file for file in temporaries if now_ns - file.written_ns > _DEAD_AFTER_NS]
     return len(delete_oldest(root, dead, -1))  # all of them, empty ones too
-
-
-def is_dead(written_ns: int, now_ns: int | None) -> bool:
-    """Whether who last wrote to a temporary file or directory at ``written_ns`` is dead."""
-    return now_ns is not None and now_ns - written_ns > _DEAD_AFTER_NS
 
 
 def time_at(root: str) -> int | None:
