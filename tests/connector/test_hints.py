@@ -32,6 +32,14 @@ def action(kind: str, **payload: Any) -> dict[str, Any]:
     return {"action_id": "a", "action_type": kind, "action_version": "1.0", "payload": payload}
 
 
+def next_use(hints: Hints, params: object, kv_hints: object = None) -> NextUse:
+    return hints.of_request("r", params, kv_hints)[0]
+
+
+def is_prefetch(hints: Hints, params: object) -> bool:
+    return hints.of_request("r", params)[1]
+
+
 def ignored(hints: Hints) -> tuple[int, int]:
     """(unknown, malformed)"""
     stats = hints.get_stats()
@@ -41,7 +49,7 @@ def ignored(hints: Hints) -> tuple[int, int]:
 @pytest.mark.parametrize("use", [SOON, LATER, NEVER])
 def test_a_client_says_it_by_name(use: NextUse) -> None:
     hints = Hints()
-    assert hints.next_use({"kvoffload": {"next_use": use.name.lower()}}) is use
+    assert next_use(hints, {"kvoffload": {"next_use": use.name.lower()}}) is use
     assert hints.get_stats()["requests_by_hint", use.name.lower()] == 1
     assert ignored(hints) == (0, 0)
 
@@ -49,18 +57,18 @@ def test_a_client_says_it_by_name(use: NextUse) -> None:
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"kvoffload": {}}, "text", 7])
 def test_a_client_that_says_nothing(params: object) -> None:
     hints = Hints()
-    assert hints.next_use(params) is UNKNOWN
+    assert next_use(hints, params) is UNKNOWN
     assert hints.get_stats()["requests_by_hint", "unknown"] == 1
     assert ignored(hints) == (0, 0)
 
 
 def test_a_request_that_only_prepares_another() -> None:
     hints = Hints()
-    assert hints.is_prefetch({"kvoffload": {"prefetch": True, "next_use": "soon"}})
-    for params in (None, "text", {}, {"kvoffload": 5}, {"kvoffload": {}}, {"kvoffload": {"prefetch": False}}):
-        assert not hints.is_prefetch(params)
+    assert is_prefetch(hints, {"kvoffload": {"prefetch": True, "next_use": "soon"}})
+    for params in (None, "text", {}, {"kvoffload": {}}, {"kvoffload": {"prefetch": False}}):
+        assert not is_prefetch(hints, params)
     assert ignored(hints) == (0, 0)
-    assert not hints.is_prefetch({"kvoffload": {"prefetch": "yes"}})
+    assert not is_prefetch(hints, {"kvoffload": {"prefetch": "yes"}})
     assert ignored(hints) == (0, 1)
 
 
@@ -83,20 +91,20 @@ def test_an_orchestrator_says_it_in_an_envelope(kind: str, payload: dict[str, An
     as_object = SimpleNamespace(actions=[SimpleNamespace(**each) for each in as_mapping["actions"]])
     for params, kv_hints in ((None, as_mapping), (None, as_object), ({"kv_hint": as_mapping}, None)):
         hints = Hints()
-        assert hints.next_use(params, kv_hints) is use
+        assert next_use(hints, params, kv_hints) is use
         assert ignored(hints) == (0, 0)
 
 
 def test_the_clients_own_word_goes_first() -> None:
     retain, forget = (envelope(action("kv.retain", ttl_seconds=seconds)) for seconds in (9, 0))
-    assert Hints().next_use({"kvoffload": {"next_use": "later"}, "kv_hint": forget}, retain) is LATER
-    assert Hints().next_use({"kv_hint": forget}, retain) is SOON
-    assert Hints().next_use({"kvoffload": {"next_use": "tomorrow"}}, retain) is SOON
+    assert next_use(Hints(), {"kvoffload": {"next_use": "later"}, "kv_hint": forget}, retain) is LATER
+    assert next_use(Hints(), {"kv_hint": forget}, retain) is SOON
+    assert next_use(Hints(), {"kvoffload": {"next_use": "tomorrow"}}, retain) is SOON
 
 
 def test_other_actions_are_unknown() -> None:
     hints = Hints()
-    assert hints.next_use(None, envelope(action("kv.fetch", source="x"), action("kv.retain", ttl_seconds=1))) is SOON
+    assert next_use(hints, None, envelope(action("kv.fetch", source="x"), action("kv.retain", ttl_seconds=1))) is SOON
     assert ignored(hints) == (1, 0)
 
 
@@ -118,13 +126,13 @@ def test_other_actions_are_unknown() -> None:
 )
 def test_what_makes_no_sense_is_counted_and_ignored(params: dict[str, Any]) -> None:
     hints = Hints()
-    assert hints.next_use(params) is UNKNOWN
+    assert next_use(hints, params) is UNKNOWN
     assert ignored(hints) == (0, 1)
 
 
 def test_of_a_long_list_only_the_beginning_is_read() -> None:
     hints = Hints()
-    assert hints.next_use(None, envelope(*[action("kv.fetch")] * 1000, action("kv.retain", ttl_seconds=1))) is UNKNOWN
+    assert next_use(hints, None, envelope(*[action("kv.fetch")] * 1000, action("kv.retain", ttl_seconds=1))) is UNKNOWN
     assert ignored(hints) == (16, 1)
 
 
@@ -151,8 +159,8 @@ def test_the_client_of_the_page_says_what_it_means() -> None:
     client.prefetch([1, 2])
     params = [request.get("extra_body", {}).get("kv_transfer_params") for request in sent.sent]
     hints = Hints()
-    assert [hints.next_use(each) for each in params] == [SOON, UNKNOWN, NEVER, UNKNOWN]
-    assert [hints.is_prefetch(each) for each in params] == [False, False, False, True]
+    said = [(SOON, False), (UNKNOWN, False), (NEVER, False), (UNKNOWN, True)]
+    assert [hints.of_request("r", each) for each in params] == said
     assert ignored(hints) == (0, 0)
     assert [request["max_tokens"] for request in sent.sent] == [256, 256, 1, 1]
     assert all(request["extra_body"]["ignore_eos"] and request["temperature"] == 0 for request in sent.sent)
@@ -179,8 +187,8 @@ def test_malformed_envelopes_leave_counters_and_nothing_else() -> None:
         good = {"kvoffload": {"next_use": rubbish(rng)}, "kv_hint": envelope(rubbish(rng), rubbish(rng))}
         params = rubbish(rng) if rng.random() < 0.5 else good
         kv_hints = rubbish(rng) if rng.random() < 0.5 else SimpleNamespace(actions=rubbish(rng))
-        assert isinstance(hints.next_use(params, kv_hints), NextUse)
-        hints.is_prefetch(params)
+        next_use, is_prefetch = hints.of_request("r", params, kv_hints)
+        assert (type(next_use), type(is_prefetch)) == (NextUse, bool)
     stats = hints.get_stats()
     assert sum(stats["requests_by_hint", name] for name in NEXT_USES) == requests
     assert stats.keys() == {("requests_by_hint", name) for name in NEXT_USES} | {

@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from kvoffload.base import NextUse
 from kvoffload.errors import KVOffloadError
@@ -30,6 +31,9 @@ _SOON_S = 60.0
 _MAX_ACTIONS = 16
 """Actions of one envelope that are looked at. Those after them count as malformed, together as one."""
 
+_Found = NextUse | Literal["unknown", "malformed"]
+"""What one hint says, or why it is ignored: it is not about the next use, or makes no sense."""
+
 
 class _Malformed(KVOffloadError):
     """A hint that makes no sense."""
@@ -45,81 +49,61 @@ class Hints:
         self._ignored: Counter[str] = Counter()
 
     def of_request(self, req_id: str, params: object, kv_hints: object = None) -> tuple[NextUse, bool]:
-        """``next_use`` and ``is_prefetch``."""
+        """``next_use``, which is ``UNKNOWN`` without a hint that makes sense, and ``is_prefetch``."""
         if params is None and kv_hints is None:
             self._requests["unknown"] += 1
             return NextUse.UNKNOWN, False
-        before = self._ignored["malformed"]
-        found = self.next_use(params, kv_hints), self.is_prefetch(params)
-        if self._ignored["malformed"] != before:
+        given: dict[str, object] = params if type(params) is dict else {}
+        own = given.get("kvoffload")
+        found = [*_own(own), *_envelope(kv_hints), *_envelope(given.get("kv_hint"))]
+        ignored = [each for each in found if isinstance(each, str)]
+        self._ignored.update(ignored)
+        if "malformed" in ignored:
             self._log.warning(f"Request {req_id[:_MAX_SHOWN]!a} has hints that make no sense; they are ignored.")
-        return found
-
-    def next_use(self, params: object, kv_hints: object = None) -> NextUse:
-        """What one request's hints say. ``UNKNOWN`` if there are none, or none that makes sense."""
-        said = [use for use in self._said(params, kv_hints) if use is not NextUse.UNKNOWN]
-        use = said[0] if said else NextUse.UNKNOWN
+        uses = (each for each in found if isinstance(each, NextUse) and each is not NextUse.UNKNOWN)
+        use = next(uses, NextUse.UNKNOWN)
         self._requests[use.name.lower()] += 1
-        return use
-
-    def is_prefetch(self, params: object) -> bool:
-        """Whether the request's client says that it only prepares another."""
-        own = params.get("kvoffload") if type(params) is dict else None
-        wanted = own.get("prefetch") if type(own) is dict else None
-        if wanted is not None and type(wanted) is not bool:
-            self._ignored["malformed"] += 1
-        return wanted is True
+        return use, type(own) is dict and own.get("prefetch") is True
 
     def get_stats(self) -> Stats:
         stats: Stats = {("requests_by_hint", name): self._requests[name] for name in NEXT_USES}
         return stats | {("hints_ignored", reason): self._ignored[reason] for reason in IGNORED_HINTS}
 
-    def _said(self, params: object, kv_hints: object) -> Iterator[NextUse]:
-        envelopes = [kv_hints]
-        if type(params) is dict:
-            own = params.get("kvoffload")
-            if own is not None:
-                yield self._own(own)
-            envelopes.append(params.get("kv_hint"))
-        for envelope in envelopes:
-            if envelope is not None:
-                yield from self._envelope(envelope)
 
-    def _own(self, own: object) -> NextUse:
-        if type(own) is dict and own.get("next_use") is None:
-            return NextUse.UNKNOWN
-        use = NextUse.named(own["next_use"]) if type(own) is dict else None
-        if use is None:
-            self._ignored["malformed"] += 1
-            return NextUse.UNKNOWN
-        return use
-
-    def _envelope(self, envelope: object) -> Iterator[NextUse]:
-        actions = _field(envelope, "actions")
-        if not isinstance(actions, (list, tuple)):
-            self._ignored["malformed"] += 1
-            return
-        for action in actions[:_MAX_ACTIONS]:
-            try:
-                use = _action(action)
-            except _Malformed:
-                self._ignored["malformed"] += 1
-                continue
-            if use is None:
-                self._ignored["unknown"] += 1
-            else:
-                yield use
-        if len(actions) > _MAX_ACTIONS:
-            self._ignored["malformed"] += 1
+def _own(own: object) -> Iterator[_Found]:
+    if own is None:
+        return
+    if type(own) is not dict:
+        yield "malformed"
+        return
+    if (name := own.get("next_use")) is not None:
+        yield NextUse.named(name) or "malformed"
+    if not isinstance(own.get("prefetch"), bool | None):
+        yield "malformed"
 
 
-def _action(action: object) -> NextUse | None:
-    """``None`` for an action that is not about the next use."""
+def _envelope(envelope: object) -> Iterator[_Found]:
+    if envelope is None:
+        return
+    actions = _field(envelope, "actions")
+    if not isinstance(actions, (list, tuple)):
+        yield "malformed"
+        return
+    for action in actions[:_MAX_ACTIONS]:
+        try:
+            yield _action(action)
+        except _Malformed:
+            yield "malformed"
+    if len(actions) > _MAX_ACTIONS:
+        yield "malformed"
+
+
+def _action(action: object) -> _Found:
     kind, payload = _field(action, "action_type"), _field(action, "payload")
     if type(kind) is not str:
         raise _Malformed
     if kind not in ("kv.retain", "vllm.set_priority"):
-        return None
+        return "unknown"
     if type(payload) is not dict:
         raise _Malformed
     if kind == "kv.retain":

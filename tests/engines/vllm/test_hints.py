@@ -83,7 +83,7 @@ def test_the_envelope_of_vllm_says_it_too() -> None:
     for kind, payload in payloads.items():
         action = kv_hints.KvHintAction("a", kind, "1.0", payload)
         request = Request("r", [1], SamplingParams(), None, kv_hints=kv_hints.KvHintsEnvelope("0.1", "m", [action]))
-        said[kind] = Hints().next_use(request.kv_transfer_params, request.kv_hints)
+        said[kind], _ = Hints().of_request(kind, request.kv_transfer_params, request.kv_hints)
     assert said == {"kv.retain": NextUse.SOON, "vllm.set_priority": NextUse.NEVER}
 
 
