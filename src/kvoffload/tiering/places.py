@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -61,8 +62,6 @@ class Places:
         self._promotions = promotions
         self._clock = clock
         self._planner = planner
-        self._known: dict[tuple[int, int], Place] = {}
-        """Places, by the tiers that have a block and those that must find out, as bits."""
         self._peeked: dict[OffloadKey, Place | None] = {}
         self._asked: dict[GuardedTier, _Asked] = {}
 
@@ -166,7 +165,7 @@ class Places:
                         having, unknown = known[at]
                         known[at] = (having | bit, unknown) if answer else (having, unknown | bit)
             stop = known.index(_NOWHERE) if _NOWHERE in known else len(known)
-            places = {state: self._place(*state) for state in {*known[:stop]}}
+            places = {state: _place(*state) for state in {*known[:stop]}}
             found += [places[state] for state in known[:stop]]
             if stop < len(known):
                 break
@@ -176,17 +175,8 @@ class Places:
         """Which of these blocks no tier before ``tier`` has, or only one beside which ``tier`` is of use."""
         adds = {0: True}
         for having in {having for having, _ in known if having}:
-            adds[having] = self._planner.adds(tier.index, self._place(having, 0).tiers)
+            adds[having] = self._planner.adds(tier.index, _place(having, 0).tiers)
         return [at for at, (having, _) in enumerate(known) if adds[having]]
-
-    def _place(self, having: int, unknown: int) -> Place:
-        place = self._known.get((having, unknown))
-        if place is None:
-            place = self._known[having, unknown] = Place(self._numbers(having), self._numbers(unknown))
-        return place
-
-    def _numbers(self, bits: int) -> tuple[int, ...]:
-        return tuple(tier.index for tier in self._tiers if bits & 1 << tier.index)
 
     def _answers(self, tier: GuardedTier, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Of ``tier`` for ``keys``, up to the first ``False``. Of its unknown blocks one is watched."""
@@ -251,3 +241,13 @@ class _Asked:
     progress: int | None
     seen_s: float
     """When it was seen last that there is no answer yet."""
+
+
+@cache
+def _place(having: int, unknown: int) -> Place:
+    """Of a block that some tiers have and others must find out, as bits."""
+    return Place(_tiers(having), _tiers(unknown))
+
+
+def _tiers(bits: int) -> tuple[int, ...]:
+    return tuple(tier for tier in range(bits.bit_length()) if bits >> tier & 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from itertools import compress
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -56,8 +57,6 @@ class Promotions:
         self._job_of: dict[OffloadKey, TierJob] = {}
         """Of every block that is being promoted, queued or read."""
         waits.promoted = self._job_of.keys()
-        self._places: dict[tuple[int, bool], Place] = {}
-        """Of blocks that are being promoted, by tier and by whether their reads are overdue."""
         self._reserved_since_refresh = 0
         self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
@@ -71,13 +70,7 @@ class Promotions:
     def place_of(self, key: OffloadKey) -> Place:
         """Where a block that is being written comes from: a tier, or the device, which is as good as here."""
         job = self._job_of.get(key)
-        if job is None:
-            return HERE
-        name = job.tier.index, job.is_overdue
-        place = self._places.get(name)
-        if place is None:
-            place = self._places[name] = Place((job.tier.index,), is_arriving=True, is_overdue=job.is_overdue)
-        return place
+        return HERE if job is None else _place(job.tier.index, job.is_overdue)
 
     def arrival_s(self, key: OffloadKey) -> float | None:
         """Until a block that is being promoted is expected; ``None``: its tier is late, or does not read it."""
@@ -262,3 +255,8 @@ class Promotions:
                 assert block is not None
                 assert not block.is_ready
                 assert block.block_id == slot
+
+
+@cache
+def _place(tier: int, is_overdue: bool) -> Place:
+    return Place((tier,), is_arriving=True, is_overdue=is_overdue)
