@@ -240,7 +240,7 @@ class EventTranslator:
             [_convert(bytes(hashes[end])) for end in ends],
             group,
             self._announced.place(tier),
-            parent=_convert(bytes(hashes[first - 1])) if first > 0 else None,
+            parent_block_hash=_convert(bytes(hashes[first - 1])) if first > 0 else None,
             token_ids=list(request.all_token_ids[first_token:stop_token]),
             block_size=size,
             lora_id=lora.adapter_id if lora is not None else None,
@@ -251,37 +251,26 @@ class EventTranslator:
             session_id=request.session_id,
         )
 
-    def _event(
-        self,
-        hashes: Sequence[Any],
-        group: int,
-        place: Place,
-        *,
-        parent: Any = None,
-        token_ids: list[int] | None = None,
-        block_size: int = 0,
-        lora_id: int | None = None,
-        lora_name: str | None = None,
-        extra_keys: list[Any] | None = None,
-        session_id: str | None = None,
-    ) -> Any:
+    def _event(self, hashes: Sequence[Any], group: int, place: Place, **described: Any) -> Any:
+        """``described``: the fields that a plain event leaves empty."""
         from vllm.distributed.kv_events import BlockStored
 
         kind, window = self._kinds[group]
+        plain: dict[str, Any] = {
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "lora_id": None,
+            "lora_name": None,
+        }
         return BlockStored(
+            **plain | described,
             block_hashes=list(hashes),
-            parent_block_hash=parent,
-            token_ids=token_ids or [],
-            block_size=block_size,
-            lora_id=lora_id,
-            lora_name=lora_name,
             medium=place.medium,
-            extra_keys=extra_keys,
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
             locality=place.locality,
-            session_id=session_id,
         )
 
 
