@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes, and spans of time, as people write and read them."""
+"""Numbers of bytes and of things, and spans of time, as people write and read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import reprlib
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_seconds"]
+__all__ = ["counted", "format_bytes", "parse_bytes", "parse_seconds"]
 
 _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
@@ -81,3 +81,8 @@ def format_bytes(number: float) -> str:
         del units[0]
     digits = f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
     return f"{digits} {units[0]}"
+
+
+def counted(number: int, what: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

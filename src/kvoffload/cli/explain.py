@@ -24,9 +24,9 @@ from kvoffload.sim.explain import (
     what_ifs,
 )
 from kvoffload.sim.page import draw_explanation
-from kvoffload.sim.report import NO_FORECAST, counted, explanation_tables, format_seconds
+from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds
 from kvoffload.sim.trace_files import load_trace
-from kvoffload.units import parse_bytes
+from kvoffload.units import counted, parse_bytes
 
 __all__ = ["explain"]
 

@@ -21,7 +21,7 @@ from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
 from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
 from kvoffload.tiering.stores.secrets import read_keys
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import counted, format_bytes, parse_bytes
 
 __all__ = ["store"]
 
@@ -193,7 +193,7 @@ def clear(
     only = None if namespace is None else tier.directory(namespace)
     found = [one for one in tier.usage() if only is None or one.directory == only]
     blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
-    what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {_count(len(found), 'namespace')}"
+    what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {counted(len(found), 'namespace')}"
     if not dry_run:
         _ask(f"Delete {what} from {root}?", yes)
     directories = [one.directory for one in found] if only is None else [only]
@@ -216,10 +216,6 @@ def _ask(question: str, is_answered: bool) -> None:
     if not typer.confirm(question, err=True):
         print("Nothing was deleted.", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _open(root: Path, secrets: Sequence[bytes] = ()) -> StoreRoot | DiskRoot:

@@ -17,7 +17,6 @@ from kvoffload.sim.report import (
     NO_FORECAST,
     Table,
     best_policy,
-    counted,
     curve,
     explanation_tables,
     fleet_table,
@@ -32,7 +31,7 @@ from kvoffload.sim.report import (
 )
 from kvoffload.sim.sweep import Report
 from kvoffload.sim.trace import Trace
-from kvoffload.units import format_bytes
+from kvoffload.units import counted, format_bytes
 
 __all__ = ["draw_explanation", "draw_fleets", "draw_sweeps", "pyplot"]
 

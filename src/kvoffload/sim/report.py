@@ -15,14 +15,13 @@ from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.trace import Trace
-from kvoffload.units import format_bytes
+from kvoffload.units import counted, format_bytes
 
 __all__ = [
     "NO_FORECAST",
     "Table",
     "best_policy",
     "common_of",
-    "counted",
     "curve",
     "explanation_tables",
     "fleet_table",
@@ -69,10 +68,6 @@ class Table(NamedTuple):
         """The table without columns that have nothing but ``-``."""
         empty = [heading for at, heading in enumerate(self.headings) if all(row[at] == "-" for row in self.rows)]
         return self.without(empty)
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def format_seconds(value: float) -> str:
