@@ -56,8 +56,6 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str | Path, block_tokens: int, machine: dict[str, object] | None = None) -> None:
-        if block_tokens < 1:
-            raise ConfigError(f"block_tokens must be positive, not {block_tokens}.")
         self.path = Path(path)
         self.block_tokens = block_tokens
         self.num_written = 0
@@ -86,7 +84,6 @@ class TraceRecorder:
         now_s: float,
         keys: Sequence[bytes],
         input_tokens: int,
-        session: str | None = None,
         next_use: NextUse = NextUse.UNKNOWN,
     ) -> None:
         """A request arrived. A second arrival of an id that is being served is ignored."""
@@ -103,8 +100,6 @@ class TraceRecorder:
             "block_tokens": self.block_tokens,
             "hash_ids": [xxhash.xxh3_64_intdigest(key) >> 1 for key in keys],
         }
-        if session is not None:
-            line["session"] = session
         if next_use is not NextUse.UNKNOWN:
             line["next_use"] = next_use.name.lower()
         if self._machine is not None:
