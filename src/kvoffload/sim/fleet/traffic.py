@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.trace import NO_SESSION, Trace
+from kvoffload.sim.trace import NO_SESSION, Trace, numbered
 
 __all__ = ["crowd"]
 
@@ -57,7 +57,7 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
         output_tokens=trace.output_tokens[request_of],
         sessions=np.where(sessions == NO_SESSION, NO_SESSION, sessions + copy_of * most),
         offsets=offsets,
-        ids=_numbered(np.where(is_common[ids], ids, own), copies * trace.num_unique),
+        ids=numbered(np.where(is_common[ids], ids, own)),
         next_uses=None if trace.next_uses is None else trace.next_uses[request_of],
     )
 
@@ -69,13 +69,3 @@ def _common(trace: Trace) -> npt.NDArray[np.bool_]:
     users = np.repeat(trace.sessions, np.diff(trace.offsets))
     pairs = np.unique(trace.ids.astype(np.int64) * (int(users.max()) + 1) + users)
     return np.bincount(pairs // (int(users.max()) + 1), minlength=trace.num_unique) >= 2
-
-
-def _numbered(ids: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int32]:
-    """The values, which are less than ``most``, numbered from 0 in order of first appearance, without sorting them."""
-    first = np.full(most, len(ids), dtype=np.int64)
-    first[ids[::-1]] = np.arange(len(ids) - 1, -1, -1)
-    in_order = np.argsort(first, kind="stable")
-    number = np.empty(most, dtype=np.int32)
-    number[in_order] = np.arange(most, dtype=np.int32)
-    return number[ids]
