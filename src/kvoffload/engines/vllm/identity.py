@@ -16,7 +16,7 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of, ropes_in, unknown_fields
 from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
-from kvoffload.engines.vllm.slices import offloaded_groups
+from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
 from kvoffload.engines.vllm.versions import installed_version, untried_version
 from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import fingerprint, outliving_tier
@@ -123,9 +123,7 @@ def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[
     """
     facts = {"tensors": json.dumps([list(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors])}
     for index, group in enumerate(offloaded_groups(kv_cache_config)):
-        spec = group.kv_cache_spec
-        if hasattr(spec, "kv_cache_specs"):
-            spec = next(iter(spec.kv_cache_specs.values()))
+        spec = spec_of_layer(group)
         of_spec = facts_of(spec, FIELDS)
         if is_rank_free:  # then all ranks together have what the model's configuration says
             of_spec = {name: text for name, text in of_spec.items() if name not in ("num_kv_heads", "num_head_slots")}

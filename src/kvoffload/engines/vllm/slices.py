@@ -23,7 +23,7 @@ from kvoffload.config import RankSlice
 from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
 from kvoffload.engines.vllm.versions import kv_tp_replicas
 
-__all__ = ["kind_of", "offloaded_groups", "offloaded_ids", "slice_of", "why_not_rank_free"]
+__all__ = ["kind_of", "offloaded_groups", "offloaded_ids", "slice_of", "spec_of_layer", "why_not_rank_free"]
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
@@ -80,7 +80,7 @@ def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
     if heads is None:
         return "its layers may differ in their numbers of KV heads"
     ranks = parallel.tensor_parallel_size
-    for spec in map(_spec_of_layer, groups):
+    for spec in map(spec_of_layer, groups):
         if kind_of(spec) not in ("full_attention", "sliding_window"):
             return f"a KV group of the kind {kind_of(spec)!r} is not divided by heads"
         if spec.num_kv_heads * min(ranks, heads) != heads or max(ranks, heads) % min(ranks, heads):
@@ -103,7 +103,7 @@ def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
     groups = _groups_of_one_spec(kv_cache_config)
     if groups is None:
         return kv_tp_replicas(kv_cache_config)
-    return math.gcd(*(_replicas_of_layer(_spec_of_layer(group), vllm_config, ranks) for group in groups))
+    return math.gcd(*(_replicas_of_layer(spec_of_layer(group), vllm_config, ranks) for group in groups))
 
 
 def _groups_of_one_spec(kv_cache_config: Any) -> list[Any] | None:
@@ -114,7 +114,8 @@ def _groups_of_one_spec(kv_cache_config: Any) -> list[Any] | None:
     return [group for group in offloaded_groups(kv_cache_config) if group.layer_names] if is_one_each else None
 
 
-def _spec_of_layer(group: Any) -> Any:
+def spec_of_layer(group: Any) -> Any:
+    """Of the layers of a KV group, or of the first of them."""
     spec = group.kv_cache_spec
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
