@@ -74,74 +74,52 @@ class Question:
     """Of the wait, when it asked."""
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """What a request was told since it asked first in a step; from its first ``None`` on, one wait, to its end."""
 
-    __slots__ = (
-        "answered_s",
-        "answers",
-        "began_s",
-        "chosen",
-        "deadline_s",
-        "declined",
-        "due_s",
-        "expected_s",
-        "lost",
-        "marks",
-        "num_arrived",
-        "num_here",
-        "num_open",
-        "num_planned",
-        "plan",
-        "planned",
-        "planned_s",
-        "questions",
-        "request",
-        "sources",
-        "version",
-    )
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.began_s = 0.0
-        """Start of the wait, moved forward by any time it was fully answered."""
-        self.answered_s: float | None = None
-        """Since when all of it is answered. From then on it waits for the engine."""
-        self.answers: dict[OffloadKey, bool | None] = {}
-        """Blocks that are here or on their way, each of which is a claim. Until the wait begins: those that were here
-        in this step."""
-        self.version = 0
-        """Another number whenever an answer is kept no longer, or a block is declined."""
-        self.num_arrived = 0
-        """Blocks that arrived while it waits."""
-        self.questions: dict[OffloadKey, Question] = {}
-        """By the first key of each."""
-        self.num_open = 0
-        """Answers ``None``, those for unknown blocks of questions included."""
-        self.sources: dict[OffloadKey, str] = {}
-        """Blocks that were promoted while it waits for them, with the tier that they came from."""
-        self.chosen: list[Chosen] = []
-        """What its plans began to read."""
-        self.lost: set[OffloadKey] = set()
-        """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
-        self.declined: set[OffloadKey] = set()
-        """Blocks that are not loaded in this wait, wherever a question begins."""
-        self.plan: Plan | None = None
-        """The last one that was made for it; ``None``: nothing was weighed."""
-        self.planned: frozenset[OffloadKey] = frozenset()
-        """The blocks that it was made for, ..."""
-        self.marks: Sequence[Segment] = ()
-        """... and what was known of those that are not on their way."""
-        self.num_here = 0
-        """Leading ones of them that were here at the first plan."""
-        self.num_planned = 0
-        """Of ``num_arrived``, at the last plan."""
-        self.planned_s = self.expected_s = 0.0
-        """Since when it waits by a plan, and how long that was expected to take."""
-        self.deadline_s: float | None = None
-        """From then on it takes what has arrived, unless that has earned it more time; ``None``: it has no plan."""
-        self.due_s = inf
-        """When to see whether its reads are late."""
+    request: Request
+    began_s: float = 0.0
+    """Start of the wait, moved forward by any time it was fully answered."""
+    answered_s: float | None = None
+    """Since when all of it is answered. From then on it waits for the engine."""
+    answers: dict[OffloadKey, bool | None] = field(default_factory=dict)
+    """Blocks that are here or on their way, each of which is a claim. Until the wait begins: those that were here
+    in this step."""
+    version: int = 0
+    """Another number whenever an answer is kept no longer, or a block is declined."""
+    num_arrived: int = 0
+    """Blocks that arrived while it waits."""
+    questions: dict[OffloadKey, Question] = field(default_factory=dict)
+    """By the first key of each."""
+    num_open: int = 0
+    """Answers ``None``, those for unknown blocks of questions included."""
+    sources: dict[OffloadKey, str] = field(default_factory=dict)
+    """Blocks that were promoted while it waits for them, with the tier that they came from."""
+    chosen: list[Chosen] = field(default_factory=list)
+    """What its plans began to read."""
+    lost: set[OffloadKey] = field(default_factory=set)
+    """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
+    declined: set[OffloadKey] = field(default_factory=set)
+    """Blocks that are not loaded in this wait, wherever a question begins."""
+    plan: Plan | None = None
+    """The last one that was made for it; ``None``: nothing was weighed."""
+    planned: frozenset[OffloadKey] = frozenset()
+    """The blocks that it was made for, ..."""
+    marks: Sequence[Segment] = ()
+    """... and what was known of those that are not on their way."""
+    num_here: int = 0
+    """Leading ones of them that were here at the first plan."""
+    num_planned: int = 0
+    """Of ``num_arrived``, at the last plan."""
+    planned_s: float = 0.0
+    """Since when it waits by a plan, ..."""
+    expected_s: float = 0.0
+    """... and how long that was expected to take."""
+    deadline_s: float | None = None
+    """From then on it takes what has arrived, unless that has earned it more time; ``None``: it has no plan."""
+    due_s: float = inf
+    """When to see whether its reads are late."""
 
     def __repr__(self) -> str:
         return f"Wait({self.request.context.req_id!r}, open={self.num_open}, answers={len(self.answers)})"
