@@ -34,10 +34,9 @@ class TorchRig(HandlerRig):
         return page.cpu().numpy().copy()
 
     def fill(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        random = np.random.default_rng(seed)
         for tensor in self.tensors:
-            fresh = torch.randint(0, 256, tuple(tensor.shape), dtype=torch.uint8, generator=generator)
-            tensor.copy_(fresh)
+            tensor.copy_(torch.from_numpy(random.integers(0, 256, tuple(tensor.shape), dtype=np.uint8)))
 
     def close(self) -> None:
         self.store.shutdown()

@@ -51,9 +51,9 @@ class CudaRig(HandlerRig):
         return self.tensors[tensor_idx][gpu_block, : self.pages[tensor_idx]].numpy().copy()
 
     def fill(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        random = np.random.default_rng(seed)
         for tensor in self.tensors:
-            tensor.copy_(torch.randint(0, 256, tuple(tensor.shape), dtype=torch.uint8, generator=generator))
+            tensor.numpy()[:] = random.integers(0, 256, tuple(tensor.shape), dtype=np.uint8)
 
     @property
     def slots(self) -> Bytes:
