@@ -8,6 +8,7 @@ with a suggestion.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import reprlib
 from collections.abc import Mapping
@@ -147,7 +148,7 @@ def read_struct(
     kind: type[Any], values: Mapping[str, Any], what: str, elsewhere: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str], Problems]:
     """The good values of ``parse_struct``, the keys that are missing or bad, and the problems with ``values``."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields_of(kind)  # type: ignore[arg-type]  # a class can be hashed
     problems = Problems()
     good: dict[str, Any] = {}
     bad: set[str] = set()
@@ -178,6 +179,12 @@ def read_struct(
             bad.add(name)
             problems.add(str(exc))
     return good, bad, problems
+
+
+@functools.cache
+def _fields_of(kind: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
+    """msgspec evaluates all annotations of ``kind`` each time it is asked."""
+    return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
 _MOST = 2**63
