@@ -59,9 +59,10 @@ def test_parameters_that_are_no_mapping_are_ignored(params: object) -> None:
     assert len(problem) < 200
 
 
+TEXT = st.text("a \n\0é\u2028\ud800𝄞")  # what would be every character takes a second to be listed
 JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES) | TEXT, inner),
 )
 
 

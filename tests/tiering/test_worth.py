@@ -36,7 +36,7 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
 
 
 @given(hits(), SECONDS, SECONDS, st.one_of(st.none(), st.sets(st.integers(1, 7 * 9))))
-@settings(max_examples=by_size(quick=300, thorough=5_000), deadline=None)
+@settings(max_examples=by_size(quick=100, thorough=5_000), deadline=None)
 def test_it_is_the_best_of_all(
     hit: tuple[list[Run], list[Pace]],
     block_compute_s: float,
