@@ -7,6 +7,7 @@ slice that the rank has. So the bytes of any block show whether they are right.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 
@@ -23,10 +24,13 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + repr(tuple(tokens)).encode(), digest_size=16).digest()
 
 
+@functools.lru_cache(4096)
 def page_of(prefix_hash: bytes, group: int, slice_index: int, page_bytes: int) -> Bytes:
-    """The right bytes of a GPU block that ends a prefix, on the ranks with a slice."""
+    """The right bytes of a GPU block that ends a prefix, on the ranks with a slice. Not to be written to."""
     seed = hashlib.blake2b(prefix_hash + bytes((group, slice_index)), digest_size=32).digest()
-    return np.resize(np.frombuffer(seed, dtype=np.uint8), page_bytes)
+    page = np.resize(np.frombuffer(seed, dtype=np.uint8), page_bytes)
+    page.setflags(write=False)
+    return page
 
 
 class DevicePool:

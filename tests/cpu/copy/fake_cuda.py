@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import shutil
 import subprocess
@@ -26,6 +26,7 @@ from kvoffload.cpu.copy.cuda import CudaDevice
 from kvoffload.cpu.copy.driver import LIBRARY, Driver, Stream
 
 SOURCE = Path(__file__).with_name("fakecuda.c")
+BUILD = Path(__file__).parents[3] / "build" / "fake-cuda"
 LONGEST_PAUSE_US = 100
 BROKEN = 700  # an illegal address: every call fails from then on
 
@@ -47,13 +48,19 @@ def _headers() -> Path | None:
 
 @functools.cache
 def compiled() -> Path:
-    """The library, compiled once in a process. Only where nothing is ``missing``."""
-    folder = tempfile.mkdtemp(prefix="kvoffload-fake-cuda-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = Path(folder) / LIBRARY
+    """The library, compiled once for each state of its source. Only where nothing is ``missing``."""
+    headers = _headers()
+    assert headers is not None
     options = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    subprocess.run(["cc", *options, f"-I{_headers()}", "-o", library, SOURCE, "-lpthread"], check=True)
-    return library
+    made_of = [SOURCE.read_bytes(), (headers / "cuda.h").read_bytes(), " ".join(options).encode()]
+    kept = BUILD / hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16] / LIBRARY
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            library = Path(folder) / LIBRARY
+            subprocess.run(["cc", *options, f"-I{headers}", "-o", library, SOURCE, "-lpthread"], check=True)
+            library.replace(kept)  # whole, whoever else compiles it now
+    return kept
 
 
 def build(folder: Path) -> Path:
