@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -62,9 +63,12 @@ def drain(engine: FakeEngine) -> None:
         time.sleep(0.0005)  # lets the copying threads run; nothing depends on it
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("layout_name", ["full", "all"])
+@pytest.mark.parametrize(
+    ("layout_name", "factor", "num_replicas"),
+    by_size(
+        [("full", 1, 1), ("full", 3, 2), ("all", 1, 2), ("all", 3, 1)], [*product(["full", "all"], [1, 3], [1, 2])]
+    ),
+)
 def test_bytes_come_back_right(layout_name: str, factor: int, num_replicas: int) -> None:
     def make(caches: CanonicalKVCaches, view: memoryview, part: RankSlice) -> Handlers:
         return make_handlers(caches, view, factor, part)
@@ -72,8 +76,9 @@ def test_bytes_come_back_right(layout_name: str, factor: int, num_replicas: int)
     _serve(layout_name, factor, num_replicas, make)
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("layout_name", ["full", "all"])
+@pytest.mark.parametrize(
+    ("layout_name", "factor"), by_size([("full", 3), ("all", 1)], [*product(["full", "all"], [1, 3])])
+)
 def test_bytes_come_back_right_over_a_fake_driver(layout_name: str, factor: int, cuda: FakeCuda) -> None:
     cuda.pace(seed=factor, longest_pause_us=1000)
     idle = cuda.driver.create_stream()  # the engine computes on the host
