@@ -62,7 +62,7 @@ def assert_nothing_leaks(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("factor", by_size([2], [1, 2, 4]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_size(["llama", "mistral", "gemma3_text", "falcon_h1"], FAMILIES))
 def test_tokens_are_the_same_through_eviction_and_reload(family: str, factor: int) -> None:
     with Engine(tiny_model(family), OPTIONS, config(block_size=4 * factor)) as engine:
         assert chat(engine) == reference(family)
@@ -85,8 +85,8 @@ def test_tokens_are_the_same_with_a_primary_tier_that_is_too_small(family: str, 
 
 @pytest.mark.parametrize("more", [{"store_threshold": 2}, {"offload_prompt_only": True}])
 def test_tokens_are_the_same_with_options(more: dict[str, Any]) -> None:
-    with Engine(tiny_model("qwen3"), OPTIONS, config(**more)) as engine:
-        assert chat(engine) == reference("qwen3")
+    with Engine(tiny_model("llama"), OPTIONS, config(**more)) as engine:
+        assert chat(engine) == reference("llama")
         assert_nothing_leaks(engine)
 
 
@@ -166,7 +166,7 @@ def test_aborts_and_resets_at_random_leave_tokens_and_books_right(family: str, s
     aborted_while_loading = 0
     with Engine(tiny_model(family), OPTIONS, config(block_size=8)) as engine:
         alive: dict[str, tuple[int, Request]] = {}
-        for _ in range(by_size(150, 400)):
+        for _ in range(by_size(100, 400)):
             action = rng.random()
             if action < 0.3 and len(alive) < 6:
                 which = rng.randrange(len(prompts))

@@ -73,7 +73,7 @@ def test_another_requests_state_changes_the_tokens() -> None:
 
 
 def test_states_come_back_from_a_disk_after_a_restart(tmp_path: Path) -> None:
-    prompts = random_prompts(5, 30, 60, seed=4)
+    prompts = random_prompts(3, 30, 60, seed=4)
     page = max(group.page_bytes for group in layout().groups)
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": 24 * page,  # less than two prompts, so that host memory evicts
