@@ -14,7 +14,7 @@ from kvoffload.sim.synthetic import synthesize
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
 PRICES = Prices()
-TRACE = synthesize("chat", requests=36, seed=1)
+TRACE = synthesize("chat", requests=24, seed=1)
 
 
 def price(run: SimResult) -> float:
@@ -36,7 +36,7 @@ def test_the_cheapest_run_that_meets_the_goal_is_chosen() -> None:
 def test_a_cheap_disk_makes_the_plan_cheaper() -> None:
     goal = Goal(hit_rate=0.3)
     without = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
-    with_disk = make_plan(TRACE, BASE, goal, PRICES, processes=1)
+    with_disk = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=TRACE.num_unique, processes=1)
     assert with_disk.price < without.price
     assert with_disk.chosen is not None and with_disk.chosen.disk_blocks > 0
 
@@ -86,7 +86,7 @@ def test_a_disk_that_does_not_pay_is_not_bought() -> None:
     slow = replace(BASE, disk_read_bytes_per_s=20e6)
     goal = Goal(hit_rate=0.3)
     without = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=0, processes=1)
-    with_disk = make_plan(TRACE, slow, goal, PRICES, processes=1)
+    with_disk = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=TRACE.num_unique // 2, processes=1)
     assert with_disk.chosen == without.chosen is not None
     tried = [run for run in with_disk.report.results if run.disk_blocks]
     assert all(run.declined_blocks for run in tried if run.cpu_blocks < without.chosen.cpu_blocks)
