@@ -213,7 +213,7 @@ def _trace() -> str:
     rows = [
         {"timestamp": 1000 * turn + chat, "input_length": 512 * (turn + 1), "output_length": 8, "hash_ids": ids}
         for turn in range(2)
-        for chat in range(20)
+        for chat in range(8)
         for ids in [[100 * chat + block for block in range(turn + 1)]]
     ]
     return "".join(json.dumps(row) + "\n" for row in rows)

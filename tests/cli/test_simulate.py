@@ -256,7 +256,7 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, capsys: pytest.CaptureFixt
     assert code == 0
     assert "Buy nothing: the GPU's own cache reaches the goal" in out
     assert len(rows(out)) == 1, "and nothing else was tried"
-    code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "0.5", "--max-disk", "10GiB")
+    code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "0.5")
     assert code == 0
     assert "of host memory" in out
 
@@ -484,7 +484,7 @@ def test_a_model_by_its_name_comes_from_the_hubs_cache(
 
 def test_a_plan_as_json(trace: Path, tmp_path: Path, fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
-    common = ["plan", trace, "--processes", "1", "--max-disk", "10GiB", "--out", target]
+    common = ["plan", trace, "--processes", "1", "--max-disk", "1GiB", "--out", target]
     code, out, _ = run(capsys, *common, "--hit-rate", "60", *fleet(cascade="on_evict"))
     assert code == 0
     made = json.loads(target.read_text())
