@@ -312,7 +312,7 @@ def test_learns_to_keep_what_comes_back_late_over_a_flood() -> None:
     density, lru = (Cache(kind(capacity), capacity) for kind in (DensityCachePolicy, LRUCachePolicy))
     hits = {density: 0, lru: 0}
     fresh = 10_000
-    for turn in range(300):
+    for turn in range(180):
         again = [turn % 30 * 10 + step for step in range(10)]
         flood = list(range(fresh, fresh + 30))
         fresh += 30
@@ -321,7 +321,7 @@ def test_learns_to_keep_what_comes_back_late_over_a_flood() -> None:
             cache.use(again)
             cache.use(flood)
     assert hits[lru] == 0
-    assert hits[density] > 1000
+    assert hits[density] > 400
 
 
 def test_a_prefix_is_never_outlived_by_its_tail() -> None:
@@ -637,7 +637,8 @@ class TestHitDensity:
                 policy.touch(path, counts=False, next_use=NextUse.NEVER)
             elif turn > 30:
                 policy.touch(keys(*range(turn * 10 - 300, turn * 10 - 290)), next_use=NextUse.LATER)
-            policy.check_invariants()
+            if turn % 20 == 0:
+                policy.check_invariants()
         values = model_of(policy).values
         assert values[NextUse.LATER * NUM_USES][0] > 5 * values[NextUse.NEVER * NUM_USES][0]
 
@@ -701,14 +702,14 @@ def test_a_hint_keeps_what_comes_back() -> None:
     rates = {}
     for hinted in (False, True):
         rng, cache, hits = random.Random(1), Cache(DensityCachePolicy(400), 400), 0
-        for turn in range(600):
+        for turn in range(400):
             if turn % 4 == 0 and turn >= 80:
                 start = 10 * (turn - 80)
                 hits += sum(number in cache for number in range(start, start + 10))
                 cache.use(range(start, start + 10), NextUse.NEVER if hinted else NextUse.UNKNOWN)
             hint = NextUse.LATER if turn % 4 == 0 else rng.choice([NextUse.NEVER, NextUse.SOON])
             cache.use(range(10 * turn, 10 * turn + 10), hint if hinted else NextUse.UNKNOWN)
-        rates[hinted] = hits / (130 * 10)
+        rates[hinted] = hits / (80 * 10)
     assert rates[True] > rates[False] + 0.3
 
 
