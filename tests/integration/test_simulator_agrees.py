@@ -175,7 +175,7 @@ def simulated(
 
 @pytest.mark.parametrize(("cpu_blocks", "policy"), by_size([(6, "lru")], [*product([6, 30, 90, 1000], POLICIES)]))
 def test_the_same_hits_block_for_block(cpu_blocks: int, policy: str) -> None:
-    trace = conversations(by_size(quick=25, thorough=50), seed=cpu_blocks)
+    trace = conversations(by_size(quick=16, thorough=50), seed=cpu_blocks)
     found, result = simulated(trace, cpu_blocks, policy)
     assert found == served(trace, cpu_blocks, eviction_policy=policy)
     assert sum(below for _, below in found) > 0
@@ -203,7 +203,7 @@ def test_the_same_hits_with_a_disk_below(
     gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
     # Below a device, a disk that stores everything needs 80 requests before it has what is nowhere above it.
-    trace = conversations(80 if gpu_blocks else by_size(quick=40, thorough=80), seed=disk_blocks)
+    trace = conversations(80 if gpu_blocks else by_size(quick=34, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
     tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}
@@ -236,7 +236,7 @@ def test_the_same_hits_of_a_model_with_states(cpu_blocks: int, policy: str) -> N
 def test_the_same_hits_of_a_model_with_states_and_a_disk(
     cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
-    trace = conversations(by_size(quick=40, thorough=80), seed=disk_blocks)
+    trace = conversations(by_size(quick=36, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, "lru", WHOLE, disk_blocks=disk_blocks, cascade=cascade, state_slots=1)
     tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}
     config = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "eviction_policy": "lru"}

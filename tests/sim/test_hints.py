@@ -159,7 +159,7 @@ def test_hints_that_are_not_in_use_change_nothing(recorder: str, percent: int, m
 
 
 def test_operators_see_whether_hints_are_in_use(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = synthesize("chat", 600, 9)
+    trace = synthesize("chat", 400, 9)
     replay_policy(trace, recorder, trace.num_unique // 20)
     assert Recorder.last.get_stats() == {("hint_score",): 0, ("hints_in_use",): 0}
     replay_policy(true_hints(trace), recorder, trace.num_unique // 20)
@@ -173,7 +173,7 @@ def test_operators_see_whether_hints_are_in_use(recorder: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_policies_that_know_no_hints_ignore_them(policy: str) -> None:
-    trace = synthesize("agents", 60, seed=1)
+    trace = synthesize("agents", 30, seed=1)
     capacity = trace.num_unique // 20
     assert replay_policy(true_hints(trace), policy, capacity) == replay_policy(trace, policy, capacity)
 

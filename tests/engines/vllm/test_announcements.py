@@ -323,9 +323,9 @@ def test_at_rest_routers_know_what_the_managers_have(tiers: str, factor: int, mo
     monkeypatch.setattr("kvoffload.tiering.presence._MIN_EVENT_KEYS", 8)
     server = Server(factor, factor, TIERS[tiers])
     checks, was_on_disk = 0, False
-    for number in range(by_size(800, 50_000)):
+    for number in range(by_size(400, 50_000)):
         server.operate()
-        if number % 40 == 39:
+        if number % 20 == 19:
             server.check()
             checks += 1
             was_on_disk |= bool(server.routers[1].blocks.get("disk"))
