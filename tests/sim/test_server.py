@@ -52,6 +52,14 @@ def test_a_prefix_is_served_from_the_highest_tier_that_has_it(trace_of: Callable
     assert server.accesses == 14
 
 
+def test_all_of_a_hit_is_used_before_the_rest_of_its_prompt_is_stored(trace_of: Callable[..., Trace]) -> None:
+    """Its last block would go first for that otherwise."""
+    trace = trace_of([[0, 1], [2], [0, 1, 3], [0, 1, 3]])
+    trace.input_tokens[:] += 1
+    server, _ = server_of(trace, cpu_blocks=3)
+    assert [server.serve(request) for request in range(4)] == [Hit(0, 0), Hit(0, 0), Hit(0, 2), Hit(0, 3)]
+
+
 def test_prefill_and_loads_take_their_time(trace_of: Callable[..., Trace]) -> None:
     trace = trace_of([[0, 1], [0, 1, 2]])
     trace.input_tokens[:] = [32, 48]

@@ -134,6 +134,24 @@ def test_a_batch_of_new_blocks_is_its_keys_one_by_one() -> None:
         assert one.policy.target == many.policy.target
 
 
+def test_an_eviction_for_no_key_is_the_papers_replace_again_and_again() -> None:
+    """Also where the target lies between two sizes: what is above it goes."""
+    rng, has_fraction = random.Random(4), False
+    for _ in range(30):
+        policy = ARCCachePolicy(8)
+        driver = PolicyDriver(policy)
+        for _ in range(90):
+            access(driver, 8, int(rng.paretovariate(0.3)) % 24)
+        recent, frequent = list(policy.recent), list(policy.frequent)
+        has_fraction |= policy.target % 1 > 0
+        expected = set()
+        for _ in range(rng.randint(1, 8)):
+            gives = recent if recent and (len(recent) > policy.target or not frequent) else frequent
+            expected.add(gives.pop(0))
+        assert {*driver.evict(len(expected))} == expected
+    assert has_fraction
+
+
 def test_a_batch_of_ghosts_comes_back_as_frequent_and_moves_the_target_for_each() -> None:
     policy = ARCCachePolicy(4)
     driver = PolicyDriver(policy)
