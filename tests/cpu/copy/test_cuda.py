@@ -33,6 +33,8 @@ from kvoffload.errors import CapacityError, LayoutError, TransferError
 
 __all__ = ["cuda"]
 
+ALL_SWAPS = self_check._SWAPS
+
 
 class _Contract(HandlerContract):
     cuda: FakeCuda
@@ -445,6 +447,12 @@ def test_a_device_that_hangs_is_not_waited_for_at_shutdown_and_its_memory_is_kep
 # ------------------------------------------------------------------------------------------------------- the start
 
 
+@pytest.fixture
+def checks_whole(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "_SWAPS", ALL_SWAPS)
+
+
+@pytest.mark.usefixtures("checks_whole")
 def test_the_check_at_start_leaves_everything_as_it_was(cuda: FakeCuda) -> None:
     for factor in (1, 2, 3):
         rig = make_rig(cuda, factor=factor)
@@ -462,6 +470,7 @@ def test_the_check_at_start_leaves_everything_as_it_was(cuda: FakeCuda) -> None:
     rig.close()
 
 
+@pytest.mark.usefixtures("checks_whole")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_the_check_at_start_leaves_the_bytes_of_other_ranks(cuda: FakeCuda, rank: int, factor: int) -> None:
@@ -489,6 +498,7 @@ def test_a_failed_copy_at_start_is_refused_in_one_sentence(cuda: FakeCuda) -> No
         make_rig(cuda)
 
 
+@pytest.mark.usefixtures("checks_whole")
 def test_wrong_bytes_at_start_are_refused_in_one_sentence(cuda: FakeCuda) -> None:
     def corrupt(*arguments: object) -> dict[tuple[str, str], OffloadingHandler]:
         handlers = make_cuda_handlers(*arguments)  # type: ignore[arg-type]
