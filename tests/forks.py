@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-__all__ = ["Command", "Fork", "output_of"]
+__all__ = ["Command", "Fork", "output_of", "output_of_module"]
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -97,6 +97,11 @@ def output_of(script: str, *arguments: object) -> str:
     finally:
         fork.end()
     return printed
+
+
+def output_of_module(name: str, *arguments: object) -> str:
+    """As ``python -m NAME ARGUMENTS`` would print it."""
+    return output_of(f"import runpy; runpy.run_module({name!r}, run_name='__main__')", *arguments)
 
 
 def _run(pipe: Connection, script: str, arguments: list[str]) -> None:

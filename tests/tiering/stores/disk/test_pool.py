@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.forks import Fork, output_of
+from tests.forks import Fork, output_of, output_of_module
 from tests.memory_files import memory_directory
 from tests.sizes import by_size
 from tests.tiering.stores.disk.rig import (
@@ -39,7 +37,6 @@ from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk import quota as quota_module
 from kvoffload.tiering.stores.disk.quota import check_memory
 
-ROOT = Path(__file__).parents[4]
 KEYS = keys_of(*range(100))
 KILLS = by_size(quick=8, thorough=400)
 
@@ -227,10 +224,7 @@ def test_a_second_process_hits_what_the_first_stored(pool: Path) -> None:
 
 
 def test_killed_processes_lose_nothing_of_what_was_stored(pool: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.pool_killer", str(pool), str(KILLS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
+    print(output_of_module("tests.integration.pool_killer", pool, KILLS))
 
 
 def test_the_right_block_is_read_from_aligned_and_other_memory(pool: Path) -> None:
