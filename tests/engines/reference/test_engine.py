@@ -43,7 +43,7 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> l
 @functools.cache
 def alone(family: str) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
     """Prompts, and what transformers answers to each."""
-    prompts = random_prompts(6, 3, 50, seed=1)
+    prompts = random_prompts(4, 3, 50, seed=1)
     prompts.append(prompts[0] + prompts[1][:5])  # shares a prefix
     return prompts, [greedy(tiny_model(family), prompt, STEPS) for prompt in prompts]
 
