@@ -290,7 +290,7 @@ class Whole:
             content = request.prefix_hash((position + 1) * group.gpu_block_tokens)
             for index in range(self.layout.slice.num_slices):
                 begin = index * slice_bytes + position % self.factor * width
-                right = np.array_equal(row[begin : begin + width], page_of(content, group.index, index, width))
+                right = row[begin : begin + width].tobytes() == page_of(content, group.index, index, width).tobytes()
                 assert right, f"wrong bytes: {group}, slice {index}, block {block}, GPU block {position}"
 
     def _judge_trace(self) -> None:
