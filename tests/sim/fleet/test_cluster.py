@@ -91,6 +91,21 @@ def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is
         assert computed + hits * trace.block_tokens >= trace.total_input_tokens - 1e-6
 
 
+def test_who_comes_while_no_server_lives_is_served_as_if_it_came_when_one_is_back() -> None:
+    trace = traffic(12)
+    back_s = float(trace.times_s[-1]) + 1.0
+    ends: list[dict[int, float]] = []
+    for times_s, deaths in ((trace.times_s, (Death(0, 0.0, back_s),)), (np.full(len(trace), back_s), ())):
+        ends.append({})
+        config = FleetConfig(SERVER, 1, deaths=deaths)
+        simulate_fleet(
+            replace(trace, times_s=times_s),
+            config,
+            on_request=lambda request, _, __, end_s: ends[-1].update({request: end_s}),
+        )
+    assert ends[0] == pytest.approx(ends[1]) and len(ends[0]) == 12
+
+
 @given(seed=st.integers(0, 1000), servers=st.integers(1, 4), router=st.sampled_from(sorted(ROUTERS)))
 @settings(deadline=None, max_examples=10)
 def test_littles_law_holds_for_what_a_router_sees(seed: int, servers: int, router: str) -> None:
