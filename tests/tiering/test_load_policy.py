@@ -629,7 +629,7 @@ def test_a_lookup_is_a_prefix_of_one_block(read_s: float) -> None:
 
 
 def test_where_everything_is_worth_loading_a_prefix_is_the_loop_of_its_blocks() -> None:
-    looped, batch = twins(0.01, 6)
+    looped, batch = twins(0.001, 6)
     asked = prefix(8, of="a")
     found = OffloadingManager.lookup_prefix(looped[0].manager, asked, looped[1])
     assert found == batch[0].ask(asked, batch[1]) == [None] * 6 + [False]

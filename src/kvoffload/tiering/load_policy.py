@@ -24,7 +24,6 @@ from kvoffload.tiering.plans import (
     SoFar,
     Speeds,
     plan,
-    read_s,
 )
 from kvoffload.tiering.segments import HERE, Segment
 from kvoffload.tiering.speeds import PrefillSpeedEstimator
@@ -163,16 +162,12 @@ class LoadPlanner:
         """As many as fit, but at least one."""
         return max(1, int(num_bytes / self._block_bytes))
 
-    def portion_blocks(self, tier: int, keys: Sequence[OffloadKey]) -> int:
-        """Blocks per job of a promotion, for a request that waits for ``keys`` of them."""
+    def portion_blocks(self, tier: int, most_s: float) -> int:
+        """Blocks per job of a promotion that takes ``most_s`` at most."""
         speed = self._links[tier].speed
         if speed is None:
             return self._num_blocks(LEAST_PORTION_BYTES)
-        portion_s = self._portion_s(speed)
-        if keys and self.weighs(keys[0]):
-            tokens = self._tokens[get_offload_group_idx(keys[0])]
-            portion_s = min(portion_s, read_s(len(keys), self._compute_s(tokens)))
-        return max(1, int(portion_s / speed.block_s + 1e-6))
+        return max(1, int(min(self._portion_s(speed), most_s) / speed.block_s + 1e-6))
 
     def probe_blocks(self, tier: int) -> int:
         """Declined blocks of the tier to read all the same, so that it is measured; 0: none."""

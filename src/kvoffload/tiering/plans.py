@@ -28,7 +28,6 @@ __all__ = [
     "SoFar",
     "Speeds",
     "plan",
-    "read_s",
 ]
 
 LEAST_GAIN = 0.1
@@ -42,6 +41,8 @@ token comes later by more than that, whatever a tier does."""
 PATIENCE = 1.25
 """A tier that is known to have the first block may take this many times as long for it as expected, and a wait this
 many times as long as computing the prompt, however rarely the engine asks."""
+_LEAST_READ_S = RISK_S / 16
+"""A read is no shorter, however little a request has left."""
 PORTION_S = 0.1
 """A promotion is cut into jobs of about this duration, so that a request can use what arrived by its deadline, and a
 tier that has become slower is noticed soon."""
@@ -130,6 +131,8 @@ class Plan(NamedTuple):
     is_lost: bool = False
     """It ends a wait before all that was planned has come."""
     chosen: tuple[Chosen, ...] = ()
+    portion_s: float = math.inf
+    """No read takes longer than this."""
 
 
 def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None = None, so_far: SoFar = NOTHING) -> Plan:
@@ -149,6 +152,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     if so_far.num_here is not None:
         earned_s += max(here - so_far.num_here, 0) * speeds.block_compute_s
     afford_s = earned_s + RISK_SHARE * compute_s + RISK_S
+    reads_s = min(afford_s, earned_s + LEAST_GAIN * compute_s)
     rest_s = speeds.queue_s - so_far.spent_s + here * speeds.block_compute_s + RISK_SHARE * compute_s + RISK_S
     """For what makes the blocks that are here of use: a state, say."""
     if here == total:
@@ -158,6 +162,8 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     pieces = survey
     if len(survey) > MOST_PIECES:
         pieces, useful = gathered(survey, (here, begun), useful)
+    # What is left brings four reads, whatever has been earned.
+    portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
     options = _Options(pieces, speeds, useful, here, so_far.spent_s)
     waited: tuple[int, ...] = ()
     best = options.choose(waited)
@@ -169,18 +175,16 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         if share * (choice.saved_s - best.saved_s) > (1 - share) * max(0.0, answer_s - best.wait_s):
             waited, best = (*waited, tier), choice
     stop = max(best.num_blocks, here)
-    portion_s = read_s(stop - here, speeds.block_compute_s)
     segments = options.sources(waited, stop, best.wait_s, portion_s)
     deadline_s = max(afford_s, so_far.granted_s)
     if stop > here:
         first = next(segment.place for segment in segments if segment.place != HERE)
         link = speeds.links[(first.tiers or first.unknown)[0]]
         if first.tiers or link.answer_s is None:
-            deadline_s = max(min(afford_s, earned_s + LEAST_GAIN * compute_s), so_far.granted_s)
+            deadline_s = max(reads_s, so_far.granted_s)
         if first.tiers and link.pace is not None and not first.is_arriving and deadline_s > 0:
-            portion_s = min(max(portion_s, link.pace.block_s), link.portion_s)
-            due_s = PATIENCE * (link.pace.first_s + portion_s)
-            if due_s > deadline_s and best.saved_s < due_s:
+            due_s = PATIENCE * (link.pace.first_s + min(max(portion_s, link.pace.block_s), link.portion_s))
+            if due_s > deadline_s and best.saved_s < due_s + so_far.spent_s:
                 stop, segments = here, tuple(survey[:1]) if here else ()
             deadline_s = max(deadline_s, due_s)
     declined: list[tuple[int, Declined, Sequence[int], tuple[int, ...]]] = []
@@ -204,12 +208,8 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         here,
         is_lost,
         options.chosen(segments),
+        portion_s,
     )
-
-
-def read_s(num_blocks: int, block_compute_s: float) -> float:
-    """How long a read may take if so many blocks are read for a request: what it can afford in vain brings four."""
-    return (RISK_SHARE * num_blocks * block_compute_s + RISK_S) / 4
 
 
 class _Options:

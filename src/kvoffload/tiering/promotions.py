@@ -118,9 +118,9 @@ class Promotions:
                 tiers = turns[at - start : at - start + count]
                 for tier in dict.fromkeys(tiers):
                     own = [each is tier for each in tiers]
-                    self._queue(tier, [*compress(portion, own)], [*compress(slots, own)], request.context)
+                    self._queue(tier, [*compress(portion, own)], [*compress(slots, own)], wait)
             else:
-                self._queue(sources[0][0], portion, slots, request.context)
+                self._queue(sources[0][0], portion, slots, wait)
             at += count
             if count == _READ_AT and at < stop:
                 self.submit(request.context)
@@ -135,9 +135,10 @@ class Promotions:
                 self._probed.add(tier)
                 tier.wants_whole_request(self.probe_context)  # announces it; the answer does not matter
             self._waits.promote(keys, None)
-            self._queue(tier, keys, slots, self.probe_context)
+            self._queue(tier, keys, slots, None)
 
-    def _queue(self, tier: GuardedTier, keys: Sequence[OffloadKey], slots: list[int], context: ReqContext) -> None:
+    def _queue(self, tier: GuardedTier, keys: Sequence[OffloadKey], slots: list[int], wait: Wait | None) -> None:
+        context = self.probe_context if wait is None else wait.request.context
         name = tier.index, context.req_id
         job = self.queue.get(name)
         if job is None or job.req_context is not context:
@@ -147,6 +148,8 @@ class Promotions:
         assert isinstance(job.keys, list)
         job.keys += keys  # a copy for each block of a long prefix would take seconds
         job.slots += slots
+        if wait is not None and wait.plan is not None and wait.is_planned(keys):
+            job.portion_s = min(job.portion_s, wait.plan.portion_s)
         self._job_of.update(dict.fromkeys(keys, job))
         self._planner.link(tier.index).begin(len(keys))
 
@@ -198,7 +201,7 @@ class Promotions:
     def _submit(self, name: tuple[int, str]) -> None:
         queued = self.queue.pop(name)
         tier, context, keys, slots = queued.tier, queued.req_context, queued.keys, queued.slots
-        size = self._planner.portion_blocks(tier.index, () if context is self.probe_context else keys)
+        size = self._planner.portion_blocks(tier.index, queued.portion_s)
         for start in range(0, len(keys), size):
             stop = start + size
             job = queued

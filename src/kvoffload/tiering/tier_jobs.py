@@ -115,7 +115,7 @@ class TierJob(JobMetadata):
     """A job of ``tier`` as the manager knows it: gathered in a step, then the tier's until it ends, once. It has no id
     before its submit. ``succeeded`` and ``failed`` are filled at its end."""
 
-    __slots__ = ("ended_s", "failed", "is_stale", "succeeded", "tier")
+    __slots__ = ("ended_s", "failed", "is_stale", "portion_s", "succeeded", "tier")
 
     def __init__(
         self,
@@ -128,6 +128,8 @@ class TierJob(JobMetadata):
     ) -> None:
         super().__init__(0, [*keys], [*slots], is_promotion, req_context)
         self.tier = tier
+        self.portion_s = math.inf
+        """While it is gathered: of a promotion, how long one read may take. It is cut into such jobs."""
         self.is_stale = False
         """Begun before a reset of the primary tier."""
         self.succeeded: Sequence[OffloadKey] = ()

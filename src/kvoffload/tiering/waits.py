@@ -210,16 +210,16 @@ class Waits:
         if wait.deadline_s is None:
             wait.planned_s, wait.expected_s = self._clock(), wait.plan.wait_s
         wait.deadline_s = seen_s + wait.plan.deadline_s
-        wait.due_s, wait.num_planned = seen_s, wait.num_arrived  # at the next ask: its reads begin when the step ends
+        wait.due_s = seen_s  # at the next ask: its reads begin when the step ends
 
     def look_again(self, wait: Wait, seconds: float) -> None:
         """Nothing is to be planned before so many seconds have passed, or an answer has come."""
         wait.due_s = self._clock() + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
-        """Until when the wait was seen to go on: now, unless there ``is_news``, or a block has come since it was
-        planned for. That may have come right after the last step."""
-        is_news |= wait.num_arrived != wait.num_planned
+        """Until when the wait was seen to go on: now, unless there ``is_news``, or a block came in since the last step.
+        That may have been right after it."""
+        is_news |= wait.news_s > self._looked_s
         now_s = self._clock() if wait.answered_s is None else wait.answered_s
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
@@ -267,7 +267,8 @@ class Waits:
 
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
-        now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
+        seen_s = self._clock()
+        now_s = seen_s if ended_s is None else min(ended_s, seen_s)
         for key in keys:
             claim = self._claims.get(key)
             if claim is None:
@@ -276,6 +277,7 @@ class Waits:
                 if wait.answers[key] is None:
                     wait.answers[key] = True
                     wait.num_arrived += 1
+                    wait.news_s = seen_s
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
