@@ -224,7 +224,7 @@ METRICS = _by_name(
         _gauge("hints_in_use", "1 while evictions follow hints."),
         _counter(
             "prefetches",
-            "Prefetches, by outcome: some of the prefix was found, none was, or too many prefetches were open.",
+            "Calls of `prefetch`, by outcome: some of the prefix was found, none was, or too many were open.",
             outcome=PREFETCH_OUTCOMES,
         ),
         _counter("stale_jobs", "Transfers that ended after a reset."),
