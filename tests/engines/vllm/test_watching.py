@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
     extra = {
         "spec_name": "TieringOffloadingSpec",
-        "secondary_tiers": [{"type": "disk", "path": str(tmp_path / "blocks"), "cascade": "on_store"}],
+        # Two, as some panels show disks one by one.
+        "secondary_tiers": [{"type": "disk", "path": [str(tmp_path / name) for name in "ab"], "cascade": "on_store"}],
         "load_policy": "always",
         "max_wait_s": 60.0,
         "record_trace": str(tmp_path / "trace.jsonl"),
