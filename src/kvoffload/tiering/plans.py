@@ -232,7 +232,8 @@ class _Options:
         self._paces = [self._pace(tier) for tier in range(len(links))]
         for link, num_blocks in zip(links, arriving):
             block_s = 0.0 if link.pace is None else link.pace.block_s
-            first_s = max(link.queue_s - num_blocks * block_s, 0.0)
+            # The blocks of a read come together, at its end.
+            first_s = min(max(link.queue_s - num_blocks * block_s, 0.0) + link.portion_s, link.queue_s)
             self._paces.append(Pace(first_s, (link.queue_s - first_s) / num_blocks if num_blocks else 0.0))
         self._paces.append(Pace())
 
