@@ -45,7 +45,7 @@ def processor_time(directory: Path, short: bool) -> list[Row]:
     from tests.engines.models import write_llama
 
     model = write_llama(directory / "model").path
-    with get_context().override_server_args(model_path=model, device="cpu"):
+    with get_context().override_server_args(model_path=model, device="cpu", weight_version="bench"):
         return [row for layers in ((2,) if short else (2, 8, 32)) for row in _calls(directory, model, layers, short)]
 
 

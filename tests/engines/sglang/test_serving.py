@@ -259,9 +259,14 @@ def test_weights_updated_in_place_reach_no_server_with_the_old_ones(
     finally:
         server.stop()
     attached.attach(storage)
-    found = attached.generate_in_turn([*before, *after])
-    judge(baseline, found)
-    assert from_storage(found) > 0
+
+    def finds_pages() -> bool:
+        attached.forget()
+        found = attached.generate_in_turn([*before, *after])
+        judge(baseline, found)
+        return from_storage(found) > 0
+
+    attached.wait_until(finds_pages, "it finds what the old weights made")
 
 
 def test_the_command_line_maintains_what_sglang_wrote(attached: Server, baseline: Baseline, tmp_path: Path) -> None:
@@ -279,6 +284,7 @@ def test_the_command_line_maintains_what_sglang_wrote(attached: Server, baseline
         "bytes": listed["blocks"] * PAGE_BYTES,
         "bad": [],
         "unreadable": [],
+        "sealed": [],
         "deleted": None,
     }
     assert store_command("gc", root, "--max-bytes", "1MiB", "--dry-run")["excess_bytes"] > 0
