@@ -13,10 +13,10 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
-from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
-from kvoffload.tiering.stores.disk.file import NO_SPACE, check_preallocation
+from kvoffload.tiering.stores.disk.file import check_preallocation
 from kvoffload.tiering.stores.disk.format import (
     EMPTY_ENTRY,
     ENTRY_BYTES,

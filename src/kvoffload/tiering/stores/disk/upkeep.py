@@ -16,9 +16,10 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvoffload.tiering.stores.direct_io import NO_SPACE
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
-from kvoffload.tiering.stores.disk.file import NO_SPACE, TOO_MANY_FILES, SlabRefused
+from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
 from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.quota import Quota

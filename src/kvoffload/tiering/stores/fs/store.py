@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import OrderedDict
@@ -14,7 +13,7 @@ from typing import Literal
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
-from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
@@ -22,7 +21,6 @@ from kvoffload.tiering.stores.root import RootedStore, check_directory, director
 
 __all__ = ["FileSystemStore"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
 
@@ -215,7 +213,7 @@ class FileSystemStore(RootedStore):
                 self._unreadable.pop(path, None)
                 return True
             except OSError as exc:
-                is_full = exc.errno in _FULL and rounds_left > 0
+                is_full = exc.errno in NO_SPACE and rounds_left > 0
                 if not is_full or not self._evicted(self._quota.make_room(path, self._layout.file_bytes), gone):
                     errors.append(exc)
                     break
