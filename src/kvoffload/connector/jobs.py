@@ -177,7 +177,7 @@ class JobTable:
         return job
 
     def fail_stores(self) -> None:
-        """What the stores in flight read is not what their keys say: none of them will have succeeded."""
+        """Every store in flight counts as failed, whatever workers report: what it read is not what its keys say."""
         for job in self.in_flight.values():
             job.success &= job.direction is _LOAD
 

@@ -313,11 +313,10 @@ class OffloadingConnectorScheduler:
         return LoadOutcome(frozenset(loaded), failed)
 
     def blocks_are_undefined(self, gpu_block_ids: Collection[int]) -> None:
-        """A load has left these GPU blocks undefined, and the engine computes them again. To be called before the
-        report of the same step is recorded.
+        """A load failed: the engine computes these GPU blocks again. Call it before the same step's report is recorded.
 
-        If it was no load of this connector, requests may have run on them since that step began. So the stores in
-        flight fail, and nothing that was computed until now is stored later. Earlier stores read nothing of it.
+        If another connector loaded them, requests may have run on them already. So all stores in flight fail, and
+        nothing computed until now is stored later. Stores that have ended read nothing of it.
         """
         own = (job.gpu_block_ids for job in self._jobs.in_flight.values() if job.direction is Direction.LOAD)
         if set(gpu_block_ids).difference(*own):

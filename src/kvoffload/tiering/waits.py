@@ -217,8 +217,8 @@ class Waits:
         wait.due_s = self._clock() + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
-        """Until when the wait was seen to go on: now, unless there ``is_news``, or a block came in since the last step.
-        That may have been right after it."""
+        """When the wait was last seen to go on. That is now; but what came since the last step, ``is_news`` or a block,
+        may have come right after that step, and then it is the step's time."""
         is_news |= wait.news_s > self._looked_s
         now_s = self._clock() if wait.answered_s is None else wait.answered_s
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s

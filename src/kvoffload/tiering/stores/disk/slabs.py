@@ -309,7 +309,7 @@ class Slabs:
         self._own(slab)
 
     def apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
-        """A neighbour's entries from slot ``first`` on are ``entries`` now. For the store's thread, which adopts."""
+        """A neighbour's entries from slot ``first`` on are ``entries`` now. For the thread that adopts slabs."""
         old = np.frombuffer(slab.entries, np.uint64).reshape(-1, 8)[first : first + len(entries) // ENTRY_BYTES]
         new = np.frombuffer(entries, np.uint64).reshape(-1, 8)
         changed = np.flatnonzero((old != new).any(axis=1)).tolist()
@@ -322,8 +322,8 @@ class Slabs:
                     self._apply(slab, first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
 
     def correct(self, slab: Slab, index: int, before: bytes, entry: bytes | bytearray) -> None:
-        """A neighbour's entry is another one than ``before``, unless it is that here no more: then the store's thread,
-        which may be adopting the slab, has read it later."""
+        """Takes over a neighbour's new ``entry``, if ours is still the one ``before``. If not, the store's thread has
+        read a later one."""
         self._index.make_room(1, self._lock)
         with self._lock:
             if not slab.is_dropped and not slab.is_own and slab.entry(index) == before:
