@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BLOCK_ERRORS", "NO_SPACE", "O_DIRECT", "PAGE_BYTES", "after", "is_aligned"]
+__all__ = ["BLOCK_ERRORS", "NO_SPACE", "O_DIRECT", "PAGE_BYTES", "REFUSED", "after", "is_aligned"]
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0: this system has no direct I/O."""
@@ -23,6 +23,8 @@ BLOCK_ERRORS = frozenset(
 tells what the device said: a bad medium, a checksum that does not fit, a target that failed. The last two are of a file
 system's own data."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+REFUSED = (*NO_SPACE, errno.EROFS)
+"""The file system takes no writes. What is there is as good as before."""
 
 
 def is_aligned(buffer: memoryview) -> bool:

@@ -509,11 +509,13 @@ class TestBadMedia:
         assert write(store, *keys[:90]) == [True] * 90
         assert len(right(store, *KEYS, *keys)) == 190
 
-    def test_a_table_that_lacks_space_for_a_while_costs_no_slab(self, open_store, monkeypatch) -> None:
-        """As where every write needs space. Blocks were evicted for the first write alone."""
+    @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+    def test_a_table_that_takes_no_writes_for_a_while_costs_no_slab(self, open_store, monkeypatch, error: int) -> None:
+        """As where every write needs space, or once a file system is read-only. Blocks were evicted for the first write
+        alone."""
 
         def fail(file: SlabFile, *content: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(error, os.strerror(error))
 
         store = open_store(max_bytes=slab_of(100))
         write(store, *KEYS)
@@ -521,7 +523,7 @@ class TestBadMedia:
             full.setattr(SlabFile, "write_entries", fail)
             full.setattr(SlabFile, "write_changes", fail)
             for number in range(100, 200, 10):
-                with pytest.raises(StoreError, match="No space left"):
+                with pytest.raises(StoreError, match=os.strerror(error)):
                     write(store, *keys_of(*range(number, number + 10)))
             left = right(store, *KEYS)
             assert len(left) == 90
@@ -577,6 +579,24 @@ class TestBadMedia:
         assert 0 < len(left) < 1200
         assert left.isdisjoint(store.take_lost())
         assert write(store, *keys[:20]) == [True] * 20
+
+    @pytest.mark.once
+    def test_a_slab_whose_table_failed_gives_way_once_room_is_needed(self, open_store, monkeypatch, tmp_path) -> None:
+        """Else a bad moment of a disk would cost that part of the quota until a restart."""
+
+        def fail(file: SlabFile, *content: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        store = open_store(max_bytes=slab_of(100))
+        write(store, *KEYS)
+        with monkeypatch.context() as broken:
+            broken.setattr(SlabFile, "write_entries", fail)
+            store.discard(KEYS[:1])
+        assert here(store, *KEYS) == set()
+        may_grow(store)
+        assert write(store, *KEYS) == [True] * 100
+        assert right(store, *KEYS) == set(KEYS)
+        assert disk_bytes(tmp_path) <= slab_of(100)
 
     def test_a_table_that_cannot_be_read_at_start(self, open_store, monkeypatch, tmp_path: Path) -> None:
         store = open_store(max_bytes=2 * slab_of(1100))

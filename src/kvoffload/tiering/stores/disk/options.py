@@ -16,7 +16,7 @@ import msgspec
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError, causes
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, REFUSED
 from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.quota import check_memory, existing_directory
 from kvoffload.tiering.stores.disk.store import DiskStore
@@ -32,10 +32,9 @@ logger = logging.getLogger(__name__)
 
 _BROKEN = (
     *BLOCK_ERRORS,
-    *NO_SPACE,
+    *REFUSED,
     errno.ENXIO,
     errno.ENODEV,
-    errno.EROFS,
     errno.ESHUTDOWN,
     errno.ENOTCONN,
     errno.ETIMEDOUT,

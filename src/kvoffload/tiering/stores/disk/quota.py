@@ -230,13 +230,13 @@ class Quota:
         return _free_bytes(self._root) - _disk_bytes(self._root) // _FREE_SHARE
 
     def _remove_unused(self, num_bytes: int) -> int:
-        """Removes unused slabs, the oldest first: of namespaces without a process, and foreign ones in ours. Returns
-        the bytes that this freed."""
+        """Removes unused slabs, the oldest first: of namespaces without a process, and those in ours that are not
+        trusted. Returns the bytes that this freed."""
         unused = list[tuple[str, SlabSeen]]()
         for name, dir_fd in namespaces_in(self._root, self._access):
             if name == self._directory.name:
                 seen = self._directory.listings.slabs(dir_fd)
-                unused += [(name, slab) for slab in seen if self._slabs.quarantined.get(slab.name, False)]
+                unused += [(name, slab) for slab in seen if slab.name in self._slabs.quarantined]
             elif is_unused(dir_fd):
                 unused += [(name, slab) for slab in slabs_in(dir_fd)]
         unused.sort(key=lambda one: one[1].used_ns)

@@ -77,9 +77,9 @@ class Slabs:
         self.open: dict[int, Slab] = {}
         """By number. For others to read."""
         self.by_name: dict[str, Slab] = {}
-        self.quarantined: dict[str, bool] = {}
-        """Names of slabs that are not to be trusted, and whether they are foreign: of another format, not of one of
-        ours that failed. Foreign ones give way when room is needed."""
+        self.quarantined: set[str] = set()
+        """Names of slabs that are not to be trusted: of another format, or that failed. They give way when room is
+        needed."""
         self._long_keys: dict[bytes, OffloadKey] = {}
         """By what entries have of them: the keys that are too long for an entry, of blocks that this process wrote.
         Others can be found and read, but not named."""
@@ -378,7 +378,7 @@ class Slabs:
 
     def lose(self, slab: Slab, error: OSError) -> None:
         """A table failed: its slab is not used any more."""
-        self.quarantined[slab.file.name] = False  # before it is dropped, so that no poll opens it again
+        self.quarantined.add(slab.file.name)  # before it is dropped, so that no poll opens it again
         if self.drop([slab], "corrupt"):
             _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
 

@@ -13,7 +13,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.memory_limits import memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
-from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
+from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE, REFUSED
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory
 from kvoffload.tiering.stores.disk.file import check_preallocation
@@ -201,7 +201,7 @@ class DiskStore(RootedStore):
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
         """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
-        the table fails, its slab is not used any more, unless it lacks space, as on file systems that copy on write."""
+        the table fails, its slab is not used any more, unless it is the file system that takes no writes."""
         slab, first = run.slab, run.slots.first
         sealing = self._begin_sealing(run.blocks)
         good = list[Run]()
@@ -226,7 +226,7 @@ class DiskStore(RootedStore):
         except OSError as exc:
             errors.append(exc)
             good = []  # of some of them the entry may be there: it fits until the slot is written over
-            if exc.errno not in NO_SPACE:
+            if exc.errno not in REFUSED:
                 self._slabs.lose(slab, exc)
         run.good = good
 
@@ -277,13 +277,14 @@ class DiskStore(RootedStore):
 
     def _clear(self, runs: Sequence[BusyRun]) -> None:
         """Empties the entries of slots on the disk, then makes the slots free. The other way round, a crash or a
-        neighbour would find the old entry beside new bytes, and read them in vain. On a full disk that copies on write
-        there is no space for an empty entry: the old one stays, and its seal does not fit what is written there."""
+        neighbour would find the old entry beside new bytes, and read them in vain. A file system that is read-only, or
+        full and copies on write, takes no empty entry: the old one stays, and its seal does not fit what is written
+        there."""
         for run in runs:
             try:
                 run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
             except OSError as exc:
-                if exc.errno not in NO_SPACE:
+                if exc.errno not in REFUSED:
                     self._slabs.lose(run.slab, exc)
         self._slabs.release(runs)
 

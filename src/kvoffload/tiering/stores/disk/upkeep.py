@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvoffload.tiering.stores.direct_io import NO_SPACE
+from kvoffload.tiering.stores.direct_io import REFUSED
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabRefused
@@ -222,13 +222,13 @@ class Upkeep:
         except FileNotFoundError:
             pass  # removed meanwhile
         except SlabRefused:
-            self._slabs.quarantined[name] = True
+            self._slabs.quarantined.add(name)
         except OSError as exc:
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
             _log.warning("The slab %s at %s is left out: %s", name, self._directory.root, exc)
-            self._slabs.quarantined[name] = False
+            self._slabs.quarantined.add(name)
         return 0
 
     def poll(self, *, every_slab: bool = False) -> None:
@@ -260,8 +260,7 @@ class Upkeep:
         for later."""
         here = {seen.name: seen.inodes for seen in listing if not seen.is_new}
         self._slabs.drop([slab for slab in slabs if here.get(slab.file.name) != slab.file.inodes], "removed")
-        for name in self._slabs.quarantined.keys() - here.keys():
-            del self._slabs.quarantined[name]
+        self._slabs.quarantined.intersection_update(here)
         for name in here:
             if name == self._quota.making or (self._is_unknown(name) and self._take_in(name) is None):
                 return False
@@ -291,7 +290,7 @@ class Upkeep:
                 try:
                     slab.file.write_changes(slab.changes)
                 except OSError as exc:
-                    if exc.errno not in NO_SPACE:  # else the next change tells of this one too
+                    if exc.errno not in REFUSED:  # else the next change tells of this one too
                         self._slabs.lose(slab, exc)
             self._bulletin.announce(slab.file.name for slab, _ in changed)
         finally:
