@@ -21,7 +21,8 @@ from kvoffload.tiering.health import _reason_of
 from kvoffload.tiering.nodes import AgentTier, NodeAgent, Nodes, NodesStore
 from kvoffload.tiering.nodes.messages import Act
 from kvoffload.tiering.nodes.store import NodesLosses
-from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.nodes.stream import MAX_PACKET_SIZE
+from kvoffload.tiering.stores.base import BlockStore, LossCause
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 
@@ -131,6 +132,44 @@ def test_a_loss_is_recorded_with_its_node() -> None:
         assert store.read_into(names[:1], slots(two, 0)) == [False]
         NodesLosses(lost, store).record(names, Miss.REMOVED, "disk")
     assert [loss and loss.cause for loss in lost.find(names)] == ["removed disk on node 1", "removed disk"]
+
+
+class Emptied(StoreWrapper):
+    def __init__(self, inner: BlockStore) -> None:
+        super().__init__(inner)
+        self.lost: dict[OffloadKey, LossCause] = {}
+
+    def take_lost(self) -> dict[OffloadKey, LossCause]:
+        lost, self.lost = self.lost, {}
+        return lost
+
+
+def test_losses_come_in_parts_that_a_step_can_carry_and_not_all_are_kept() -> None:
+    """A disk that goes away while an engine is idle loses all blocks between two steps."""
+    store, nodes, sizes = Emptied(MemoryStore(SLOT_BYTES)), Nodes(1), list[int]()
+    agent = NodeAgent(0, memory(2, SLOT_BYTES), [AgentTier("mem", store, LIMITS)])
+
+    def step() -> None:
+        agent.receive(nodes.take_packets())
+        packets = agent.take_packets()
+        sizes.extend(sum(item.size for item in packet.items) for packet in packets)
+        nodes.receive(packets)
+
+    pending = nodes.order(0, Act.CONTAINS, keys_of(1))
+
+    def has_ended() -> bool:
+        step()
+        return pending.ended.wait(0.001)
+
+    wait(has_ended)
+    names = keys_of(*range(70_000))
+    store.lost = dict.fromkeys(names, "removed")
+    for _ in range(12):
+        step()
+    assert max(sizes) <= MAX_PACKET_SIZE
+    assert sum(sizes) > len(names)
+    assert nodes.take_lost(0) == dict.fromkeys(names[: 1 << 16], ("removed", 0))
+    agent.shutdown()
 
 
 def test_stats_are_those_of_all_nodes_once_all_have_spoken() -> None:

@@ -17,6 +17,7 @@ from kvoffload.errors import StoreError, errno_of, text_of
 from kvoffload.logs import RateLimitedLog
 from kvoffload.tiering.nodes.link import AgentLink
 from kvoffload.tiering.nodes.messages import Act, Answer, News, Order, Packet
+from kvoffload.tiering.nodes.stream import MAX_PACKET_SIZE
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.tier import TierLimits, close_store
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 _SCAN_KEYS = 1024
 _KEYS_PER_CALL = 256
 _NEWS_S = 1.0
+_LOST_AT_ONCE = MAX_PACKET_SIZE - 1
+"""Losses that fit into a packet. A disk that goes away while an engine is idle loses them all before the next step."""
 _QUEUES = {Act.CONTAINS: IoQueue.LOOKUP, Act.READ: IoQueue.LOAD, Act.WRITE: IoQueue.STORE, Act.DISCARD: IoQueue.LOOKUP}
 
 
@@ -112,7 +115,10 @@ class NodeAgent:
             try:
                 lost = tier.store.take_lost()
                 if lost or is_due:
-                    self._link.put(News(tier.index, tier.store.stats(), lost))
+                    stats, left = tier.store.stats(), iter(lost.items())
+                    self._link.put(News(tier.index, stats, dict(islice(left, _LOST_AT_ONCE))))
+                    while some := dict(islice(left, _LOST_AT_ONCE)):
+                        self._link.put(News(tier.index, stats, some))
             except Exception:  # noqa: BLE001 - a store is foreign, and this is an engine's step
                 self._log.exception(f"{tier.store!r} cannot tell what became of it")
         if is_due:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
@@ -210,9 +211,8 @@ class Nodes:
         if isinstance(item, News):
             self._stats.setdefault(item.tier, {})[node] = item.stats
             lost = self._lost.setdefault(item.tier, {})
-            lost.update((key, (cause, node)) for key, cause in item.lost.items())
-            while len(lost) > _MAX_LOST:  # the rest is found out by reading it
-                del lost[next(iter(lost))]
+            room = max(0, _MAX_LOST - len(lost))  # the rest is found out by reading it
+            lost.update((key, (cause, node)) for key, cause in islice(item.lost.items(), room))
         elif isinstance(item, Answer) and item.number in self._open:
             self._end(node, item)
 
