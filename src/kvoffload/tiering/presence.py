@@ -154,6 +154,8 @@ class PresenceIndex:
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
+        if self.is_exact and self._events is None:
+            return  # the store itself has removed them
         for key in keys:
             # The store may evict a block before its store job's result is taken. The mark keeps that late result from
             # adding a key that is gone.
