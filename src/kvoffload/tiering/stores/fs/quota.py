@@ -10,7 +10,7 @@ import secrets
 import stat
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, TEMPORARY_PREFIX, fan_of, turn_of
@@ -40,11 +40,11 @@ _FAN = re.compile("[0-9a-f]{2}")
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@dataclass(frozen=True, slots=True)
-class FileSeen:
-    """A file as a listing finds it. ``path`` is relative to the root."""
+class FileSeen(NamedTuple):
+    """A file as a listing finds it. A full store makes several for each block that it writes."""
 
     path: str
+    """Relative to the root."""
     size_bytes: int
     written_ns: int
     """Its mtime, nanoseconds since 1970 by the clock of the file system. A use may set it too (``Quota``)."""
@@ -93,12 +93,13 @@ class Quota:
             paths.add(path)
             if turn_of(key) % self._period == 0:
                 due.add(fan_of(path))
-        together = [[fan] for fan in due] if self._by_fan else [range(NUM_FANS)] if due else []
-        gone = list[FileSeen]()
-        for fans in together:
-            blocks = self._swept(file for files in self._listed(fans) for file in files)
-            gone += self._delete_oldest(blocks, self._kept_bytes, paths)
-        return [file.path for file in gone]
+        if not due:
+            return []
+        listed: Iterable[Sequence[FileSeen]] = self._listed(list(due) if self._by_fan else range(NUM_FANS))
+        if not self._by_fan:
+            listed = [[file for files in listed for file in files]]
+        gone = [self._delete_oldest(self._swept(files), self._kept_bytes, paths) for files in listed]
+        return [file.path for files in gone for file in files]
 
     def make_room(self, path: str, num_bytes: int) -> list[str]:
         """Deletes old files on a full disk, of the fan of ``path`` and as many more as give a choice. Returns their
@@ -123,16 +124,15 @@ class Quota:
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
         """The files of one of ``fans`` after the other, of all namespaces."""
         namespaces = namespaces_of(self._root, self._access)
-        if len(fans) == 1:  # whose directories are opened sooner than listed
+        if len(fans) < NUM_FANS:  # whose directories are opened sooner than listed
             directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
         else:
             directories = fan_directories(self._root, namespaces)
         for fan in fans:
             yield [file for path in directories.get(fan, ()) for file in seen_in(self._root, path, self._access)]
 
-    def _swept(self, files: Iterable[FileSeen]) -> list[FileSeen]:
-        """The blocks among ``files``. Deletes what dead writers left."""
-        seen = list(files)
+    def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
+        """The blocks among the files that were ``seen``. Deletes what dead writers left."""
         sweep(self._root, seen)
         return [file for file in seen if file.is_block]
 
@@ -143,10 +143,12 @@ def namespaces_of(root: str, access: Access | None = None) -> list[str]:
     names = list[str]()
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
+            if entry.name.startswith(".") or entry.name == "lost+found":
+                continue
             with contextlib.suppress(OSError):  # deleted meanwhile
                 if access is None or access.admits(entry.stat(follow_symlinks=False)):
                     names += [entry.name] if entry.is_dir(follow_symlinks=False) else []
-    return sorted(name for name in names if not name.startswith(".") and name != "lost+found")
+    return sorted(names)
 
 
 def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]]:
@@ -187,10 +189,12 @@ def seen_in(root: str, directory: str, access: Access | None = None) -> list[Fil
             for entry in entries:
                 if not entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY_PREFIX):
                     continue
-                with contextlib.suppress(OSError):  # deleted meanwhile
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        seen.append(FileSeen(f"{directory}/{entry.name}", status.st_size, status.st_mtime_ns))
+                except OSError:
+                    continue  # deleted meanwhile
+                if stat.S_ISREG(status.st_mode):
+                    seen.append(FileSeen(f"{directory}/{entry.name}", status.st_size, status.st_mtime_ns))
     finally:
         os.close(fd)
     return seen

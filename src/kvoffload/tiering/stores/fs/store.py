@@ -185,7 +185,7 @@ class FileSystemStore(RootedStore):
         self._check_directory()
         paths = [self._layout.path_of(key) for key in keys]
         strange = set[str]()
-        for fan in {os.path.dirname(path) for path in paths}:
+        for fan in {path.rpartition("/")[0] for path in paths}:
             try:
                 check_directory(self._root, fan, self._access)
             except OSError as exc:
