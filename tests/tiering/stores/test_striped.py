@@ -21,10 +21,10 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.testing.stores import FaultyStore, GatedStore
 from kvoffload.tiering.options import parse_tier, parse_tiers
+from kvoffload.tiering.stores import local
 from kvoffload.tiering.stores import striped as striped_module
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
-from kvoffload.tiering.stores.disk import options as disk_options
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.striped import Striped
@@ -389,7 +389,7 @@ def test_a_disk_that_is_broken_at_the_start_is_left_out_and_a_mistake_is_refused
 def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: list[str]
 ) -> None:
-    monkeypatch.setattr(disk_options, "_OPEN_S", 2.0)
+    monkeypatch.setattr(local, "_OPEN_S", 2.0)
     options = tier([tmp_path / name for name in ("a", *others)], timeout_s=1.0)
     may_open, is_closed = threading.Event(), threading.Event()
     make: Callable[..., None] = DiskStore.__init__

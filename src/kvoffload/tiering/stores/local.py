@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.root import directories_of, directory_of
 from kvoffload.tiering.stores.wrappers import OtherKeys
 
-__all__ = ["DirectoryOptions"]
+__all__ = ["DirectoryOptions", "open_each"]
+
+_OPEN_S = 30.0
+"""How long a store may take to open, however short ``timeout_s`` is: a start reads an index, beside whatever else
+starts."""
 
 
 class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
@@ -56,6 +62,13 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             )
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+        (outcome,) = open_each([self], block_bytes, namespace)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def _open_alone(self, block_bytes: int, namespace: str) -> BlockStore:
+        self.check(block_bytes)
         store = super().open_store(block_bytes, namespace)
         own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
         if not (others := sorted(directories_of(self.directory, namespace) - own)):
@@ -78,3 +91,21 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:
         """Bytes on disk of the smallest store that is of use."""
+
+
+def open_each(
+    each: Sequence[DirectoryOptions], block_bytes: int, namespace: str
+) -> Sequence[BlockStore | BaseException]:
+    """The stores of ``each`` directory, opened at the same time, or why one did not open: perhaps not in time, as a
+    mount may hang for ever."""
+    limit_s = max(_OPEN_S, *(options.timeout_s for options in each))
+    calls = [partial(options._open_alone, block_bytes, namespace) for options in each]
+    outcomes = in_time(calls, limit_s, lambda store: store.close())
+    for at, (options, outcome) in enumerate(zip(each, outcomes, strict=True)):
+        if isinstance(outcome, TimeoutError):
+            outcomes[at] = late = ConfigError(
+                f"{options.directory} of the {options.label!r} tier did not open within {limit_s:g} s: look at its "
+                "disk, or choose another directory."
+            )
+            late.__cause__ = outcome
+    return outcomes

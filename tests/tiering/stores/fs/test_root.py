@@ -8,7 +8,8 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.options import parse_tier
+from kvoffload.tiering.stores import local
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot, is_sound
@@ -64,6 +67,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small disk needs root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as NFS without its server, for which a system call waits for ever."""
+    options = {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "timeout_s": 0.01}
+    may_open, is_closed = threading.Event(), threading.Event()
+    make: Callable[..., None] = FileSystemStore.__init__
+
+    def hang(store: FileSystemStore, *args: object, **rest: object) -> None:
+        may_open.wait(20)
+        make(store, *args, **rest)
+
+    monkeypatch.setattr(local, "_OPEN_S", 0.05)
+    monkeypatch.setattr(FileSystemStore, "__init__", hang)
+    monkeypatch.setattr(FileSystemStore, "close", lambda store: is_closed.set())
+    with pytest.raises(ConfigError, match="kv of the 'fs' tier did not open within"):
+        parse_tier(options).open_store(SMALL, "ns")
+    may_open.set()
+    assert is_closed.wait(60), "nobody uses what opens too late"
 
 
 def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:

@@ -21,7 +21,7 @@ from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.quota import check_memory, existing_directory
 from kvoffload.tiering.stores.disk.store import DiskStore
 from kvoffload.tiering.stores.in_time import in_time
-from kvoffload.tiering.stores.local import DirectoryOptions
+from kvoffload.tiering.stores.local import DirectoryOptions, open_each
 from kvoffload.tiering.stores.root import check_apart
 from kvoffload.tiering.stores.striped import Striped
 from kvoffload.units import parse_bytes
@@ -41,8 +41,6 @@ _BROKEN = (
 )
 _LOOK_S = 5.0
 """How long a disk may take to say how large it is."""
-_OPEN_S = 30.0
-"""How long it may take to open, however short ``timeout_s`` is: a start reads an index, beside whatever else starts."""
 
 
 class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
@@ -99,25 +97,13 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         """Opens the disks at the same time. One that is broken, or does not answer in time, is left out if there are
         others."""
         disks = self.each_disk()
-
-        def open_one(disk: DiskOptions) -> BlockStore:
-            disk.check(block_bytes)
-            return DirectoryOptions.open_store(disk, block_bytes, namespace)
-
-        limit_s = max(self.timeout_s, _OPEN_S)
-        opened = in_time([partial(open_one, disk) for disk in disks], limit_s, lambda store: store.close())
+        opened = open_each(disks, block_bytes, namespace)
         stores, paths, missing, failures = list[BlockStore](), list[str](), list[str](), list[BaseException]()
         for disk, outcome in zip(disks, opened, strict=True):
             if not isinstance(outcome, BaseException):
                 stores.append(outcome)
                 paths.append(disk.directory)
                 continue
-            if isinstance(outcome, TimeoutError):
-                late = ConfigError(
-                    f"{disk.directory} of the {self.label!r} tier did not open within {limit_s:g} s: look at its disk, "
-                    "or choose another directory."
-                )
-                late.__cause__, outcome = outcome, late
             missing.append(disk.directory)
             failures.append(outcome)
         mistakes = [failure for failure in failures if not _is_broken(failure)]
