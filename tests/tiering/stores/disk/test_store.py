@@ -581,6 +581,22 @@ class TestBadMedia:
         assert write(store, *keys[:20]) == [True] * 20
 
     @pytest.mark.once
+    def test_tables_that_all_fail_cost_one_slab_for_a_write(self, open_store, monkeypatch) -> None:
+        """The disk may be back before the breaker has let through as many writes as there are slabs."""
+
+        def fail(file: SlabFile, *content: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        store, keys = open_store(max_bytes=2 * slab_of(1100)), keys_of(*range(2300))
+        for start in range(0, 2300, 100):
+            assert write(store, *keys[start : start + 100]) == [True] * 100
+        with monkeypatch.context() as broken:
+            broken.setattr(SlabFile, "write_entries", fail)
+            with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+                write(store, *keys[:10])
+        assert len(right(store, *keys)) > 1000
+
+    @pytest.mark.once
     def test_a_slab_whose_table_failed_gives_way_once_room_is_needed(self, open_store, monkeypatch, tmp_path) -> None:
         """Else a bad moment of a disk would cost that part of the quota until a restart."""
 

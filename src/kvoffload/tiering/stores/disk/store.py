@@ -144,7 +144,7 @@ class DiskStore(RootedStore):
         return self._outcomes(batch.answers, batch.errors) if found else batch.answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._clear(self._slabs.discard(self._hashed(keys)))
+        self._clear(self._slabs.discard(self._hashed(keys)), [])
 
     def close(self) -> None:
         self._upkeep.close()
@@ -271,22 +271,23 @@ class DiskStore(RootedStore):
         """
         if self._quota.grow(errors):
             return True
-        runs = self._slabs.evict(count, before_ns)
-        self._clear(runs)
-        return bool(runs)
+        # A slab that is lost by it ends the write: the next one may be no better.
+        return self._clear(self._slabs.evict(count, before_ns), errors)
 
-    def _clear(self, runs: Sequence[BusyRun]) -> None:
+    def _clear(self, runs: Sequence[BusyRun], errors: list[OSError]) -> bool:
         """Empties the entries of slots on the disk, then makes the slots free. The other way round, a crash or a
         neighbour would find the old entry beside new bytes, and read them in vain. A file system that is read-only, or
         full and copies on write, takes no empty entry: the old one stays, and its seal does not fit what is written
-        there."""
+        there. Returns whether there are such slots. Adds to ``errors`` why their slab is lost."""
         for run in runs:
             try:
                 run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
             except OSError as exc:
                 if exc.errno not in REFUSED:
+                    errors.append(exc)
                     self._slabs.lose(run.slab, exc)
         self._slabs.release(runs)
+        return any(not run.slab.is_dropped for run in runs)
 
     # ---------------------------------------------------------------------------------------------------- reading
 
@@ -369,7 +370,7 @@ class DiskStore(RootedStore):
                 # that is equal. Then the next read finds it.
         except OSError as exc:
             error = exc
-        self._clear(self._slabs.remove_corrupt(slab, index, entry, is_unreadable=error is not None))
+        self._clear(self._slabs.remove_corrupt(slab, index, entry, is_unreadable=error is not None), [])
         return False
 
     # ---------------------------------------------------------------------------------------------------- helpers
