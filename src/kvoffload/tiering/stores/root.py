@@ -479,15 +479,16 @@ def make_file(name: str, dir_fd: int, access: Access, flags: int = 0) -> int:
     return fd
 
 
-def check_directory(root: str, directory: str, access: Access) -> None:
-    """Raises ``OSError`` if a namespace's ``directory`` is there, but as a link or another user's."""
+def check_directory(root: str, directory: str, access: Access) -> os.stat_result | None:
+    """What a ``directory`` is, ``None`` if there is none. Raises ``OSError`` if it is a link or another user's."""
     path = f"{root}/{directory}"
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        return
+        return None
     if not stat.S_ISDIR(status.st_mode) or not access.admits(status):
         raise PermissionError(errno.EPERM, "is not a directory of ours", path)
+    return status
 
 
 def open_control(root: str, access: Access) -> int:

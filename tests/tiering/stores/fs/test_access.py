@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores.fs import FileSystemStore
+from kvoffload.tiering.stores.fs import store as store_module
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import CONTROL_DIR
 
@@ -255,6 +257,25 @@ class TestLinks:
         assert [(one.name, one.stat().st_mtime_ns) for one in moved.iterdir()] == [(old.name, 0)]
         path.parent.unlink()
         assert write(store, KEY) == [True], "until it is gone"
+
+    def test_a_fan_is_looked_at_again_once_the_directory_above_it_has_changed(
+        self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And not before: each block would take another call of the system."""
+        monkeypatch.setattr(store_module, "_SETTLED_S", 0.0)
+        store, looked_at, lstat = open_store(), list[str](), os.lstat
+        write(store, KEY)
+        (path,) = files(tmp_path)
+        time.sleep(0.05)  # more than a step of the file system's clock
+        assert read(store, KEY) == block_of(KEY, SMALL)
+        monkeypatch.setattr(os, "lstat", lambda path: looked_at.append(os.fspath(path)) or lstat(path))
+        assert read(store, KEY) == block_of(KEY, SMALL)
+        assert write(store, KEY) == [True]
+        assert str(path.parent.parent) in looked_at and str(path.parent) not in looked_at
+        path.parent.rename(tmp_path / "moved")
+        path.parent.symlink_to(tmp_path / "moved")
+        with pytest.raises(StoreError, match="not a directory of ours"):
+            read(store, KEY)
 
 
 @needs_root

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvoffload.base import OffloadKey
@@ -23,6 +25,19 @@ __all__ = ["FileSystemStore"]
 
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
+_SETTLED_S = 2.0
+"""File systems count the time of a change in steps of this length at most. From then on the next one has another."""
+
+
+@dataclass(slots=True)
+class _Fans:
+    """What is known of the fans in our directory while that is in one ``state``: its inode and the time of its last
+    change, which each new, renamed or exchanged fan sets. Threads may forget what others add."""
+
+    state: tuple[int, int, int] | None = None
+    since_s: float = 0.0
+    sound: set[str] = field(default_factory=set)
+    """Need not be checked again."""
 
 
 class FileSystemStore(RootedStore):
@@ -78,6 +93,7 @@ class FileSystemStore(RootedStore):
         self._num_bad = self._num_evicted = 0
         # Files that the disk could not read, oldest first; each until it is written anew.
         self._unreadable: OrderedDict[str, None] = OrderedDict()
+        self._fans = _Fans()
 
     def __repr__(self) -> str:
         return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
@@ -172,22 +188,28 @@ class FileSystemStore(RootedStore):
             finally:
                 os.close(control)
 
-    def _check_directory(self) -> None:
-        """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory."""
+    def _check_directory(self) -> tuple[int, int, int] | None:
+        """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory. Returns
+        its state."""
         try:
-            check_directory(self._root, self._layout.directory, self._access)
+            status = check_directory(self._root, self._layout.directory, self._access)
         except OSError as exc:
             raise self._failed(exc) from exc
+        return None if status is None else (status.st_dev, status.st_ino, status.st_ctime_ns)
 
     def _paths(self, keys: Sequence[OffloadKey], errors: list[OSError]) -> list[str]:
         """The file of each key, empty where somebody has put a link in the place of its fan: nothing is read, written
         or deleted through it. Here and below, paths are relative to the root. Raises ``StoreError``."""
-        self._check_directory()
+        state, fans, now_s = self._check_directory(), self._fans, time.monotonic()
+        if state != fans.state:
+            self._fans = fans = _Fans(state, now_s)
         paths = [self._layout.path_of(key) for key in keys]
         strange = set[str]()
-        for fan in {path.rpartition("/")[0] for path in paths}:
+        for fan in {path.rpartition("/")[0] for path in paths} - fans.sound:
             try:
                 check_directory(self._root, fan, self._access)
+                if now_s - fans.since_s >= _SETTLED_S:
+                    fans.sound.add(fan)
             except OSError as exc:
                 strange.add(fan)
                 errors.append(exc)
