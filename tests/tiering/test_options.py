@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from kvoffload.config import parse_struct
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import STORES, build_tier, parse_tier, parse_tiers
+from kvoffload.tiering.stores import root
 from kvoffload.tiering.stores.fs.options import FileSystemOptions
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier, TierLimits
@@ -190,3 +193,17 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path) -> None:
 def test_a_tier_is_described_in_a_line_without_credentials(options: dict[str, Any], words: str) -> None:
     kind = STORES.get(options["type"])  # unchecked: a client need not be installed here
     assert parse_struct(kind, options, "the options").describe(primary_bytes=1 << 30) == words
+
+
+def test_a_directory_that_hangs_keeps_no_check_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one on NFS without its server. Opening its tier says what there is to say."""
+    go_on, real = threading.Event(), os.path.realpath
+    monkeypatch.setattr(root, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(os.path, "realpath", lambda path: go_on.wait(20) if path == "/nfs/kv" else real(path))
+    shared = {"type": "fs", "path": "/nfs/kv", "max_bytes": "1GiB"}
+    try:
+        assert len(parse_tiers([{"type": "disk", "path": "/nvme/kv"}, shared])) == 2
+        with pytest.raises(ConfigError, match="/nfs/kv is inside of another's, /nfs"):
+            parse_tiers([{"type": "disk", "path": "/nfs"}, shared])
+    finally:
+        go_on.set()

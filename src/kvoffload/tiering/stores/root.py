@@ -15,12 +15,14 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
 from kvoffload.cpu.memory_limits import file_system_number
 from kvoffload.errors import ConfigError, StoreError, suggest
 from kvoffload.tiering.stores.base import BlockStore
+from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.shared import bytes_of, outcomes
 
@@ -92,6 +94,8 @@ _NETWORK_TYPES = {
 """By the number that statfs(2) gives: file systems that several hosts may have mounted at once."""
 _LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
 
+_ANSWER_S = 5.0
+"""How long a file system may take to say where a path leads."""
 _LOOK_S = 10.0
 """How old what is known of a disk's free space may be."""
 _LONGEST_DIRECTORY = 200
@@ -520,8 +524,10 @@ def _owner_of_ours(root: str) -> int:
 
 
 def check_apart(one: str, other: str, what: str) -> None:
-    """Raises ``ConfigError`` if one is the other, or in it."""
-    outer, inner = sorted((os.path.realpath(one), os.path.realpath(other)))
+    """Raises ``ConfigError`` if one is the other, or in it. A path that hangs is taken as it is written."""
+    calls = [partial(os.path.realpath, path) for path in (one, other)]
+    found = zip((one, other), in_time(calls, _ANSWER_S), strict=True)
+    outer, inner = sorted(os.path.abspath(path) if isinstance(place, BaseException) else place for path, place in found)
     if inner == outer:
         raise ConfigError(f"{what} the directory {outer}; give each one of its own, or drop one.")
     if os.path.commonpath((outer, inner)) == outer:
