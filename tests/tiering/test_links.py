@@ -87,6 +87,25 @@ def test_an_overdue_read_is_a_sample_unless_a_later_one_ended_before_it(is_overt
     assert link.speed.seconds(1) == pytest.approx(0.1 if is_overtaken else 31.0)
 
 
+def test_an_overdue_read_that_ends_after_another_began_is_no_sample() -> None:
+    """It looked as if it had taken no longer than since then."""
+    clock = ManualClock()
+    link = make_link(clock)
+    hung = begin(link, 1)
+    clock.advance(31.0)
+    hung.is_overdue = True
+    other = begin(link, 1)
+    clock.advance(0.1)
+    link.end(hung, 1, None)
+    link.measure()
+    assert link.speed is None
+    clock.advance(1.9)
+    link.end(other, 1, None)
+    link.measure()
+    assert link.speed is not None
+    assert link.speed.seconds(1) == pytest.approx(2.0)
+
+
 def test_a_read_that_brought_nothing_is_no_sample() -> None:
     clock = ManualClock()
     link = make_link(clock)

@@ -26,7 +26,7 @@ class Link:
 
     Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. A read that its tier calls overdue
     is skipped: nobody waits for its blocks, and the reads behind it are expected as if it were not there. Its time
-    counts only if no later read has ended before it.
+    counts only if no later read has ended before it, and none began when nothing but overdue ones was left.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):
@@ -44,8 +44,8 @@ class Link:
         """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
         self._num_ended = 0
         """Blocks read since then."""
-        self._num_reads = self._newest_ended = 0
-        """Reads so far, and the number of the newest that has ended."""
+        self._num_reads = self._first_counted = 0
+        """Reads so far, and the number of the oldest whose time counts even if it is overdue."""
 
     def __repr__(self) -> str:
         return f"Link({self.name!r}, {self.estimator.speed}, outstanding={self.num_outstanding})"
@@ -76,19 +76,19 @@ class Link:
 
     def submit(self, read: JobMetadata) -> None:
         """A promotion's job comes into the hands of the tier."""
-        if not self._due_reads():
-            self._busy_since_s, self._num_ended = self._clock(), 0
-        self._num_queued -= len(read.keys)
         self._num_reads += 1
+        if not self._due_reads():
+            self._busy_since_s, self._num_ended, self._first_counted = self._clock(), 0, self._num_reads
+        self._num_queued -= len(read.keys)
         self._reads[read] = self._num_reads
 
     def end(self, read: JobMetadata, num_read: int, ended_s: float | None) -> None:
         """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
         takes the sample, since reads whose ends are seen together were read side by side."""
         number = self._reads.pop(read)
-        if read.is_overdue and number < self._newest_ended:
+        if read.is_overdue and number < self._first_counted:
             return
-        self._newest_ended = max(self._newest_ended, number)
+        self._first_counted = max(self._first_counted, number)
         self._num_ended += num_read
         now_s = self._clock()
         end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
