@@ -117,7 +117,8 @@ class Served(NamedTuple):
 
 
 class PlanRig:
-    """``paces``: by tier, the seconds of a block, and of an answer (``None``: it answers at once)."""
+    """``paces``: by tier, the seconds of a block, and of an answer (``None``: it answers at once). With ``is_busy`` the
+    engine computes other prompts meanwhile: a request asks once in each step, whatever happens in between."""
 
     def __init__(
         self,
@@ -125,10 +126,11 @@ class PlanRig:
         *,
         block_bytes: int = 2 << 20,
         step_s: float = 0.005,
+        is_busy: bool = False,
         are_measured: bool = True,
         policy: str = "cost",
     ) -> None:
-        self.clock, self.step_s = ManualClock(), step_s
+        self.clock, self.step_s, self.is_busy = ManualClock(), step_s, is_busy
         self.tiers = [VirtualTier(f"tier{at}", self.clock, *pace) for at, pace in enumerate(paces)]
         self.primary = CPUPrimaryTierOffloadingManager(4096, VirtualMemory())  # type: ignore[arg-type]
         worth = BlockWorth(block_bytes, (TOKENS,), TOKENS / COMPUTE_S)
@@ -179,7 +181,10 @@ class PlanRig:
         begin_s, context, keys = self.clock(), self.ask(world), self.keys
         while None in (answers := self.manager.lookup_prefix(keys, context)):
             self.manager.on_schedule_end()
-            self._pass(self.step_s)
+            if self.is_busy:
+                self.clock.advance(self.step_s)
+            else:
+                self._pass(self.step_s)
         num_hit = answers.index(False) if False in answers else len(answers)
         waited_s = self.clock() - begin_s
         if num_hit:

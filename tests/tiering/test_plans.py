@@ -86,6 +86,15 @@ def test_a_read_has_what_the_wait_for_an_answer_has_left(answer_s: float) -> Non
     assert rig.serve(world).first_token_s <= LATEST[0] * 200 * COMPUTE_S + RISK_S + rig.step_s
 
 
+@pytest.mark.parametrize("step_s", [0.2, 0.4])
+@pytest.mark.parametrize("factor", [1.6, 2.2])
+def test_a_tier_that_becomes_slower_is_left_however_long_steps_take(factor: float, step_s: float) -> None:
+    """It reads all through a step. As some block came in each of them, the wait was never late."""
+    rig = PlanRig([(0.85 * COMPUTE_S, None)], step_s=step_s, is_busy=True)
+    served = rig.serve(World(100, [frozenset(range(100))], changes=[(0.0, factor)]))
+    assert served.first_token_s <= 1.25 * 100 * COMPUTE_S
+
+
 @pytest.mark.parametrize("num_blocks", [120, 8])
 @pytest.mark.parametrize("pace", [0.02, 0.5, 2.0, 20.0])
 @pytest.mark.parametrize("answer_s", [None, 0.05, 0.2])

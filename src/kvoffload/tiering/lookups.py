@@ -126,7 +126,7 @@ class Lookups:
         is_due = self._clock() >= wait.due_s and wait.is_open and self._is_due(wait)
         is_planned = wait.is_planned(keys)
         # These blocks are another group's, say, and were not weighed: there is nothing to plan again.
-        if is_due and not is_planned and wait.is_late(self._waits.seen_s(wait, is_news=False)):
+        if is_due and not is_planned and wait.is_late(self._clock()):
             self._stop_late(wait, keys)
         question = wait.questions.get(keys[0])
         if question is not None and not (is_due and is_planned) and self._holds(wait, question, keys):

@@ -110,8 +110,6 @@ class Wait:
     """... and what was known of those that are not on their way."""
     num_here: int = 0
     """Leading ones of them that were here at the first plan."""
-    news_s: float = 0.0
-    """When it was seen that a block had arrived."""
     planned_s: float = 0.0
     """Since when it waits by a plan, ..."""
     expected_s: float = 0.0

@@ -217,9 +217,8 @@ class Waits:
         wait.due_s = self._clock() + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
-        """When the wait was last seen to go on. That is now; but what came since the last step, ``is_news`` or a block,
-        may have come right after that step, and then it is the step's time."""
-        is_news |= wait.news_s > self._looked_s
+        """When the wait was last seen to go on. That is now. But an answer that came since the last step, ``is_news``,
+        may have come right after it, and the time from then on is the step's."""
         now_s = self._clock() if wait.answered_s is None else wait.answered_s
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
@@ -267,8 +266,7 @@ class Waits:
 
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
-        seen_s = self._clock()
-        now_s = seen_s if ended_s is None else min(ended_s, seen_s)
+        now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         for key in keys:
             claim = self._claims.get(key)
             if claim is None:
@@ -277,7 +275,6 @@ class Waits:
                 if wait.answers[key] is None:
                     wait.answers[key] = True
                     wait.num_arrived += 1
-                    wait.news_s = seen_s
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
