@@ -185,19 +185,17 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         if first.tiers and link.pace is not None and not first.is_arriving and deadline_s > 0:
             due_s = PATIENCE * (link.pace.first_s + min(max(portion_s, link.pace.block_s), link.portion_s))
             if due_s > deadline_s and best.saved_s < due_s + so_far.spent_s:
-                stop, segments = here, tuple(survey[:1]) if here else ()
+                stop = here
             deadline_s = max(deadline_s, due_s)
+    most_s = PATIENCE * (speeds.queue_s + compute_s)
+    is_late = stop > here and (deadline_s <= 0 or so_far.spent_s > most_s)
+    if is_late or stop == here:
+        stop, segments, deadline_s = here, tuple(survey[:1]) if here else (), rest_s
     declined: list[tuple[int, Declined, Sequence[int], tuple[int, ...]]] = []
-    if stop - here > 1 and useful is None and deadline_s > 0 and (probed := options.unmeasured(stop - 1)) is not None:
+    if stop - here > 1 and useful is None and (probed := options.unmeasured(stop - 1)) is not None:
         stop -= 1
         declined = [(probed, "unmeasured", range(stop, stop + 1), (probed,))]
         segments = options.sources(waited, stop, best.wait_s, portion_s)
-    most_s = PATIENCE * (speeds.queue_s + compute_s)
-    is_late = stop > here and (deadline_s <= 0 or so_far.spent_s > most_s)
-    if is_late:
-        stop, segments = here, tuple(survey[:1]) if here else ()
-    if stop == here:
-        deadline_s = rest_s
     is_lost = so_far.num_here is not None and (is_late or stop < begun)
     return Plan(
         stop,
