@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -76,7 +75,7 @@ def check_config(
         tiers = {} if found or config is None else {"tiers": _tiers(config, connect)}
         print_json({"problems": [*found], **shown, **tiers})
     elif config is not None and not found:
-        _show(file, config, sizes, values, connect)
+        _show(file, config, sizes, connect)
         if unchecked:
             print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
     for problem in found if not as_json else ():
@@ -162,14 +161,10 @@ def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> No
         raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
 
 
-def _serve(config: OffloadingConfig) -> str:
-    ends = " --shutdown-timeout 60" if config.secondary_tiers else ""  # which a tier needs to be written at the end
-    return f"vllm serve MODEL{ends}"
-
-
 def _command(file: Path, config: OffloadingConfig) -> str:
     """The line that starts a server with the configuration."""
-    return f"{ENVIRONMENT}={shlex.quote(str(file.resolve()))} {_serve(config)}"
+    ends = " --shutdown-timeout 60" if config.secondary_tiers else ""  # which a tier needs to be written at the end
+    return f"{ENVIRONMENT}={shlex.quote(str(file.resolve()))} vllm serve MODEL{ends}"
 
 
 def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, str]]:
@@ -196,7 +191,7 @@ def _tiers(config: OffloadingConfig, connect: bool) -> list[str]:
     return found
 
 
-def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: dict[str, Any], connect: bool) -> None:
+def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, connect: bool) -> None:
     print(f"{_command(file, config)}\n")
     for name, value in (*_rows(config, sizes), *(("tier", tier) for tier in _tiers(config, connect))):
         print(f"{name:14}{value}")
@@ -204,17 +199,3 @@ def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, values: d
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
         print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
-    tiers = parse_tiers(config.secondary_tiers)
-    if tiers:
-        print("Blocks of other models, dtypes, layouts and block sizes are kept apart in every tier.")
-    if any(isinstance(options, SealedOptions) and options.holds_secrets for options in tiers):
-        values = {"config_file": str(file.resolve())}  # whose credentials are not for a terminal
-    transfer = {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": values,
-    }
-    print(f"\nWithout the variable:\n{_serve(config)} --kv-transfer-config \\")
-    text = json.dumps(transfer).replace("'", "'\\''")
-    print(f"  '{text}'")

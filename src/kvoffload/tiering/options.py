@@ -188,12 +188,6 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
     encryption_key: Keys | None = None
     """Instead of ``seal_key``, and given like it: blocks are encrypted, too (AES-256-GCM). Default: none."""
 
-    @property
-    def holds_secrets(self) -> bool:
-        """Whether the options themselves have credentials, instead of naming where they are read."""
-        given = [key if isinstance(key, list) else [key] for key in (self.seal_key, self.encryption_key)]
-        return any(isinstance(key, str) for keys in given for key in keys)
-
     def __repr__(self) -> str:
         # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
         known = {name: getattr(self, name) for name in ("type", "name", "cascade", "threads", "timeout_s")}

@@ -271,7 +271,6 @@ def test_the_option_is_that_of_remote_tiers(
     given = [hush, {"file": str(tmp_path / "key")}, {"env": "KV_SEAL"}]
     for number, seal_key in enumerate(given):
         options = parse_tier(tier | {"seal_key": seal_key})
-        assert options.holds_secrets == (number == 0)  # type: ignore[attr-defined]
         store = options.open_store(SIZE, "ns")
         assert read_one(store) == (GOOD if number else None)
         assert store.write([KEY], [memoryview(GOOD)]) == [True]

@@ -11,13 +11,14 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, Problems
 
-__all__ = ["CRYPTOGRAPHIC_HASHES", "check_file", "refuse_hashes", "refuse_transfer"]
+__all__ = ["CRYPTOGRAPHIC_HASHES", "check_file", "refuse_hashes", "refuse_routed_experts", "refuse_transfer"]
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 """Values of ``--prefix-caching-hash-algo`` under which nobody can make two prefixes with one key. They are the same in
 every process, too."""
 
 _HASHES = "prefix-caching-hash-algo"
+_EXPERTS = "enable-return-routed-experts"
 
 
 def refuse_transfer(failure_policy: Any, role: Any) -> None:
@@ -42,6 +43,14 @@ def refuse_hashes(algorithm: str, tier: str) -> None:
         )
 
 
+def refuse_routed_experts(are_returned: bool) -> None:
+    if are_returned:
+        raise ConfigError(
+            f"kvoffload cannot say which experts computed a block that it loads: leave out --{_EXPERTS}, or serve "
+            "without kvoffload."
+        )
+
+
 def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: Problems) -> list[str]:
     """What a file of vLLM's has beside kvoffload's keys (``load_wrapped``): adds to ``problems`` what a server would
     refuse. Returns the names of those that only a server can judge."""
@@ -55,6 +64,8 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
     if (algorithm := arguments.pop(_HASHES, None)) is not None and tier is not None:
         with problems:
             refuse_hashes(str(algorithm), tier)
+    with problems:
+        refuse_routed_experts(arguments.pop(_EXPERTS, False) is True)
     return sorted(arguments)
 
 

@@ -13,7 +13,12 @@ from typing import Any
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.config_file import with_config_file
 from kvoffload.cpu.memory_limits import SHM, check_all_engines
-from kvoffload.engines.vllm.arguments import CRYPTOGRAPHIC_HASHES, refuse_hashes, refuse_transfer
+from kvoffload.engines.vllm.arguments import (
+    CRYPTOGRAPHIC_HASHES,
+    refuse_hashes,
+    refuse_routed_experts,
+    refuse_transfer,
+)
 from kvoffload.engines.vllm.identity import identity_of
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
@@ -287,11 +292,7 @@ def _refuse_other_answers(vllm_config: Any) -> None:
             "kvoffload does not work with diffusion models: vLLM may end a request whose last tokens have the KV of a "
             "draft."
         )
-    if returns_routed_experts(vllm_config):
-        raise ConfigError(
-            "kvoffload cannot say which experts computed a block that it loads: leave out "
-            "--enable-return-routed-experts, or serve without kvoffload."
-        )
+    refuse_routed_experts(returns_routed_experts(vllm_config))
 
 
 def _refuse_measured_scales(vllm_config: Any, tier: str) -> None:

@@ -20,9 +20,6 @@ __all__ = ["RemoteOptions", "check_age", "check_credentials", "without_credentia
 _LONGEST_S = 1e9
 """Some 30 years: the longest age or deadline, which every clock and server can count."""
 
-_NAMES_A_SECRET = re.compile("key|secret|token|password", re.IGNORECASE)
-"""Of the settings of a service, those that are credentials."""
-
 
 def check_age(seconds: float | None, what: str) -> None:
     """Raises ``ConfigError`` unless blocks may expire after ``seconds``; ``None``: never."""
@@ -72,15 +69,6 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
         if isinstance(url, dict):
             return f"the URL from {' '.join(*url.items())}"
         return without_credentials(url) if url else ""
-
-    @property
-    def holds_secrets(self) -> bool:
-        settings = (getattr(self, "config", None) or {}).items()
-        texts = [value for name, value in settings if _NAMES_A_SECRET.search(name)]
-        texts += [getattr(self, name, None) for name in ("password", "sentinel_password")]
-        url = getattr(self, "url", None)
-        has_text = any(isinstance(value, str) for value in texts) or (isinstance(url, str) and "@" in url)
-        return has_text or super().holds_secrets
 
     def check(self, block_bytes: int | None = None) -> None:
         SealedOptions.check(self, block_bytes)
