@@ -340,7 +340,7 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"servers": 2, "shared": {"link": "1GB"}}, "Shared of the file of --fleet lacks 'size'"),
         ({"servers": 2, "shared": {"size": "1KiB"}}, "less than one block"),
         ({"servers": 2, "shared": {"size": "nan%"}}, "is not a share"),
-        ({"servers": 2, "shared": {"size": "10%,20%"}}, "is one size"),
+        ({"servers": 2, "shared": {"size": "10%,20%"}}, ": write several stores as a list"),
         ({"servers": 2, "shared": ["1TiB"]}, "must be a mapping with a size, or none"),
         ({"servers": 2, "shared": {"size": "50%", "away": [[9, 3]]}}, "end it after it begins"),
         ({"servers": 2, "deaths": [{"server": 1}]}, "lacks 'from_s'"),
@@ -441,7 +441,7 @@ def test_a_run_without_offloading_shows_what_is_gained(
     assert shown[0][0] == "none"
     gained_s = alone["ttft_s"]["mean"] - with_memory["ttft_s"]["mean"]
     assert gained_s > 0
-    assert shown[1][-1] == format_seconds(gained_s)
+    assert format_seconds(gained_s) in shown[1]
     assert len(out.split("─")[0].splitlines()[-1]) <= 80
     assert "Not shown: " in out and "saved prefill" in out.partition("Not shown: ")[2]
     _, out, _ = run(capsys, *args, "--wide")

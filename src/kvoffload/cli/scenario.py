@@ -289,7 +289,8 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
     if isinstance(values, str):
         raise ConfigError(f"{name} of {_WHAT} must be a mapping with a size, or none, not {values!r}.")
     store: _Store = parse_struct(_Store, values, f"{name} of {_WHAT}")
-    blocks = capacity(str(store.size), f"size of {name} of {_WHAT}", trace, block_bytes)
+    several = ": write several stores as a list" if name == "shared" else ""
+    blocks = capacity(str(store.size), f"size of {name} of {_WHAT}", trace, block_bytes, several)
     speeds = {"server_bytes_per_s": ("link", store.link), "store_bytes_per_s": ("store", store.store)}
     changes: dict[str, Any] = {
         target: float(parse_bytes(speed, f"{key} of {name}"))
@@ -402,9 +403,9 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
     return list(dict.fromkeys(sizes))
 
 
-def capacity(text: str, option: str, trace: Trace, block_bytes: int) -> int:
-    """The one size in ``text``, as ``capacities`` has it."""
+def capacity(text: str, option: str, trace: Trace, block_bytes: int, several: str = "") -> int:
+    """The one size in ``text``, as ``capacities`` has it. ``several``: what to do for more of them."""
     blocks, *more = capacities(text, option, trace, block_bytes)
     if more:
-        raise ConfigError(f"{option} is one size, not {text}.")
+        raise ConfigError(f"{option} is one size, not {text}{several}.")
     return blocks

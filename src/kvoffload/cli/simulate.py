@@ -129,7 +129,7 @@ def _print(report: Report, is_wide: bool) -> None:
         f"({format_bytes(report.block_bytes)}), {trace.num_unique:,} different, "
         f"{100 * report.reachable_rate:.2f} % within reach"
     )
-    print_table(sweep_table(report, is_wide), is_wide=is_wide)
+    print_table(sweep_table(report), is_wide=is_wide)
     bend = knee_of(report, best)
     if report.without is not None and bend.hit_rate <= report.without.hit_rate:
         device = format_bytes(bend.gpu_blocks * report.block_bytes)
@@ -157,7 +157,7 @@ def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int |
 
 def print_fleets(trace: Trace, results: Sequence[FleetResult], prices: Prices, *, is_wide: bool = False) -> None:
     print(f"{trace.name}: {len(trace):,} requests; each fleet: {common_of(results) or 'nothing in common'}")
-    print_table(fleet_table(results, prices, is_wide), is_wide=is_wide)
+    print_table(fleet_table(results, prices), is_wide=is_wide)
     if outages := outage_table(results):
         print("\nOutages: before / during / after")
         for fleet, away, hits, p90, recovered in outages.rows:

@@ -100,21 +100,17 @@ def saturation(results: Sequence[SimResult] | Sequence[FleetResult]) -> str:
 
 # -------------------------------------------------------------------------------------------------------- one server
 
-_NARROW = {"policy", "memory", "disk", "hits %", "TTFT p50", "gained"}
 
+def sweep_table(report: Report) -> Table:
+    """A row for each run, the one without offloading first. The columns that decide come first.
 
-def sweep_table(report: Report, is_wide: bool = True) -> Table:
-    """A row for each run, the one without offloading first.
-
-    *gained* is the mean time to first token that the run saves against the one without offloading. Otherwise than
-    ``is_wide`` a terminal of 80 columns holds the table.
+    *gained* is the mean time to first token that the run saves against the one without offloading.
     """
     runs: list[tuple[SimResult, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
     if report.without is not None:
         runs.insert(0, (report.without, None))
     cells = [_cells(report, result, bound) for result, bound in runs]
-    table = Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
-    return table if is_wide else table.without({*table.headings} - _NARROW)
+    return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
 
 
 def _cells(report: Report, result: SimResult, bound: float | None) -> dict[str, str]:
@@ -127,21 +123,21 @@ def _cells(report: Report, result: SimResult, bound: float | None) -> dict[str, 
         "memory": _size(result.cpu_blocks, size),
         "disk": _size(result.disk_blocks, size),
         "hits %": f"{100 * result.hit_rate:.2f}",
+        "TTFT p50": format_seconds(result.ttft_s["p50"]),
+        "gained": format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"])
+        if without and result is not without
+        else "-",
+        "optimum %": f"{100 * bound:.2f}" if bound is not None else "-",
+        "busy %": f"{100 * result.utilisation:.0f}",
         "gpu %": _percent(result.gpu_hit_blocks, result.accesses) if has_gpu else "-",
         "cpu %": _percent(result.cpu_hit_blocks, result.accesses) if has_gpu or has_disk else "-",
         "disk %": _percent(result.disk_hit_blocks, result.accesses) if has_disk else "-",
         "declined %": _percent(result.declined_blocks, result.accesses) if has_disk else "-",
-        "optimum %": f"{100 * bound:.2f}" if bound is not None else "-",
         "loaded": format_bytes(result.loaded_bytes),
         "stored": format_bytes(result.stored_bytes),
         "disk written": format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
         "saved prefill": format_seconds(result.saved_prefill_s),
-        "TTFT p50": format_seconds(result.ttft_s["p50"]),
         "p99": format_seconds(result.ttft_s["p99"]),
-        "gained": format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"])
-        if without and result is not without
-        else "-",
-        "busy %": f"{100 * result.utilisation:.0f}",
     }
 
 
@@ -252,8 +248,8 @@ def common_of(results: Sequence[FleetResult]) -> str:
     return ", ".join(f"{name} {text}" for name, text in _identities(results)[1].items() if text not in usual)
 
 
-def fleet_table(results: Sequence[FleetResult], prices: Prices, is_wide: bool = True) -> Table:
-    """A row for each fleet. Otherwise than ``is_wide`` with the columns that decide."""
+def fleet_table(results: Sequence[FleetResult], prices: Prices) -> Table:
+    """A row for each fleet. The columns that decide come first."""
     tiers = [tier for tier in _TIERS if any(result.hit_blocks[tier] for result in results)]
     rows = []
     for identity, result in zip(_identities(results)[0], results, strict=True):
@@ -274,10 +270,7 @@ def fleet_table(results: Sequence[FleetResult], prices: Prices, is_wide: bool = 
             "cost/h": f"{prices.of_fleet(result.config):,.2f}",
         }
         rows.append(row)
-    table = Table([*rows[0]], [[*row.values()] for row in rows]).without_empty()
-    if is_wide:
-        return table
-    return table.without(table.headings[table.headings.index("cost/M") + 1 :])
+    return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty()
 
 
 def _link_bytes(result: FleetResult, direction: str) -> str:
