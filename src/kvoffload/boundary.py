@@ -7,8 +7,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["Boundary", "guarded", "up_to_a_miss"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -23,19 +23,6 @@ import msgspec
 from kvoffload.errors import ConfigError, LayoutError, Problems, suggest
 from kvoffload.units import parse_bytes, parse_seconds
 
-__all__ = [
-    "DEFAULTS",
-    "EngineLayout",
-    "GroupKind",
-    "KVGroupLayout",
-    "OffloadingConfig",
-    "RankSlice",
-    "parse_config",
-    "parse_struct",
-    "read_config_values",
-    "read_struct",
-]
-
 
 class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user may set: the keys of vLLM's ``kv_connector_extra_config``, and their defaults.

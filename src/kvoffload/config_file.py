@@ -11,8 +11,6 @@ from typing import Any
 
 from kvoffload.errors import ConfigError, MissingExtraError
 
-__all__ = ["ENVIRONMENT", "load_config_file", "load_wrapped", "with_config_file"]
-
 ENVIRONMENT = "KVOFFLOAD_CONFIG"
 """The environment variable that names the file where the configuration has no ``config_file``."""
 

@@ -13,22 +13,6 @@ import difflib
 import errno
 from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "CapacityError",
-    "ConfigError",
-    "KVOffloadError",
-    "LayoutError",
-    "MissingExtraError",
-    "Problems",
-    "StoreError",
-    "TransferError",
-    "UnknownNameError",
-    "causes",
-    "errno_of",
-    "suggest",
-    "text_of",
-]
-
 
 class KVOffloadError(Exception):
     """Root of everything kvoffload raises on purpose."""

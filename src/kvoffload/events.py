@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadingEvent, OffloadKey
 
-__all__ = ["PendingEvents", "checked_events"]
-
 _MIN_KEYS = 65_536
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from kvoffload.errors import ConfigError, MissingExtraError
 from kvoffload.metrics import METRICS, Kind, Metric, Stats, buckets_of, initial_series
 
-__all__ = ["PrometheusExporter"]
-
 
 class PrometheusExporter:
     """Shows the latest stats to Prometheus: a collector for ``prometheus_client``, and a small server::

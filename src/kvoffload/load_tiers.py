@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["MEDIA", "LoadTiers", "TierMatcher", "parse_load_tiers"]
-
 MEDIA = ("CPU", "STORAGE")
 LOCALITIES = ("LOCAL", "REMOTE")
 

@@ -7,8 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["RateLimitedLog"]
-
 
 class RateLimitedLog:
     """Logs at most once every ``every_s`` seconds, and counts the rest. The records name the caller's file and line."""

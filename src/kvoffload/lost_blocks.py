@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from kvoffload.miss import Miss
 
-__all__ = ["NO_LOSSES", "Loss", "LostBlocks"]
-
 
 class Loss(NamedTuple):
     """Why a block is a miss."""

@@ -18,25 +18,6 @@ from numbers import Integral, Real
 
 from kvoffload.miss import REFUSALS
 
-__all__ = [
-    "HOST",
-    "IGNORED_HINTS",
-    "JOIN",
-    "METRICS",
-    "NEXT_USES",
-    "PREFETCH_OUTCOMES",
-    "Histogram",
-    "Kind",
-    "Metric",
-    "Sample",
-    "Stats",
-    "add_stats",
-    "buckets_of",
-    "checked_stats",
-    "initial_series",
-    "typical_value",
-]
-
 Sample = tuple[str, ...]
 """A metric's name, then its label values in the order of ``Metric.labels``. Histograms have two samples for each bucket
 that is not empty: the same, then ``"count"`` or ``"sum"``, then the bucket's upper bound as text."""

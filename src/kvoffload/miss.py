@@ -6,8 +6,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["REFUSALS", "Miss"]
-
 
 class Miss(StrEnum):
     """A cause, as traces and reports write it, with its ``advice``: what it means for an operator.

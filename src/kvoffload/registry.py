@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 
-__all__ = ["Registry"]
-
 T = TypeVar("T")
 
 

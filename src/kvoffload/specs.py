@@ -12,8 +12,6 @@ from kvoffload.config import EngineLayout, OffloadingConfig, read_config_values
 from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 
-__all__ = ["SPECS", "make_spec", "read_config", "spec_class"]
-
 SPECS: Registry[type[OffloadingSpec]] = Registry("offloading spec", "kvoffload.specs")
 """Every spec by name. Outsiders add one with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
 

@@ -9,8 +9,6 @@ import reprlib
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["counted", "format_bytes", "parse_bytes", "parse_seconds"]
-
 _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
 _FACTORS |= {f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgtp", start=1) for end in ("", "b")}

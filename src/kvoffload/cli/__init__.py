@@ -13,8 +13,6 @@ from kvoffload import __version__
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["main", "make_app"]
-
 _COMMANDS = ("demo", "check-config", "doctor", "simulate", "plan", "explain", "top", "store")
 """In the order of ``--help``."""
 

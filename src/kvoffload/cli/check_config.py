@@ -25,8 +25,6 @@ from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import format_bytes
 
-__all__ = ["check_config"]
-
 _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
 

@@ -17,8 +17,6 @@ from kvoffload.demo.chart import chart
 from kvoffload.demo.report import print_comparison, print_setting
 from kvoffload.errors import MissingExtraError
 
-__all__ = ["demo"]
-
 
 def demo(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. By default a random one.")] = None,

@@ -32,8 +32,6 @@ from kvoffload.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from kvoffload.cpu.copy.cuda import CudaDevice
 
-__all__ = ["Effort", "cuda_device", "doctor", "examine"]
-
 _PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LAYERS = 8
 _MOST_THREADS = 4

@@ -28,8 +28,6 @@ from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import counted, parse_bytes
 
-__all__ = ["explain"]
-
 
 def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["ModelKV", "model_kv"]
-
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 

@@ -21,20 +21,6 @@ from kvoffload.errors import ConfigError
 if TYPE_CHECKING:
     from kvoffload.sim.report import Table
 
-__all__ = [
-    "DrawnOut",
-    "Json",
-    "Out",
-    "check_drawn",
-    "check_out",
-    "positive",
-    "print_json",
-    "print_table",
-    "progress",
-    "write_drawn",
-    "write_json",
-]
-
 Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file, as JSON.")]
 DrawnOut = Annotated[

@@ -27,8 +27,6 @@ from kvoffload.sim.report import Table, fleets_as_json, format_seconds, saturati
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["plan"]
-
 
 def plan(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help=scenario.TRACE_HELP)],

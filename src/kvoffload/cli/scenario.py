@@ -32,23 +32,6 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = [
-    "TRACE_HELP",
-    "Fleet",
-    "GpuKVTokens",
-    "KVBytes",
-    "MaxRequests",
-    "Model",
-    "PrefillSpeed",
-    "Processes",
-    "Scenario",
-    "assumptions",
-    "capacities",
-    "capacity",
-    "device_blocks",
-    "without_advice",
-]
-
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
 """Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""

@@ -37,8 +37,6 @@ from kvoffload.sim.sweep import Report, run_all, sweep
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
-__all__ = ["print_fleets", "simulate"]
-
 _CPU_SIZES = "1%,2%,5%,10%,20%,50%"
 _POLICIES = ["lru", "arc", "density"]
 

@@ -23,8 +23,6 @@ from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
 from kvoffload.tiering.stores.secrets import read_keys
 from kvoffload.units import counted, format_bytes, parse_bytes
 
-__all__ = ["store"]
-
 _Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
 _Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]

@@ -30,8 +30,6 @@ from kvoffload.errors import ConfigError, MissingExtraError
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.units import format_bytes
 
-__all__ = ["Snapshot", "TierView", "View", "compare", "draw", "parse", "quantile", "sparkline", "top"]
-
 _TIMEOUT_S = 10.0
 _KEPT = 6
 """Refreshes that a sparkline shows."""

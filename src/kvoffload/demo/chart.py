@@ -8,8 +8,6 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["chart"]
-
 _WIDTH, _HEIGHT = 760, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 210, 62, 56
 _STYLE = """

@@ -14,8 +14,6 @@ from kvoffload.demo.workload import ChatWorkload, Turn, run_chat
 from kvoffload.engines.reference.engine import Engine, EngineOptions
 from kvoffload.metrics import Stats
 
-__all__ = ["Comparison", "Difference", "Latency", "Verdict", "Way", "WayResult", "compare", "judge"]
-
 
 @dataclass(frozen=True, slots=True)
 class Way:

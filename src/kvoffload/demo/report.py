@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvoffload.demo.workload import ChatWorkload
     from kvoffload.engines.reference import EngineOptions
 
-__all__ = ["print_comparison", "print_setting"]
-
 _MOST_DIFFERENCES = 5
 
 

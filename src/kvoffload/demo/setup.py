@@ -16,8 +16,6 @@ from kvoffload.engines.reference.layout import engine_layout, kv_shape
 from kvoffload.engines.reference.models import KINDS
 from kvoffload.errors import ConfigError
 
-__all__ = ["BLOCK_TOKENS", "check_length", "engine_options", "make_model", "offloading_config", "use_device", "ways_of"]
-
 BLOCK_TOKENS = 16
 """Of a block, on the device and offloaded."""
 SEED = 39

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from kvoffload.engines.reference.engine import Engine
 from kvoffload.engines.reference.request import Request, SamplingParams
 
-__all__ = ["ChatWorkload", "Turn", "run_chat"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:

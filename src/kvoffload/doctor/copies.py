@@ -34,19 +34,6 @@ from kvoffload.errors import CapacityError, TransferError
 if TYPE_CHECKING:
     from kvoffload.cpu.copy.cuda import CudaDevice
 
-__all__ = [
-    "DevicePlace",
-    "HostPlace",
-    "LargeCopies",
-    "Place",
-    "Rig",
-    "check_copies_under_load",
-    "job_seconds",
-    "matmul_slowdown",
-    "page_speed",
-    "pinning_speed",
-]
-
 Bytes = npt.NDArray[np.uint8]
 Handlers = dict[tuple[str, str], OffloadingHandler]
 

@@ -10,8 +10,6 @@ from enum import IntEnum
 from kvoffload.doctor.report import Device, Host, PageSpeed, Report
 from kvoffload.units import format_bytes
 
-__all__ = ["LEAST_RATIOS", "Finding", "Severity", "findings", "least_ratio", "verdict"]
-
 LEAST_RATIOS = {4 << 10: 0.08, 16 << 10: 0.1, 32 << 10: 0.5, 64 << 10: 0.7, 256 << 10: 0.9}
 """By size of page, what scattered pages reach of one large copy on a healthy H100 or H200 over PCIe 5 (vLLM issues
 42212 and 48434). Copy engines fall off a cliff below 28 KiB."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Checked", "Device", "Host", "PageSpeed", "Report", "Speed", "Versions"]
-
 
 @dataclass(frozen=True, slots=True)
 class Versions:

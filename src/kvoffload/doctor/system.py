@@ -17,8 +17,6 @@ from kvoffload.doctor.report import Device, Host, Versions
 if TYPE_CHECKING:
     from kvoffload.cpu.copy.driver import Driver
 
-__all__ = ["device_facts", "host_facts", "versions"]
-
 _LANE_BYTES_PER_S = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.56e9}
 """Of PCIe 1 to 6, by the link's speed in GT/s: what one lane carries in one direction, without its encoding."""
 

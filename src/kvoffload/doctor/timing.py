@@ -8,8 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["interleaved_medians", "thread_medians"]
-
 
 def interleaved_medians(*work: Callable[[], object], repeats: int) -> list[float]:
     """Median seconds of each callable, run in turn ``repeats`` times, so that a slow minute hits all of them."""

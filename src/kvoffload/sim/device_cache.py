@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["DeviceCache"]
-
 
 class DeviceCache:
     """GPU blocks by key. A block without a request waits in a queue, and can be found until it is reused.

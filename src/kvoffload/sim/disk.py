@@ -16,8 +16,6 @@ from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvoffload.tiering.presence import ABSENT_TTL_S, MAX_ABSENT
 
-__all__ = ["Contents", "Link", "SimDisk", "VirtualClock", "VirtualMemory"]
-
 
 class VirtualClock:
     """The simulation's time in seconds. Only the driver and its server advance it."""

@@ -39,8 +39,6 @@ from kvoffload.tiering.load_policy import BlockWorth, LoadPolicy
 from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.options import default_cascade
 
-__all__ = ["DEVICE", "HOST", "USUAL", "Machine", "SimConfig", "SimResult", "quantiles", "simulate"]
-
 DEVICE, HOST = "device", "host"
 """Names of the tiers that are not secondary, in counts of hits."""
 

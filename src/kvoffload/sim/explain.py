@@ -24,20 +24,6 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
 
-__all__ = [
-    "Explanations",
-    "Machine",
-    "MachineTier",
-    "WhatIf",
-    "advice_on",
-    "ask_what_if",
-    "base_config",
-    "percentiles",
-    "read_explanations",
-    "what_ifs",
-    "where_names",
-]
-
 _INTERVALS = 48
 """Parts of the trace's time for which the course is kept."""
 

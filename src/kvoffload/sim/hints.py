@@ -15,8 +15,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.optimum import next_uses
 from kvoffload.sim.trace import NO_SESSION, Trace
 
-__all__ = ["hinter", "true_hints", "wrong_hints"]
-
 _SOON_S, _LATER_S = 60.0, 600.0
 
 

@@ -25,8 +25,6 @@ import numpy.typing as npt
 
 from kvoffload.sim.trace import Trace
 
-__all__ = ["next_uses", "optimum"]
-
 
 def optimum(trace: Trace, capacities: Sequence[int]) -> list[int]:
     """The most blocks that a cache of each capacity (in blocks) can hit.

@@ -33,8 +33,6 @@ from kvoffload.sim.sweep import Report
 from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 
-__all__ = ["draw_explanation", "draw_fleets", "draw_sweeps", "pyplot"]
-
 _COLOURS = ("#1f6fb4", "#d9730d", "#2f9e44", "#8b5cf6", "#c2255c", "#0b7285", "#868e96")
 _GREY, _LINES, _COMPUTED = "#495057", "#e9ecef", "#ced4da"
 _STYLE = """

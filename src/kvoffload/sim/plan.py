@@ -16,8 +16,6 @@ from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Goal", "Plan", "machines", "make_plan"]
-
 _GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
 _DISK_GRID = (0.1, 0.25, 0.5, 1.0)
 _SERVER_GRID = (0.01, 0.05, 0.2, 0.5)

@@ -17,27 +17,6 @@ from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 
-__all__ = [
-    "NO_FORECAST",
-    "Table",
-    "best_policy",
-    "common_of",
-    "curve",
-    "explanation_tables",
-    "fleet_table",
-    "fleets_as_json",
-    "format_seconds",
-    "frontier",
-    "handovers",
-    "knee_of",
-    "names_of",
-    "outage_table",
-    "saturation",
-    "server_table",
-    "sweep_as_json",
-    "sweep_table",
-]
-
 NO_FORECAST = "Times compare configurations; they are no forecast."
 """What ``driver.py`` says of its times, for all who read them."""
 SATURATED = 0.9

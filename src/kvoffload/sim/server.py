@@ -35,8 +35,6 @@ from kvoffload.sim.device_cache import DeviceCache
 from kvoffload.sim.disk import Link
 from kvoffload.sim.trace import Trace
 
-__all__ = ["UNKNOWN_TIER", "Clock", "Hit", "Server", "finish"]
-
 
 class Clock(Protocol):
     """Virtual seconds, which pass only in ``advance_to``, or real ones."""

@@ -17,8 +17,6 @@ from kvoffload.sim.driver import SimConfig, SimResult, simulate
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.trace import Trace
 
-__all__ = ["Report", "knee", "num_processes", "run_all", "runner", "sweep"]
-
 _Result = TypeVar("_Result")
 
 

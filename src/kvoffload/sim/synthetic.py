@@ -12,8 +12,6 @@ import numpy as np
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 from kvoffload.sim.trace import Trace
 
-__all__ = ["KINDS", "synthesize"]
-
 _BLOCK_TOKENS = 64
 
 

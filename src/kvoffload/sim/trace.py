@@ -12,8 +12,6 @@ import numpy.typing as npt
 from kvoffload.base import NextUse, OffloadKey, make_offload_key
 from kvoffload.errors import ConfigError
 
-__all__ = ["NO_SESSION", "Trace", "TraceError", "numbered", "parents_of"]
-
 NO_SESSION = -1
 """``Trace.sessions`` of a request whose session is not known."""
 

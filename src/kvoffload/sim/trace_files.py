@@ -33,8 +33,6 @@ from kvoffload.base import NextUse
 from kvoffload.errors import MissingExtraError
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
-__all__ = ["lines_of", "load_trace"]
-
 _MAX_LINE_BYTES = 64 << 20
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ManualClock"]
-
 
 class ManualClock:
     """A stand-in for ``time.monotonic``: calling it returns the time in seconds, ``advance`` moves it forward."""

@@ -15,8 +15,6 @@ from kvoffload.base import (
 )
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["FakeTier", "TierCall"]
-
 
 class TierCall(NamedTuple):
     """One call of the tier: the method, the request's id, and the keys and the job if it has any."""

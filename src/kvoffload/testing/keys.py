@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from kvoffload.base import OffloadKey, make_offload_key
 
-__all__ = ["key", "keys"]
-
 
 def key(number: int, group_idx: int = 0) -> OffloadKey:
     """The key for ``number``, of realistic size (36 bytes)."""

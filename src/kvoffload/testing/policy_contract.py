@@ -10,8 +10,6 @@ from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, with_options
 from kvoffload.testing.keys import key, keys
 
-__all__ = ["CachePolicyContract", "PolicyDriver"]
-
 
 class PolicyDriver:
     """Calls a policy as ``SlotTable`` does, so that a test can say ``store`` and ``pin``."""

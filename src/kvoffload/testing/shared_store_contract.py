@@ -21,8 +21,6 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["SharedStoreContract"]
-
 
 class SharedStoreContract(ABC):
     """The tests. A host may see late what another did, as ``contains`` and ``scan`` tell it, but what it reads is right

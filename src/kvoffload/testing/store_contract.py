@@ -23,8 +23,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["BlockStoreContract", "block_of"]
-
 
 def block_of(key: OffloadKey, num_bytes: int) -> bytes:
     """The only bytes that may ever be read as ``key``."""

@@ -21,8 +21,6 @@ from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["SecondaryTierContract"]
-
 NUM_SLOTS = 16
 BLOCK_BYTES = 512
 

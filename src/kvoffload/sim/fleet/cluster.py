@@ -31,8 +31,6 @@ from kvoffload.sim.fleet.routers import Asked, Fleet, Router, ServerState, route
 from kvoffload.sim.server import Hit
 from kvoffload.sim.trace import Trace
 
-__all__ = ["simulate_fleet"]
-
 SHARED, POOL = "shared", "pool"
 """Labels of the tiers that servers share."""
 

@@ -12,8 +12,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.driver import SimConfig
 from kvoffload.sim.fleet.routers import router_of
 
-__all__ = ["Death", "FleetConfig", "Prices", "SharedStore"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:

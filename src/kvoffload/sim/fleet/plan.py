@@ -13,8 +13,6 @@ from kvoffload.sim.plan import Goal
 from kvoffload.sim.sweep import num_processes, runner
 from kvoffload.sim.trace import Trace
 
-__all__ = ["FleetPlan", "make_fleet_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:

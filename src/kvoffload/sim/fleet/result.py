@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from kvoffload.sim.fleet.config import FleetConfig, Prices
 
-__all__ = ["FleetResult", "Outage", "RequestFigures", "ServerResult", "total"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:

@@ -22,8 +22,6 @@ import xxhash
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 
-__all__ = ["ROUTERS", "Asked", "Fleet", "Router", "ServerState", "router_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:

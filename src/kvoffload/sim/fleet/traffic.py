@@ -11,8 +11,6 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError
 from kvoffload.sim.trace import NO_SESSION, Trace, numbered
 
-__all__ = ["crowd"]
-
 
 def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
     """``copies`` of the trace at once, as if as many groups of users did the like.
