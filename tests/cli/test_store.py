@@ -54,7 +54,7 @@ def block_files(root: Path) -> list[Path]:
 def test_ls_tells_namespaces_apart(server, tmp_path: Path, capsys) -> None:
     code, out, _ = run(capsys, "ls", tmp_path)
     assert code == 0
-    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[1:]}
+    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[2:]}
     assert lines == {"(default)": "3", MODEL: "10"}
     assert "11 KiB" in out, "ten files of 1128 bytes"
 

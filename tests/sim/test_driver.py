@@ -118,7 +118,7 @@ def test_tiers_add_up(shared_trace: Callable[..., Trace]) -> None:
     assert with_disk.gpu_hit_blocks == with_device.gpu_hit_blocks
     (bound,) = optimum(trace, [trace.num_unique])
     assert with_disk.gpu_hit_blocks + with_disk.cpu_hit_blocks + with_disk.disk_hit_blocks <= bound
-    assert with_disk.disk_write_amplification == 1
+    assert with_disk.disk_written_bytes <= 1000 * trace.num_unique, "each block once"
     assert with_disk.utilisation <= 1
 
 

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kvoffload.cli.output import Json, Out, check_out, print_json, progress, write_json
+from kvoffload.cli.output import Json, Out, check_out, print_json, print_table, progress, write_json
 from kvoffload.doctor.copies import (
     DevicePlace,
     HostPlace,
@@ -27,6 +26,7 @@ from kvoffload.doctor.findings import Finding, Severity, findings, verdict
 from kvoffload.doctor.report import Checked, PageSpeed, Report
 from kvoffload.doctor.system import device_facts, host_facts, versions
 from kvoffload.errors import ConfigError, TransferError
+from kvoffload.sim.table import Table
 from kvoffload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -158,24 +158,18 @@ def _as_json(report: Report, found: list[Finding]) -> dict[str, Any]:
 
 
 def _print(report: Report, found: list[Finding]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
+    width = shutil.get_terminal_size().columns
     for name, value in _facts(report):
-        facts.add_row(name, value)
-    console.print(facts, highlight=False)
+        print(fill(value, width, initial_indent=f"{name:15}", subsequent_indent=15 * " "))
     if report.pages:
-        console.print()
-        console.print(_page_table(report), highlight=False)
+        where = "the device" if report.device is not None else "host memory"
+        print_table(_page_table(report), f"\nPages between {where} and the region; x: to one large copy")
     for line in _figures(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print()
+        print(line)
+    print()
     for finding in found:
-        console.print(f"{finding.severity.name.lower()}: {finding}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"[bold]{escape(verdict(report))}[/bold]", highlight=False, soft_wrap=True)
+        print(f"{finding.severity.name.lower()}: {finding}")
+    print(verdict(report))
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -228,20 +222,13 @@ def _checked_text(checked: Checked) -> str:
 
 
 def _page_table(report: Report) -> Table:
-    where = "the device" if report.device is not None else "host memory"
-    table = Table(
-        title=f"Pages between {where} and the region; x: to one large copy", title_justify="left", min_width=72
-    )
-    for heading in ("page", "store GB/s", "x", "load GB/s", "x", "both GB/s", "x"):
-        table.add_column(heading, justify="right")
+    rows = []
     for page in report.pages:
-        speeds = [
-            text
-            for speed in (page.store, page.load, page.both)
-            for text in (f"{speed.bytes_per_s / 1e9:.1f}", f"{speed.ratio:.2f}")
-        ]
-        table.add_row(format_bytes(page.page_bytes), *speeds)
-    return table
+        row = [format_bytes(page.page_bytes)]
+        for speed in (page.store, page.load, page.both):
+            row += [f"{speed.bytes_per_s / 1e9:.1f}", f"{speed.ratio:.2f}"]
+        rows.append(row)
+    return Table(["page", "store GB/s", "store x", "load GB/s", "load x", "both GB/s", "both x"], rows)
 
 
 def _figures(report: Report) -> Iterator[str]:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvoffload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvoffload.sim.report import Table
+    from kvoffload.sim.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file, as JSON.")]

@@ -23,7 +23,8 @@ from kvoffload.sim.fleet.config import Prices
 from kvoffload.sim.fleet.plan import make_fleet_plan
 from kvoffload.sim.page import draw_fleets, draw_sweeps
 from kvoffload.sim.plan import Goal, Plan, machines, make_plan
-from kvoffload.sim.report import Table, fleets_as_json, format_seconds, saturation, sweep_as_json
+from kvoffload.sim.report import fleets_as_json, format_seconds, saturation, sweep_as_json
+from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 

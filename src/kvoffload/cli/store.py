@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kvoffload.cli.output import Json, print_json, progress
+from kvoffload.cli.output import Json, print_json, print_table, progress
 from kvoffload.errors import ConfigError
+from kvoffload.sim.table import Table
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
@@ -44,14 +42,11 @@ def ls(root: _Root, as_json: Json = False) -> None:
     if not found:
         print("No blocks yet.")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("namespace", overflow="fold")
-    for heading in ("blocks", "size", "oldest use", "last use"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in found:
-        uses = (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
-        table.add_row(escape(one.name), f"{one.num_blocks:,}", format_bytes(one.size_bytes), *uses)
-    Console(soft_wrap=True).print(table)
+    rows = [
+        [one.name, f"{one.num_blocks:,}", format_bytes(one.size_bytes), _ago(one.oldest_use_ns), _ago(one.last_use_ns)]
+        for one in found
+    ]
+    print_table(Table(["namespace", "blocks", "size", "oldest use", "last use"], rows), is_wide=True)
 
 
 @store.command()

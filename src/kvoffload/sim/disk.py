@@ -175,8 +175,6 @@ class SimDisk(SecondaryTierManager):
         """Blocks that a shared store lacked, and from when on it is asked again."""
         self._away, self._deadline_s, self._steps_s = away, deadline_s, steps_s
         self.read_blocks = self.written_blocks = 0
-        self.ever_written: set[OffloadKey] | None = None
-        """Keys of written blocks, if they are to be counted: they take memory without a bound."""
 
     def next_end_s(self) -> float | None:
         """The time at which the next job in flight ends."""
@@ -272,8 +270,6 @@ class SimDisk(SecondaryTierManager):
         self.written_blocks += len(write.arrival.wanted)
         for key in write.job.keys if self._absent else ():
             self._absent.pop(key, None)
-        if self.ever_written is not None:
-            self.ever_written.update(write.arrival.reserved)
         return JobResult(write.job.job_id, success=True, ended_s=write.end_s)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -134,8 +134,6 @@ class SimResult:
     declined_blocks: int
     """Blocks on disk that requests found there and did not load, because computing them was faster."""
     refused_stores: int
-    disk_write_amplification: float
-    """Disk writes per distinct block ever written; 0 with no writes."""
     saved_prefill_s: float
     """Prefill time that host memory and disk saved."""
     prefill_s: float
@@ -168,8 +166,6 @@ def simulate(
     """
     machine = Machine(trace, config, trace.keys() if keys is None else keys)
     clock, server, disk = machine.clock, machine.server, machine.disk
-    if disk is not None:
-        disk.ever_written = set()
     ttfts_s = np.zeros(len(trace))
     for request, arrival_s in enumerate(trace.times_s.tolist()):
         clock.advance_to(arrival_s)
@@ -205,7 +201,6 @@ def simulate(
         disk_evicted_blocks=disk.contents.index.num_evicted if disk else 0,
         declined_blocks=sum(int(count) for sample, count in stats.items() if sample[0] == "tier_declined_blocks"),
         refused_stores=int(stats["primary_stores_refused",]),
-        disk_write_amplification=written / len(disk.ever_written) if disk and disk.ever_written else 0.0,
         saved_prefill_s=(cpu_hits + disk_hits) * trace.block_tokens / config.prefill_tokens_per_s,
         prefill_s=server.prefill_s,
         utilisation=min(machine.busy_s / duration_s, 1.0),

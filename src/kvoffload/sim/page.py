@@ -15,7 +15,6 @@ from kvoffload.sim.fleet.config import Prices
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.report import (
     NO_FORECAST,
-    Table,
     best_policy,
     curve,
     explanation_tables,
@@ -30,6 +29,7 @@ from kvoffload.sim.report import (
     sweep_table,
 )
 from kvoffload.sim.sweep import Report
+from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 

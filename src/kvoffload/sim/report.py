@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvoffload.sim.driver import SimResult
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, percentiles, where_names
 from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, knee
+from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 
@@ -21,32 +22,6 @@ NO_FORECAST = "Times compare configurations; they are no forecast."
 """What ``driver.py`` says of its times, for all who read them."""
 SATURATED = 0.9
 """The utilisation above which times only say that a server is too slow."""
-
-
-class Table(NamedTuple):
-    """Figures for people. The first column has names."""
-
-    headings: list[str]
-    rows: list[list[str]]
-    left_out: tuple[str, ...] = ()
-    """Headings of columns that there are, too."""
-
-    def without(self, headings: Iterable[str]) -> Table:
-        """The table without these columns. Those that have nothing but ``-`` are not worth a mention."""
-        dropped = {*headings}
-        kept = [at for at, heading in enumerate(self.headings) if heading not in dropped]
-        some = [
-            heading
-            for at, heading in enumerate(self.headings)
-            if heading in dropped and any(row[at] != "-" for row in self.rows)
-        ]
-        rows = [[row[at] for at in kept] for row in self.rows]
-        return Table([self.headings[at] for at in kept], rows, (*self.left_out, *some))
-
-    def without_empty(self) -> Table:
-        """The table without columns that have nothing but ``-``."""
-        empty = [heading for at, heading in enumerate(self.headings) if all(row[at] == "-" for row in self.rows)]
-        return self.without(empty)
 
 
 def format_seconds(value: float) -> str:
