@@ -46,7 +46,7 @@ def test_in_text_in_json_and_as_a_page(trace: Path, tmp_path: Path, capsys: pyte
 
 def test_the_machine_may_be_another(trace: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    options = ("--cpu", "64KiB", "--disk", "0", "--processes", "1", "--out", str(figures))
+    options = ("--disk", "0", "--processes", "1", "--out", str(figures))
     assert explain(str(trace), *options) == 0
     (as_it_was, *_) = json.loads(figures.read_text())["what_if"]
     assert (as_it_was["cpu_blocks"], as_it_was["disk_blocks"]) == (16, 0)

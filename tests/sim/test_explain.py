@@ -117,10 +117,8 @@ def test_the_machine_of_the_trace_and_what_overrides_it() -> None:
     machine = Machine(1 << 20, 300 << 20, "arc", 2, tiers=tiers)
     config = base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
     assert (config.cpu_blocks, config.disk_blocks, config.policy, config.store_threshold) == (300, 1024, "arc", 2)
-    other = base_config(
-        machine, cpu_bytes=10 << 20, disk_bytes=0, gpu_blocks=5, footprint_blocks=700, prefill_tokens_per_s=1000
-    )
-    assert (other.cpu_blocks, other.disk_blocks, other.gpu_blocks) == (10, 0, 5)
+    other = base_config(machine, disk_bytes=0, gpu_blocks=5, footprint_blocks=700, prefill_tokens_per_s=1000)
+    assert (other.cpu_blocks, other.disk_blocks, other.gpu_blocks) == (300, 0, 5)
     with pytest.raises(ConfigError, match="give the whole file"):
         base_config(None, footprint_blocks=700, prefill_tokens_per_s=1000)
     unknown = base_config(Machine(1, 10, "of a plug-in"), footprint_blocks=700, prefill_tokens_per_s=1000)

@@ -31,7 +31,6 @@ from kvoffload.units import counted, parse_bytes
 
 def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],
-    cpu: Annotated[str | None, typer.Option(help="Another host memory than the server's.")] = None,
     disk: Annotated[
         str | None, typer.Option(help="Size of all tiers below host memory, if the trace does not say it; 0: none.")
     ] = None,
@@ -51,7 +50,6 @@ def explain(
     loaded = load_trace(trace)
     base = base_config(
         summary.machine,
-        cpu_bytes=None if cpu is None else parse_bytes(cpu, "--cpu"),
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         gpu_blocks=device_blocks(loaded, gpu_kv_tokens),
         footprint_blocks=loaded.whole_blocks().num_unique,

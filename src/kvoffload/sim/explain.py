@@ -235,7 +235,6 @@ class WhatIf:
 def base_config(
     machine: Machine | None,
     *,
-    cpu_bytes: int | None = None,
     disk_bytes: int | None = None,
     gpu_blocks: int = 0,
     footprint_blocks: int,
@@ -248,7 +247,7 @@ def base_config(
     """
     if machine is None:
         raise ConfigError("The trace lacks its first line, which has the server's sizes: give the whole file.")
-    cpu_bytes, cascade = machine.cpu_bytes if cpu_bytes is None else cpu_bytes, machine.cascade
+    cascade = machine.cascade
     if disk_bytes is None and (name := machine.tier_of_unknown_size) is not None:
         raise ConfigError(
             f"The trace does not say how much the servers of its {name!r} tier keep: give --disk, which is the size of "
@@ -256,12 +255,12 @@ def base_config(
         )
     if disk_bytes is None and machine.has_unbounded_tier:
         disk_blocks = max(footprint_blocks, 1)
-        cascade = cascade or default_cascade(None, cpu_bytes)
+        cascade = cascade or default_cascade(None, machine.cpu_bytes)
     else:
         bounds = [tier.max_bytes or 0 for tier in machine.tiers] if disk_bytes is None else [disk_bytes]
         disk_blocks = sum(bounds) // machine.block_bytes
     return SimConfig(
-        cpu_blocks=max(cpu_bytes // machine.block_bytes, 1),
+        cpu_blocks=max(machine.cpu_bytes // machine.block_bytes, 1),
         block_bytes=machine.block_bytes,
         gpu_blocks=gpu_blocks,
         disk_blocks=disk_blocks,
