@@ -4,7 +4,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from kvoffload.sim.driver import SimConfig
+import pytest
+
+from kvoffload.sim.driver import SimConfig, simulate
 from kvoffload.sim.page import draw_sweeps
 from kvoffload.sim.report import best_policy, curve, knee_of, sweep_as_json, sweep_table
 from kvoffload.sim.sweep import knee, sweep
@@ -42,3 +44,13 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     assert [len(row) for row in table.rows] == [len(table.headings)] * 6
     assert json.loads(json.dumps(sweep_as_json(report)))["accesses"] == 60
     assert draw_sweeps([report], is_page=True).count(b"<tr>") == 7
+
+
+def test_replays_give_operators_no_advice(trace_of: Callable[..., Trace], caplog: pytest.LogCaptureFixture) -> None:
+    trace = trace_of([[3 * number, 3 * number + 1, 3 * number + 2] for number in range(4)] * 5)
+    slow = SimConfig(5, 10**6, disk_blocks=16, disk_read_bytes_per_s=1e8, cascade="on_store")
+    simulate(trace, slow)
+    assert "does not pay" in caplog.text
+    caplog.clear()
+    sweep(trace, [slow], processes=1)
+    assert caplog.text == ""

@@ -121,7 +121,7 @@ def _plan_fleets(
     """Whether a fleet reaches the goal."""
     fleets, prices = read.fleets(trace, tiers, ends[:1], "least-load"), read.prices
     trace = trace.whole_blocks()
-    with scenario.without_advice(), progress({trace.name: None}, "fleets") as advance:
+    with progress({trace.name: None}, "fleets") as advance:
         made = make_fleet_plan(trace, fleets, goal, prices, *ends, processes, lambda _: advance(trace.name))
     figures = {"advice": made.advice, **fleets_as_json(trace, made.results, prices)}
     if as_json:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -282,21 +280,6 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
     }
     changes |= {key: getattr(store, key) for key in ("latency_s", "ttl_s") if getattr(store, key) is not None}
     return SharedStore(blocks, away=store.away, **changes)
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Advice to operators is of use for machines that exist."""
-    log = logging.getLogger("kvoffload.tiering.load_policy")
-    log.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def device_blocks(trace: Trace, gpu_kv_tokens: int | None) -> int:

@@ -33,7 +33,7 @@ from kvoffload.sim.report import (
     sweep_as_json,
     sweep_table,
 )
-from kvoffload.sim.sweep import Report, run_all, sweep
+from kvoffload.sim.sweep import Report, run_all, sweep, without_advice
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
@@ -143,10 +143,10 @@ def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int |
     """In the order of the configurations. A single one says how far it is."""
     trace = trace.whole_blocks()
     if len(configs) == 1:
-        with scenario.without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
+        with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
             return [simulate_fleet(trace, configs[0], progress=lambda _: advance(trace.name))]
     results: dict[int, FleetResult] = {}
-    with scenario.without_advice(), progress({trace.name: len(configs)}, "fleets") as advance:
+    with progress({trace.name: len(configs)}, "fleets") as advance:
         for at, result in run_all(simulate_fleet, trace, configs, processes):
             results[at] = result
             advance(trace.name)

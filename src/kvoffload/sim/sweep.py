@@ -18,6 +18,8 @@ from kvoffload.sim.optimum import optimum
 from kvoffload.sim.trace import Trace
 
 _Result = TypeVar("_Result")
+_ADVICE = logging.getLogger("kvoffload.tiering.load_policy")
+"""To operators, of use for machines that exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ def runner(
     """What ``run_all`` does with configurations, again and again in the same processes."""
     if processes == 1:
         keys = trace.keys()
-        yield lambda configs: ((at, run(trace, config, keys=keys)) for at, config in enumerate(configs))
+        with without_advice():
+            yield lambda configs: ((at, run(trace, config, keys=keys)) for at, config in enumerate(configs))
         return
     # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
@@ -117,13 +120,23 @@ def runner(
             raise
 
 
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """For replays in this process: the processes of ``runner`` log none."""
+    _ADVICE.disabled = True
+    try:
+        yield
+    finally:
+        _ADVICE.disabled = False
+
+
 _REPLAYED: tuple[Trace, list[OffloadKey]] | None = None
 """The trace of a worker process and its keys, set once at its start."""
 
 
 def _start_worker(trace: Trace) -> None:
     global _REPLAYED
-    logging.getLogger("kvoffload").setLevel(logging.ERROR)  # advice to operators, of machines that do not exist
+    _ADVICE.disabled = True
     _REPLAYED = trace, trace.keys()
 
 
