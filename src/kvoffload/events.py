@@ -52,7 +52,7 @@ class PendingEvents:
             self._fold()
 
     def take(self) -> list[OffloadingEvent]:
-        """All that wait, which they do no longer."""
+        """Returns all that wait, and forgets them."""
         events, self._events = self._events, []
         self._num_keys, self._fold_at = 0, self._min_keys
         return events

@@ -25,7 +25,6 @@ class RateLimitedLog:
         self._log(logging.ERROR, what, "failures", exc_info=True)
 
     def warning(self, what: str) -> None:
-        """Logs one line."""
         self._log(logging.WARNING, what, "warnings", exc_info=None)
 
     def _log(self, level: int, what: str, kind: str, *, exc_info: bool | None) -> None:

@@ -41,8 +41,6 @@ _MOST_PAGES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is copied."""
-
     check_s: float = 10.0
     pages: tuple[int, ...] = _PAGES
     """Sizes to time. With none, nothing is timed."""

@@ -17,8 +17,6 @@ from kvoffload.metrics import Stats
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of serving."""
-
     name: str
     prefix_caching: bool
     offloading: OffloadingConfig | None = None
@@ -110,8 +108,6 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of all ways over one workload."""
-
     workload: ChatWorkload
     options: EngineOptions
     results: tuple[WayResult, ...]

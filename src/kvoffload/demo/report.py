@@ -28,7 +28,6 @@ def print_setting(
     options: EngineOptions,
     config: OffloadingConfig,
 ) -> None:
-    """Prints what is about to run."""
     total = workload.conversations * workload.longest_tokens
     pool = options.num_blocks * options.block_tokens
     chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
@@ -47,7 +46,6 @@ def print_setting(
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints the tables, then the verdict."""
     for table in (latency_table(comparison), tokens_table(comparison)):
         console.print(table)
         console.print()

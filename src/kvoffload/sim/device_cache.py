@@ -91,6 +91,5 @@ class DeviceCache:
         return taken
 
     def release(self) -> None:
-        """Ends the request."""
         self._queue.update(dict.fromkeys(reversed(self._table + self._states)))
         self._table, self._states = [], []

@@ -66,17 +66,17 @@ class _Arrival:
     """Blocks on their way into a disk or a store."""
 
     reserved: list[OffloadKey]
-    """Those that it did not have, and does not get from another machine just now."""
+    """Those that it did not have, and that no other machine is writing."""
     wanted: Sequence[OffloadKey]
-    """Those that cross the links: with those that another machine writes just now, and those that are too old."""
+    """Those that cross the links: also those that another machine is writing, and those that are too old."""
     succeeds: bool
 
 
 class Contents:
     """What a disk or a store holds. Machines that share one share its ``Contents``, with ``is_shared``.
 
-    It evicts the least recently used blocks. ``ttl_s`` after it was written, a block is found no more; it takes room
-    until it is evicted. What arrives is there from its time on, whether or not the machine that wrote it looks.
+    It evicts the least recently used blocks. A block is not found any more ``ttl_s`` after it was written, and takes
+    room until it is evicted. It is there from the end of its write on, whether or not the writer has polled.
     """
 
     def __init__(self, num_blocks: int, ttl_s: float = math.inf, *, is_shared: bool = False) -> None:
@@ -87,7 +87,6 @@ class Contents:
         self._order = 0
 
     def has(self, keys: Collection[OffloadKey], now_s: float) -> list[bool]:
-        """Which of ``keys`` are found."""
         if self.is_shared:
             self.settle(now_s)
         if self._ttl_s < math.inf:
@@ -95,7 +94,6 @@ class Contents:
         return [block is not None and block.pins >= 0 for block in self.index.get_all(keys)]
 
     def find(self, key: OffloadKey, now_s: float) -> bool:
-        """Whether ``key`` is found."""
         if self.is_shared and self._arrivals and self._arrivals[0][0] <= now_s:
             self.settle(now_s)
         block = self.index.get(key)
@@ -147,8 +145,8 @@ class SimDisk(SecondaryTierManager):
 
     A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
     virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
-    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes. ``steps_s``
-    pass beside each transfer, and hold up no other: order and answer wait for an engine's steps.
+    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes. Each transfer
+    takes ``steps_s`` longer, and holds up no other meanwhile: order and answer wait for steps of the engine.
     """
 
     def __init__(

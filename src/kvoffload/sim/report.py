@@ -256,7 +256,6 @@ def outage_table(results: Sequence[FleetResult]) -> Table | None:
 
 
 def server_table(result: FleetResult) -> Table:
-    """Each server's share."""
     tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
     rows = [
         [

@@ -83,7 +83,7 @@ class _Prompt:
 
     @property
     def num_keys(self) -> int:
-        """Those that the connector has: it knows not where a state was kept."""
+        """Those that the connector has, which does not know where a state was kept."""
         return len(self.path) * (1 + len(self.states))
 
     @property

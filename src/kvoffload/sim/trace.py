@@ -82,7 +82,6 @@ class Trace:
         return np.minimum(np.diff(self.offsets), self.input_tokens // self.block_tokens)
 
     def next_use(self, request: int) -> NextUse:
-        """What the client of one request said of its next use."""
         return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
 
     def whole_blocks(self) -> Trace:

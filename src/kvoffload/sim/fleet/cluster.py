@@ -88,8 +88,6 @@ class _Member:
 
 
 class _Replay:
-    """The state of one replay."""
-
     def __init__(
         self,
         trace: Trace,
@@ -157,7 +155,7 @@ class _Replay:
         heapq.heappush(self._heap, (time_s, self._order, kind, number, life))
 
     def _run_until(self, end_s: float) -> None:
-        """Everything before ``end_s``, and what happens then was asked for before."""
+        """Does what happens up to ``end_s``, in order."""
         while self._heap and self._heap[0][0] <= end_s:
             time_s, _, kind, number, life = heapq.heappop(self._heap)
             if kind == "step":

@@ -71,7 +71,7 @@ class FleetConfig:
 
     @property
     def machines(self) -> int:
-        """That many its servers share, the last one perhaps with fewer of them."""
+        """Machines that the servers share; the last one may have fewer of them."""
         return -(-self.servers // self.servers_per_machine)
 
     def __post_init__(self) -> None:

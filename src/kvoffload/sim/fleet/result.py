@@ -17,8 +17,6 @@ from kvoffload.sim.fleet.config import FleetConfig, Prices
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """One server's share."""
-
     requests: int
     accesses: int
     hit_blocks: dict[str, int]
@@ -30,24 +28,22 @@ class ServerResult:
 
 
 class Outage(NamedTuple):
-    """A time without a server or a store, against as long a time before it and after it."""
+    """A time without a server or a store, with equal periods before and after it."""
 
     what: str
     begin_s: float
     end_s: float
     hit_rates: tuple[float | None, float | None, float | None]
-    """Of the fleet's requests that arrived before, meanwhile and after; ``None``: none did."""
+    """Of the fleet's requests that arrived before, during and after it; ``None``: none did."""
     ttft_p90_s: tuple[float | None, float | None, float | None]
     """Likewise."""
     recovery_s: float | None
-    """Seconds after its end until the hits of 50 requests are again 0.9 of those of the 50 before its begin: requests
-    of the server, or all of them where a store was away. ``None``: not in this trace."""
+    """Seconds from its end until 50 requests hit 90 % of what the 50 before it hit: requests of that server, or of the
+    fleet where a store was away. ``None``: not within this trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """The figures of one replay."""
-
     config: FleetConfig
     servers: tuple[ServerResult, ...]
     requests: int
