@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer")
-from kvoffload.cli.output import check_out, positive, progress, write_json
+from kvoffload.cli.output import check_out, positive, print_table, progress, write_json
 from kvoffload.errors import ConfigError
+from kvoffload.sim.table import Table
 
 
 def test_a_long_task_has_ten_lines_and_one_without_a_total_one_in_ten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +35,20 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with progress({"way": 3}, "turns") as advance:
         advance("way")
     assert "\x1b[" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_the_columns_that_it_holds_and_names_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table(["name", "size", "note", "unused"], [["one", "8", "long " * 4, "-"], ["eleven", "12", "short", "-"]])
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(table)
+    head, _, one, eleven, left_out = capsys.readouterr().out.splitlines()
+    assert (head.split(), one.split(), eleven.split()) == (["name", "size"], ["one", "8"], ["eleven", "12"])
+    assert one.index("8") == eleven.index("2"), "figures stand at the right"
+    assert left_out == "Not shown: note. --json has all."
+    print_table(table, is_wide=True)
+    assert capsys.readouterr().out.splitlines()[0].split() == ["name", "size", "note", "unused"]
 
 
 def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
