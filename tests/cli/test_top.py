@@ -202,8 +202,8 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
     command = [sys.executable, "-m", "kvoffload", "top", f"127.0.0.1:{port}", "--json", "--interval", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
         try:
-            assert view.stdout is not None
-            assert "no whole answer in HTTP" in view.stdout.readline()
+            assert view.stdout is not None and view.stderr is not None
+            assert "no whole answer in HTTP" in view.stderr.readline(), "what is on stdout is JSON"
             rest = iter(view.stdout.readline, "")
             assert any(line.startswith("{") for line in rest)
         finally:

@@ -72,7 +72,10 @@ def top(
                 except ConfigError as exc:
                     if once:
                         raise
-                    show(Text(str(exc), style="red"))
+                    if as_json:
+                        print(exc, file=sys.stderr)
+                    else:
+                        show(Text(str(exc), style="red"))
                     continue
                 views.append(compare(last, now))
                 last = now
