@@ -31,7 +31,7 @@ from kvoffload.units import format_bytes
 
 def plan(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help=scenario.TRACE_HELP)],
-    hit_rate: Annotated[str | None, typer.Option(help="Goal: percent of blocks hit, on the device or below.")] = None,
+    hit_rate: Annotated[str | None, typer.Option(help="Goal: percent of blocks hit, on the GPU or below.")] = None,
     ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
     quantile: Annotated[str, typer.Option(help="Quantile of the time to first token: p50, p90 or p99.")] = "p90",
     max_cpu: Annotated[str | None, typer.Option(help="Largest host memory to consider.")] = None,

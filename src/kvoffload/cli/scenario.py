@@ -39,7 +39,7 @@ Model = Annotated[
     str | None, typer.Option(help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub.")
 ]
 KVBytes = Annotated[str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")]
-PrefillSpeed = Annotated[float, typer.Option(help="Tokens that the device prefills per second.")]
+PrefillSpeed = Annotated[float, typer.Option(help="Tokens that the GPU prefills per second.")]
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Requests to read of a trace, from the first on.")]
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")]
 Fleet = Annotated[

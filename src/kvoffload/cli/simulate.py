@@ -46,7 +46,7 @@ def simulate(
     cpu: Annotated[
         str | None,
         typer.Option(
-            help="Sizes of host memory: bytes, or % of the trace's footprint. "
+            help="Sizes of host memory, such as 64GiB, or 10% of the trace's different blocks. "
             f"Default: {_CPU_SIZES}, and 5% for each server of a fleet."
         ),
     ] = None,
