@@ -351,7 +351,7 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         ),
         **(why_there if sources else {}),
         "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "what it means"], causes),
-        "What would have saved most, by the simulator": Table(
+        "What would have saved most, by the simulator, which begins with empty tiers": Table(
             ["change", "found", "more tokens", "saved prefill", "machine"],
             [_what_if(each, summary.tokens) for each in asked],
         ),
