@@ -27,33 +27,6 @@ if TYPE_CHECKING:
     from kvoffload.config import OffloadingConfig
     from kvoffload.metrics import Stats
 
-__all__ = [
-    "BlockIDsLoadStoreSpec",
-    "CanonicalKVCacheRef",
-    "CanonicalKVCacheTensor",
-    "CanonicalKVCaches",
-    "Direction",
-    "GPULoadStoreSpec",
-    "LoadStoreSpec",
-    "NextUse",
-    "OffloadKey",
-    "OffloadPolicy",
-    "OffloadingEvent",
-    "OffloadingHandler",
-    "OffloadingManager",
-    "OffloadingSpec",
-    "PrepareStoreOutput",
-    "ReqContext",
-    "RequestOffloadingContext",
-    "SharedPage",
-    "StepWork",
-    "TransferResult",
-    "Weighed",
-    "get_offload_block_hash",
-    "get_offload_group_idx",
-    "make_offload_key",
-]
-
 # --------------------------------------------------------------------------------------------------------- keys
 
 OffloadKey = NewType("OffloadKey", bytes)

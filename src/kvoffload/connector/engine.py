@@ -25,8 +25,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["NO_BLOCK", "BlockIds", "BoundaryState", "EngineRequest", "EngineStep", "GPUBlockPool", "ScheduledRequest"]
-
 # ``ScheduledRequest`` and ``EngineStep`` are values that are never changed. They are not frozen, because a frozen
 # dataclass takes three times as long to make, and an engine makes one for each running request in each step.
 

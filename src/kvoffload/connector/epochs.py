@@ -22,8 +22,6 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 
-__all__ = ["FIRST", "Epoch", "Epochs"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 from kvoffload.connector.epochs import FIRST, Epoch
 
-__all__ = ["AskBlocks", "GroupGeometry", "find_hit", "finest_of", "geometry_of", "hit_unit_tokens", "possible_hit"]
-
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
 _SINGLE_STATE = GroupKind.SINGLE_STATE

@@ -22,8 +22,6 @@ from kvoffload.events import checked_events
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import checked_stats
 
-__all__ = ["GuardedManager"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 

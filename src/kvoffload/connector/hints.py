@@ -21,8 +21,6 @@ from kvoffload.errors import KVOffloadError
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import IGNORED_HINTS, NEXT_USES, Stats
 
-__all__ = ["Hints"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 100

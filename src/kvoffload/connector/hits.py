@@ -17,8 +17,6 @@ from kvoffload.connector.requests import UNKNOWN, Request
 from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
 
-__all__ = ["Hits"]
-
 
 class Hits:
     """Searches for the hits of requests that wait to be admitted, and loads them to the device.

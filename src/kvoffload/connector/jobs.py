@@ -30,8 +30,6 @@ from kvoffload.connector.messages import ConnectorMeta, TransferJob
 from kvoffload.connector.requests import Request
 from kvoffload.metrics import Histogram, Stats
 
-__all__ = ["JobRecord", "JobTable"]
-
 _NOTHING = ConnectorMeta()
 # A name of the module is found several times faster than a member of an enumeration.
 _LOAD, _STORE = Direction.LOAD, Direction.STORE

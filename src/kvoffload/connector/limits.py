@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from kvoffload.load_tiers import LoadTiers, parse_load_tiers
 
-__all__ = ["RequestLimits"]
-
 _MAX_SHOWN = 40
 """Characters of a client's value that a message repeats."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from kvoffload.base import LoadStoreSpec, TransferResult
 
-__all__ = ["ConnectorMeta", "LoadOutcome", "TransferJob", "WorkerReport"]
-
 
 @dataclass(slots=True)
 class TransferJob:

@@ -28,8 +28,6 @@ from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 from kvoffload.units import parse_bytes
 
-__all__ = ["DEVICE", "Explanation", "Observer", "Phase", "Watch"]
-
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 

@@ -28,17 +28,6 @@ from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, Keys, Request
 
-__all__ = [
-    "Offer",
-    "Offering",
-    "Portion",
-    "StoreOffers",
-    "Turnover",
-    "offer_in_portions",
-    "plan_offer",
-    "select_source",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from kvoffload.connector.hits import Hits
 from kvoffload.connector.requests import Keys, Request
 from kvoffload.metrics import PREFETCH_OUTCOMES, Stats
 
-__all__ = ["MOST_OPEN", "Prefetches"]
-
 MOST_OPEN = 16
 """Prefetches that may be open. Each asks in every step."""
 

@@ -24,8 +24,6 @@ import xxhash
 from kvoffload.base import NextUse
 from kvoffload.errors import ConfigError
 
-__all__ = ["TraceRecorder"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
 
-__all__ = ["UNKNOWN", "UNLIMITED", "Hit", "Keys", "Request"]
-
 UNLIMITED = 1 << 60
 UNKNOWN: tuple[None, None] = None, None
 """``Hit.possible`` before it was looked for."""

@@ -31,8 +31,6 @@ from kvoffload.connector.requests import Keys, Request
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
 
-__all__ = ["OffloadingConnectorScheduler"]
-
 logger = logging.getLogger(__name__)
 
 _NO_LOADS = LoadOutcome()

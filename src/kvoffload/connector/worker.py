@@ -12,8 +12,6 @@ from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob
 from kvoffload.errors import LayoutError
 from kvoffload.logs import RateLimitedLog
 
-__all__ = ["OffloadingConnectorWorker"]
-
 logger = logging.getLogger(__name__)
 
 

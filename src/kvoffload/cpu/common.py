@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from kvoffload.base import BlockIDsLoadStoreSpec
 
-__all__ = ["CPULoadStoreSpec"]
-
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Slots of the primary tier; ``block_ids`` are slot numbers."""

@@ -15,8 +15,6 @@ from kvoffload.cpu.copy.host import make_host_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.errors import LayoutError
 
-__all__ = ["copy_layout", "make_handlers"]
-
 _WHOLE_SLOT = RankSlice(0, 1)
 
 

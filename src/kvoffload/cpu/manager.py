@@ -29,8 +29,6 @@ from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.metrics import HOST, Histogram, Stats
 from kvoffload.miss import Miss
 
-__all__ = ["CPUOffloadingManager", "CPUPrimaryTierOffloadingManager", "KVMemory", "SlotTable"]
-
 _IN_FLIGHT = BlockStatus.IN_FLIGHT
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 _MIN_USED = 1024

@@ -17,19 +17,6 @@ from pathlib import Path
 from kvoffload.errors import CapacityError
 from kvoffload.units import format_bytes
 
-__all__ = [
-    "SHM",
-    "available_bytes",
-    "check_all_engines",
-    "check_host_memory",
-    "check_pool",
-    "check_shared_memory",
-    "file_system_number",
-    "limit_bytes",
-    "memory_bytes",
-    "memory_file_system",
-]
-
 _CGROUP_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),

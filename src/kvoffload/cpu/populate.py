@@ -9,8 +9,6 @@ import os
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["populate"]
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PIECE_BYTES = 256 << 20
 _THREADS = 16

@@ -31,8 +31,6 @@ from kvoffload.cpu.populate import populate
 from kvoffload.errors import CapacityError, ConfigError
 from kvoffload.units import format_bytes
 
-__all__ = ["SharedOffloadRegion"]
-
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kvoffload-"

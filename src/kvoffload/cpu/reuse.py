@@ -10,8 +10,6 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 
-__all__ = ["ReuseFilter"]
-
 _MIN_REMEMBERED = 64_000
 
 

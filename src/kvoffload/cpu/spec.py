@@ -15,8 +15,6 @@ from kvoffload.errors import ConfigError, LayoutError, Problems
 from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
 from kvoffload.units import format_bytes
 
-__all__ = ["CPUOffloadingSpec"]
-
 _Primary = TypeVar("_Primary", bound=CPUOffloadingManager)
 
 

@@ -18,8 +18,6 @@ from typing import Any, cast
 
 from kvoffload.errors import KVOffloadError
 
-__all__ = ["COUNTS", "Table", "UnclearError", "facts_of", "ropes_in", "text_of", "unknown_fields"]
-
 COUNTS = "changes bytes"
 """The reason in a ``Table`` under which the fields stand that count."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["HARMLESS", "PREFIXES", "SERVICES", "counted"]
-
 PREFIXES = (
     # PyTorch and its compilers, the vendors' libraries of matrices, and kernels that engines take from elsewhere.
     *(

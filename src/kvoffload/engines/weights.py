@@ -23,8 +23,6 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.options import parse_tiers
 
-__all__ = ["WEIGHT_FILES", "changed_since", "fingerprint", "local_directory", "outliving_tier", "process_start_s"]
-
 WEIGHT_FILES = (
     "*.safetensors",
     "*.bin",

@@ -16,8 +16,6 @@ from kvoffload.base import (
 )
 from kvoffload.testing.keys import key, keys
 
-__all__ = ["OffloadingManagerContract", "fold_events"]
-
 
 def fold_events(resident: set[OffloadKey], events: Collection[OffloadingEvent]) -> None:
     """Applies ``events`` to ``resident``. Fails if a block is added twice, or removed while it is absent."""

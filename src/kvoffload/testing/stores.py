@@ -10,8 +10,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.base import BlockStore, LossCause
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 
-__all__ = ["FaultyStore", "GatedStore"]
-
 
 class GatedStore(StoreWrapper):
     """Delays calls: those that ``close_gate`` names wait until ``open_gate``.

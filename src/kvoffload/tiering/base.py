@@ -14,8 +14,6 @@ import numpy.typing as npt
 from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from kvoffload.metrics import Stats
 
-__all__ = ["CascadeMode", "JobMetadata", "JobResult", "SecondaryTierManager"]
-
 CascadeMode = Literal["on_store", "on_evict"]
 """When blocks are cascaded to a tier: as soon as they are stored (write-through), or shortly before the primary tier
 evicts them (write-back)."""

@@ -12,8 +12,6 @@ from kvoffload.metrics import Stats
 from kvoffload.tiering.requests import Request
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
-__all__ = ["Cascades"]
-
 _LEAST_BACKLOG_BLOCKS = 64
 _BACKLOG_SHARE = 4
 

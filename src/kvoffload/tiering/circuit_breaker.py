@@ -6,8 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["CircuitBreaker"]
-
 
 class CircuitBreaker:
     """Closed while calls succeed. It opens after ``threshold`` failures in a row, or at a single grave one.

@@ -16,8 +16,6 @@ from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, TierRunner
 
-__all__ = ["StoreHealth"]
-
 _log = logging.getLogger(__name__)
 
 _PROBED_BLOCKS = 3

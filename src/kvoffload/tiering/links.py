@@ -12,8 +12,6 @@ from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.speeds import AnswerEstimator, LinkSpeedEstimator
 from kvoffload.tiering.worth import Pace
 
-__all__ = ["LATE", "Link"]
-
 LATE = 1.25
 """A read is late once it has taken this many times as long as expected: estimates of calm reads differ by less."""
 _ORDER = 7

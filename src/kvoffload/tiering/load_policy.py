@@ -29,8 +29,6 @@ from kvoffload.tiering.segments import HERE, Segment
 from kvoffload.tiering.speeds import PrefillSpeedEstimator
 from kvoffload.tiering.worth import Pace
 
-__all__ = ["BlockWorth", "LoadPlanner", "LoadPolicy"]
-
 _log = logging.getLogger(__name__)
 
 LoadPolicy = Literal["cost", "always"]

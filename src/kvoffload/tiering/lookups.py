@@ -23,8 +23,6 @@ from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
-__all__ = ["Lookups"]
-
 
 class Lookups:
     """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the

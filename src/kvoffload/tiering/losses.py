@@ -14,8 +14,6 @@ from kvoffload.miss import Miss
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.stores.base import BlockStore, LossCause
 
-__all__ = ["StoreLosses"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_back import WriteBack
 
-__all__ = ["TieringOffloadingManager"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -32,18 +32,6 @@ from kvoffload.tiering.stores.wrappers import Rotating
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
-__all__ = [
-    "ALSO_CALLED",
-    "STORES",
-    "MemoryOptions",
-    "SealedOptions",
-    "StoreOptions",
-    "build_tier",
-    "default_cascade",
-    "parse_tier",
-    "parse_tiers",
-]
-
 _FASTEST = 10**15
 """Bytes in a second that are more than any link moves."""
 

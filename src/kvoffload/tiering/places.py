@@ -20,8 +20,6 @@ from kvoffload.tiering.segments import HERE, Place, Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
-__all__ = ["Places", "Survey"]
-
 _RUN = 64
 """Blocks of which a tier is asked in one call. A prefix that is nowhere costs one such call for each tier."""
 _NOWHERE = 0, 0

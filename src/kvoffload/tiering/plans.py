@@ -15,21 +15,6 @@ from typing import Literal, NamedTuple
 from kvoffload.tiering.segments import HERE, MOST_PIECES, Place, Segment, gathered, scattered, side_by_side
 from kvoffload.tiering.worth import Choice, Pace, Run, choose, spread
 
-__all__ = [
-    "FOREVER",
-    "LEAST_GAIN",
-    "NOTHING",
-    "PATIENCE",
-    "PORTION_S",
-    "Chosen",
-    "Declined",
-    "LinkState",
-    "Plan",
-    "SoFar",
-    "Speeds",
-    "plan",
-]
-
 LEAST_GAIN = 0.1
 """A load must be at least 10 % faster than recomputing: a request waits only if that saves this share of computing the
 blocks that are not there. Estimates have errors, a tie gains nothing, and while it waits the engine takes others before

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from kvoffload.base import OffloadingEvent, OffloadKey
 from kvoffload.events import PendingEvents
 
-__all__ = ["ABSENT_TTL_S", "MAX_ABSENT", "PresenceIndex"]
-
 ABSENT_TTL_S = 1.0
 """Seconds for which a store that others write to is not asked again for a block that it lacked."""
 MAX_ABSENT = 65_536

@@ -19,8 +19,6 @@ from kvoffload.tiering.segments import HERE, Place
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 
-__all__ = ["Promotions"]
-
 _READ_AT = 1024
 """This many blocks of a long prefix are read while slots of the rest are being reserved."""
 

@@ -11,8 +11,6 @@ from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["Questions"]
-
 _FIRST_CHUNK = 8
 """Keys that are asked for first. Of a new prompt nearly all are missing."""
 _GROWTH = 4

@@ -18,8 +18,6 @@ from kvoffload.tiering.plans import Chosen, Plan
 from kvoffload.tiering.segments import Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Question", "Request", "Wait"]
-
 _NO_ANSWER = object()
 
 

@@ -12,8 +12,6 @@ from enum import Enum, IntEnum
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["READS", "IoQueue", "IoResult", "IoStatus", "IoTask", "TierRunner"]
-
 
 class IoQueue(IntEnum):
     """The queues of a ``TierRunner``. Lookups and loads share threads, and lookups go first. Stores have threads of

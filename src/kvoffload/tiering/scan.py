@@ -13,8 +13,6 @@ from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["StoreScan"]
-
 _log = logging.getLogger(__name__)
 
 _KEYS_PER_STEP = 64

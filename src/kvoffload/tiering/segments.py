@@ -9,20 +9,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-__all__ = [
-    "HERE",
-    "MOST_PIECES",
-    "Place",
-    "Segment",
-    "cut",
-    "gathered",
-    "joined",
-    "marks",
-    "scattered",
-    "side_by_side",
-    "waited_tiers",
-]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

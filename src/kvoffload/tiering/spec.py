@@ -22,14 +22,6 @@ from kvoffload.tiering.nodes import AgentTier, NodeAgent, Nodes
 from kvoffload.tiering.nodes.tier import build_nodes_tier
 from kvoffload.tiering.options import StoreOptions, build_tier, parse_tiers
 
-__all__ = [
-    "CACHE_FORMAT_VERSION",
-    "TieringOffloadingSpec",
-    "check_hashes_are_stable",
-    "name_namespace",
-    "persistent_namespace",
-]
-
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT_VERSION = 2

@@ -16,8 +16,6 @@ from statistics import median
 from kvoffload.base import StepWork
 from kvoffload.tiering.worth import Pace
 
-__all__ = ["AnswerEstimator", "LinkSpeedEstimator", "PrefillSpeedEstimator", "fit_link", "weighted_median"]
-
 _WINDOW = 24
 _WINDOW_S = 15.0
 _KEPT = 3

@@ -27,8 +27,6 @@ from kvoffload.tiering.scan import StoreScan
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.transfers import StoreTransfers
 
-__all__ = ["MOST_THREADS", "StoreTier", "TierLimits", "close_store"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 65_536

@@ -15,8 +15,6 @@ from kvoffload.events import checked_events
 from kvoffload.metrics import checked_stats
 from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
-__all__ = ["GuardedTier", "TierJob", "TierJobs"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRunner
 from kvoffload.tiering.stores.base import BlockStore
 
-__all__ = ["StoreTransfers", "slice_blocks"]
-
 _SLICE_BYTES = 4 << 20
 """Bytes of a slice at most, so that none keeps a thread long."""
 _LEAST_STORE_BYTES = 1 << 20

@@ -18,8 +18,6 @@ from kvoffload.tiering.plans import Plan
 from kvoffload.tiering.requests import Question, Request, Wait
 from kvoffload.tiering.segments import Segment
 
-__all__ = ["Waits"]
-
 
 class Waits:
     """Which requests wait, for which blocks, and for how long they still may.

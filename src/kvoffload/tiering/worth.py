@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Choice", "Pace", "Run", "choose", "spread"]
-
 _PARTS = 8
 """A run of which several sources have the blocks is tried at its ends, at its bends, and at this many parts of it."""
 _PORTIONS = 256

@@ -11,8 +11,6 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 
-__all__ = ["WriteBack"]
-
 _MOST_WATCHED = 4096
 """Blocks of the largest window. A review looks at each of them."""
 _PER_STEP = 512

@@ -40,8 +40,6 @@ from kvoffload.cpu.copy.self_check import CopiesHang, check_copies
 from kvoffload.errors import LayoutError, TransferError
 from kvoffload.logs import RateLimitedLog
 
-__all__ = ["CudaDevice", "CudaHandler", "make_cuda_handlers"]
-
 logger = logging.getLogger(__name__)
 
 _MEMORY_OF_HUNG_DEVICES: list[object] = []

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, TransferError
 
-__all__ = ["COPIES_PER_CALL", "LIBRARY", "CudaError", "Driver", "Event", "Kernel", "Stream", "load_driver"]
-
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"

@@ -25,8 +25,6 @@ from kvoffload.cpu.copy.driver import CudaError, Driver, Stream
 from kvoffload.cpu.copy.plan import Runs
 from kvoffload.errors import ConfigError
 
-__all__ = ["GATHER_BELOW", "KERNEL", "PAGES_PER_LAUNCH", "PTX", "Gatherer", "gather_below"]
-
 logger = logging.getLogger(__name__)
 
 GATHER_BELOW = "KVOFFLOAD_GATHER_BELOW"

@@ -36,16 +36,6 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.native import CompiledLater, compile_mover
 from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_parts
 
-__all__ = [
-    "MOVER",
-    "CopyPlan",
-    "TransferQueue",
-    "copy_to_device",
-    "copy_to_host",
-    "make_host_handlers",
-    "move_one_by_one",
-]
-
 logger = logging.getLogger(__name__)
 
 CopyRuns = Callable[[Runs], None]

@@ -29,8 +29,6 @@ from kvoffload.cpu.copy.plan import Extent, Runs
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
 
-__all__ = ["DRAIN_S", "DeviceHealth", "EventPools", "Job", "Lane", "Moment"]
-
 logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]

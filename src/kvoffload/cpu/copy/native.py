@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CompiledLater", "MoveRuns", "compile_mover"]
-
 logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]

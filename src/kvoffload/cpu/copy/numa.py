@@ -7,8 +7,6 @@ import ctypes
 import platform
 from pathlib import Path
 
-__all__ = ["cores_of_node", "node_of_device", "prefer_node"]
-
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of the system call: the C library has no wrapper, and libnuma is not always there."""
 

@@ -23,8 +23,6 @@ from kvoffload.cpu.populate import populate
 from kvoffload.errors import CapacityError
 from kvoffload.units import format_bytes
 
-__all__ = ["PinnedRegion"]
-
 logger = logging.getLogger(__name__)
 
 _LARGEST_PIECE_BYTES = 64 << 30

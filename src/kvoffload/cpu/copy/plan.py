@@ -25,8 +25,6 @@ from kvoffload.base import Direction, GPULoadStoreSpec, SharedPage
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.errors import TransferError
 
-__all__ = ["CopyLayout", "Extent", "PageRef", "Runs", "plan_parts", "plan_runs"]
-
 Int64s = npt.NDArray[np.int64]
 
 

@@ -14,8 +14,6 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.errors import TransferError
 
-__all__ = ["CopiesHang", "check_copies", "wait_for_copies"]
-
 _SWAPS = 9  # odd: the slots end up swapped
 _MAX_BYTES = 256 << 20  # of one group's copies: some milliseconds
 _TIMEOUT_S = 30.0

@@ -11,8 +11,6 @@ from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.recency import RecencyList, Sweep
 
-__all__ = ["ARCCachePolicy"]
-
 
 class ARCCachePolicy(CachePolicy):
     """Splits the cache between blocks used once and blocks used again, and learns the split from its mistakes.

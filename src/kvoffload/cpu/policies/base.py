@@ -14,8 +14,6 @@ from kvoffload.base import NextUse, OffloadKey
 from kvoffload.metrics import Stats
 from kvoffload.registry import Registry
 
-__all__ = ["POLICIES", "BlockStatus", "CachePolicy", "Union", "Victims", "with_options"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.recency import RecencyList
 
-__all__ = ["LRUCachePolicy"]
-
 
 class LRUCachePolicy(CachePolicy):
     """Evicts the idle block whose last use is longest ago."""

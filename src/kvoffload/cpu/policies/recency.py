@@ -11,8 +11,6 @@ from itertools import islice
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, Victims
 
-__all__ = ["RecencyList", "Sweep"]
-
 
 class _Skipped:
     """A block that a sweep stepped over. ``rank`` grows with recency; ``queued``: it has an entry in the heap."""

@@ -19,8 +19,6 @@ from transformers import AttentionInterface
 from kvoffload.engines.reference.layout import LayerPosition
 from kvoffload.engines.reference.request import Scheduled
 
-__all__ = ["ATTENTION_NAME", "PagedStep", "plan_step"]
-
 ATTENTION_NAME = "kvoffload_paged"
 
 

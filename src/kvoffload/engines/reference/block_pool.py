@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from kvoffload.connector import NO_BLOCK
 
-__all__ = ["BlockPool"]
-
 
 class BlockPool:
     """Block ids from 0 to ``num_blocks`` - 1. A block is used (its reference count is above 0) or free.

@@ -23,8 +23,6 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics import Stats
 from kvoffload.specs import make_spec
 
-__all__ = ["Engine", "EngineOptions"]
-
 _PAUSE_S = 0.0002
 
 

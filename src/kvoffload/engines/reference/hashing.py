@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["extend_block_hashes", "root_hash"]
-
 _VERSION = b"kvoffload reference engine 1"
 
 

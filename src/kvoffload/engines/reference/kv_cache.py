@@ -11,8 +11,6 @@ from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.engines.reference.block_pool import BlockPool
 from kvoffload.engines.reference.request import Request
 
-__all__ = ["KVCache", "PrefixHit"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:

@@ -16,8 +16,6 @@ from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
 from kvoffload.engines.facts import UnclearError, text_of
 from kvoffload.errors import LayoutError
 
-__all__ = ["FAMILIES", "KVShape", "LayerPosition", "StateShape", "engine_layout", "fingerprint", "kv_shape"]
-
 FAMILIES = ("falcon_h1", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """``model_type``s that the engine computes. A test checks each of them."""
 

@@ -12,8 +12,6 @@ from kvoffload.engines.reference.layout import kv_shape
 from kvoffload.engines.reference.states import use_paged_states
 from kvoffload.errors import ConfigError
 
-__all__ = ["KINDS", "build_random_model", "load_model", "use_paged_attention"]
-
 KINDS = {"attention": "Llama", "hybrid": "Falcon-H1"}
 """What random models are. transformers' classes have these names, without the dash."""
 

@@ -13,8 +13,6 @@ from kvoffload.connector import BlockIds
 from kvoffload.engines.reference.hashing import extend_block_hashes, root_hash
 from kvoffload.errors import ConfigError
 
-__all__ = ["Request", "SamplingParams", "Scheduled", "State"]
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -16,8 +16,6 @@ from kvoffload.engines.reference.request import Scheduled
 from kvoffload.engines.reference.states import StateViews, plan_states
 from kvoffload.errors import CapacityError
 
-__all__ = ["ModelRunner", "Token"]
-
 
 @dataclass(frozen=True, slots=True)
 class Token:

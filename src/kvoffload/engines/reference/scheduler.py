@@ -10,8 +10,6 @@ from kvoffload.connector import BoundaryState, EngineStep, LoadOutcome, Offloadi
 from kvoffload.engines.reference.kv_cache import KVCache
 from kvoffload.engines.reference.request import Request, Scheduled, State
 
-__all__ = ["Scheduler", "SchedulerCounts", "StepPlan"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -20,8 +20,6 @@ from kvoffload.engines.reference.layout import StateShape
 from kvoffload.engines.reference.request import Scheduled
 from kvoffload.errors import LayoutError
 
-__all__ = ["PagedMixer", "StateSegment", "StateStep", "StateViews", "plan_states", "use_paged_states"]
-
 
 class StateViews:
     """The states of all GPU blocks, as tensors over the pool's bytes."""

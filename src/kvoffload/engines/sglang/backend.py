@@ -34,8 +34,6 @@ from kvoffload.exporter import PrometheusExporter
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import add_stats
 
-__all__ = ["KVOffloadStorage"]
-
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 

@@ -13,8 +13,6 @@ from typing import Final
 
 from kvoffload.engines.facts import COUNTS, Table
 
-__all__ = ["ENVIRONMENT_IS_HARMLESS", "FIELDS", "POOL_IS_HARMLESS", "WEIGHTS_FROM_ELSEWHERE"]
-
 FIELDS: Final[Table] = {
     "ServerArgs": {
         COUNTS: """

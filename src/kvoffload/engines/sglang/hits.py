@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["restorable_pages"]
-
 
 def restorable_pages(present: Sequence[bool], num_pages: int, trailing: int | None) -> set[int]:
     """The lengths from 1 to ``num_pages`` that a hit may have by one pool, of which the pages ``present`` are stored;

@@ -24,8 +24,6 @@ from kvoffload.engines.variables import counted
 from kvoffload.engines.weights import WEIGHT_FILES, changed_since, fingerprint, local_directory
 from kvoffload.errors import ConfigError
 
-__all__ = ["architecture_of", "environment_of", "ranks_of", "server_facts", "weights_of"]
-
 _READS_THE_MODELS_FILES = (
     *("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state"),
     *("fastsafetensors", "instanttensor"),

@@ -15,8 +15,6 @@ from kvoffload.tiering.options import StoreOptions, parse_tiers
 from kvoffload.tiering.spec import name_namespace
 from kvoffload.units import parse_bytes
 
-__all__ = ["SGLangOptions", "namespace_of", "parse_options"]
-
 _WHAT = "'kvoffload' of SGLang's storage options"
 
 _FORMAT = 2

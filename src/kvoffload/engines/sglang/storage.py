@@ -19,8 +19,6 @@ from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 from kvoffload.units import parse_bytes
 
-__all__ = ["PoolStorage", "page_facts", "pages_of"]
-
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 _OF_EVERY_POOL = ("layout", "dtype", "page_size")

@@ -21,8 +21,6 @@ from kvoffload.tiering.base import JobMetadata, JobResult
 from kvoffload.tiering.options import StoreOptions, build_tier
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-__all__ = ["Page", "PageTiers"]
-
 Page = Sequence[tuple[int, int]]
 """Where a page lies in the caller's memory: address and bytes of each of its pieces, in order."""
 

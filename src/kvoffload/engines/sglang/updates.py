@@ -18,8 +18,6 @@ from typing import Any
 from kvoffload.engines.sglang.versions import sglang_release
 from kvoffload.errors import ConfigError
 
-__all__ = ["DEFAULT_VERSION", "SERVED", "ServedWeights", "watch"]
-
 DEFAULT_VERSION = "default"
 """SGLang's ``--weight-version`` where nobody has given one: then files say which weights a process has read."""
 

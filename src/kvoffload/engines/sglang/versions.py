@@ -8,8 +8,6 @@ from importlib import metadata
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["TRIED", "release_of", "sglang_release"]
-
 TRIED = ("0.5.23",)
 
 

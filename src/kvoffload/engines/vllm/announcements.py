@@ -15,8 +15,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.tiering.options import StoreOptions
 
-__all__ = ["Announced", "Announcements", "Place", "places_of"]
-
 _HOST = CPULoadStoreSpec.medium()
 
 

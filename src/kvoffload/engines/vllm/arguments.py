@@ -11,8 +11,6 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, Problems
 
-__all__ = ["CRYPTOGRAPHIC_HASHES", "check_file", "refuse_hashes", "refuse_routed_experts", "refuse_transfer"]
-
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 """Values of ``--prefix-caching-hash-algo`` under which nobody can make two prefixes with one key. They are the same in
 every process, too."""

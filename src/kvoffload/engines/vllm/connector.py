@@ -73,8 +73,6 @@ if TYPE_CHECKING:
     from kvoffload.connector.observer import Watch
     from kvoffload.tiering.options import StoreOptions
 
-__all__ = ["KVOffloadConnector"]
-
 logger = init_logger("vllm.kvoffload")  # below vLLM's own logger, whose handlers and level it shares
 
 _NAP_S = 200e-6

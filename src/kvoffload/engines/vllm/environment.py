@@ -13,8 +13,6 @@ from importlib.metadata import entry_points
 from kvoffload.engines.facts import COUNTS, UnclearError
 from kvoffload.engines.variables import SERVICES, counted
 
-__all__ = ["VARIABLES", "environment", "plugins", "unknown_variables"]
-
 VARIABLES: Mapping[str, str] = {
     COUNTS: (
         "VLLM_FLOAT32_MATMUL_PRECISION VLLM_BATCH_INVARIANT VLLM_USE_MODELSCOPE VLLM_CPU_INT4_W4A8 "

@@ -27,8 +27,6 @@ from kvoffload.config import EngineLayout, GroupKind
 from kvoffload.engines.vllm.announcements import Announced, Announcements, Place, places_of
 from kvoffload.engines.vllm.versions import event_extra_keys
 
-__all__ = ["EventTranslator"]
-
 _VLLM_KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.SLIDING_WINDOW: "sliding_window",

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from kvoffload.engines.facts import COUNTS, Table
 
-__all__ = ["FIELDS"]
-
 _ROUNDING = "another kernel or order for the same computation"
 _SCHEDULING = "which tokens are computed together, and when"
 _MEMORY = "where something lies, or how much of it"

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-__all__ = ["HeldBlocks", "are_written_early"]
-
 
 def are_written_early(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether vLLM writes new blocks of this KV cache before it flushes. It does only where they must be zeroed: models

@@ -22,8 +22,6 @@ from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
 
-__all__ = ["identity_of", "unknown_options"]
-
 _LIMITLESS_ROPE = (
     *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4"),
     "proportional",

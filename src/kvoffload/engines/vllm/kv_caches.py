@@ -23,8 +23,6 @@ import torch
 from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, SharedPage
 from kvoffload.errors import LayoutError
 
-__all__ = ["HEADS_BEFORE_TOKENS", "LayerCache", "canonicalize", "canonicalize_heads"]
-
 HEADS_BEFORE_TOKENS = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
 """Layouts in which the tokens of a head lie side by side, so that a rank's part of a page is in few pieces."""
 

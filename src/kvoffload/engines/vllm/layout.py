@@ -36,8 +36,6 @@ from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import read_config
 
-__all__ = ["check_engine", "config_of", "fails_by_block", "layout_of", "preferred_layout", "refuse_kv_cache"]
-
 _KINDS = {
     "full_attention": GroupKind.FULL_ATTENTION,
     "mla_attention": GroupKind.FULL_ATTENTION,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["log_with_vllm"]
-
 
 class _ToVLLM(logging.Handler):
     """Hands records to the handlers that vLLM's logger has at that time: vLLM may replace them after its start."""

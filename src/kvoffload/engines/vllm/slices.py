@@ -23,8 +23,6 @@ from kvoffload.config import RankSlice
 from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
 from kvoffload.engines.vllm.versions import kv_tp_replicas
 
-__all__ = ["kind_of", "offloaded_groups", "offloaded_ids", "slice_of", "spec_of_layer", "why_not_rank_free"]
-
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
     """The KV groups that block hashes can restore. The others are a request's own, such as ring buffers: vLLM computes

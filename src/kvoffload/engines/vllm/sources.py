@@ -7,8 +7,6 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Method", "Sources", "imports_of_vllm", "methods_of"]
-
 
 @dataclass(frozen=True)
 class Method:

@@ -20,8 +20,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvoffload.connector.observer import DEVICE, Explanation
 
-__all__ = ["Spans"]
-
 _NAME = "kvoffload"
 
 

@@ -17,8 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import METRICS, Kind, Stats, initial_series, typical_value
 
-__all__ = ["OffloadPromMetrics", "OffloadStats", "StatsReporter"]
-
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 _SEPARATOR = "\x1f"

@@ -9,8 +9,6 @@ from typing import Any
 
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, EngineStep, ScheduledRequest
 
-__all__ = ["StepTranslator", "with_needed_blocks", "with_states"]
-
 
 class StepTranslator:
     """Knows the id of vLLM's null block, which stands where a request has no GPU block, and which of vLLM's KV groups

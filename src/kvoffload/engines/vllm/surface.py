@@ -13,8 +13,6 @@ from pathlib import Path
 
 from kvoffload.engines.vllm.sources import Method, Sources, imports_of_vllm, methods_of
 
-__all__ = ["PRIVATE", "SINCE", "missing"]
-
 _HERE = Path(__file__).parent
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"

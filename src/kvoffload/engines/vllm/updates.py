@@ -16,8 +16,6 @@ from typing import Any, Protocol
 
 from kvoffload.engines.vllm.versions import hashes_have_adapter_paths
 
-__all__ = ["HARMLESS", "Adapters", "Device", "Listener", "unwatch", "watch"]
-
 logger = logging.getLogger(__name__)
 
 _RESET_ENCODER = "reset_encoder_cache"

@@ -16,27 +16,6 @@ from typing import Any, cast
 from kvoffload.engines.vllm.sources import Sources
 from kvoffload.errors import ConfigError
 
-__all__ = [
-    "NEWEST",
-    "OLDEST",
-    "drafters_are_proven",
-    "event_extra_keys",
-    "has_wrong_hashes",
-    "hash_block_tokens",
-    "hash_lookahead_tokens",
-    "hashes_have_adapter_paths",
-    "hit_source",
-    "installed_version",
-    "kv_tp_replicas",
-    "names_states",
-    "release_of",
-    "returns_routed_experts",
-    "says_what_is_sharded",
-    "tells_of_sleep",
-    "untried_version",
-    "vllm_release",
-]
-
 OLDEST, NEWEST = (0, 30), (0, 33)
 """Major and minor version. The tests run with all of them but the newest, which was compared by its sources alone. What
 comes later starts if it has all that the adapter touches (``surface.py``)."""

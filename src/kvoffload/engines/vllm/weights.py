@@ -22,8 +22,6 @@ from kvoffload.engines.weights import (
 )
 from kvoffload.errors import ConfigError
 
-__all__ = ["DRAFTERS_WITH_KV", "drafter_with_kv", "refuse_unnamed_weights", "weights_of"]
-
 DRAFTERS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
 """Speculative methods whose drafter keeps KV that was shown to be good after a load."""
 

@@ -23,8 +23,6 @@ from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.tier import TierLimits, close_store
 from kvoffload.tiering.transfers import slice_blocks
 
-__all__ = ["AgentTier", "NodeAgent"]
-
 _log = logging.getLogger(__name__)
 
 _SCAN_KEYS = 1024

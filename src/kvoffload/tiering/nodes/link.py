@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from kvoffload.tiering.nodes.messages import Item, Order, Packet
 from kvoffload.tiering.nodes.stream import Stream
 
-__all__ = ["AgentLink"]
-
 _MAX_KEPT = 64
 
 

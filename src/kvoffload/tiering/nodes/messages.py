@@ -13,8 +13,6 @@ from enum import Enum
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 
-__all__ = ["Act", "Answer", "Item", "News", "Order", "Packet"]
-
 
 class Act(Enum):
     """The call of a node's store that an order asks for."""

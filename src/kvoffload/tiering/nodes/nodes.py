@@ -16,8 +16,6 @@ from kvoffload.tiering.nodes.messages import Act, Answer, News, Order, Packet
 from kvoffload.tiering.nodes.stream import Stream
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 
-__all__ = ["Nodes", "Pending"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_UNASKED = 64

@@ -15,8 +15,6 @@ from kvoffload.tiering.nodes.messages import Act
 from kvoffload.tiering.nodes.nodes import Nodes, Pending
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 
-__all__ = ["NodesLosses", "NodesStore"]
-
 _SCAN_NODE = 0
 _MAX_REMEMBERED = 4096
 

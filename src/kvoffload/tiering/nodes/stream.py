@@ -8,8 +8,6 @@ from itertools import islice
 
 from kvoffload.tiering.nodes.messages import Item, Packet
 
-__all__ = ["MAX_PACKET_SIZE", "Stream"]
-
 MAX_PACKET_SIZE = 8192
 """Keys of one packet, some 300 KiB: it travels with a step, which waits for it. An item that is larger goes alone."""
 

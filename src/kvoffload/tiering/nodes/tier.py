@@ -14,8 +14,6 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 if TYPE_CHECKING:
     from kvoffload.tiering.options import StoreOptions
 
-__all__ = ["NodesTier", "build_nodes_tier"]
-
 _DRAIN_S = 0.2
 
 

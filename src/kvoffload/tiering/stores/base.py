@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from kvoffload.base import OffloadKey
 
-__all__ = ["BlockStore", "DiskStats", "LossCause", "StoreStats"]
-
 LossCause = Literal["evicted", "corrupt", "removed"]
 """Why a block is gone from a store: the store made room, its bytes were bad or could not be read, or somebody else
 deleted it."""

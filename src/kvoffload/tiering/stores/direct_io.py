@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BLOCK_ERRORS", "NO_SPACE", "O_DIRECT", "PAGE_BYTES", "REFUSED", "after", "is_aligned"]
-
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 """0: this system has no direct I/O."""
 PAGE_BYTES = 4096

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["in_time"]
-
 T = TypeVar("T")
 
 

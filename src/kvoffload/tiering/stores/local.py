@@ -16,8 +16,6 @@ from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.root import directories_of, directory_of
 from kvoffload.tiering.stores.wrappers import OtherKeys
 
-__all__ = ["DirectoryOptions", "open_each"]
-
 _OPEN_S = 30.0
 """How long a store may take to open, however short ``timeout_s`` is: a start reads an index, beside whatever else
 starts."""

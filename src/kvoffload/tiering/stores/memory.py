@@ -11,8 +11,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore(BlockStore):
     """Holds copies of blocks of ``block_bytes`` each, and evicts the least recently used to keep to ``max_bytes``."""

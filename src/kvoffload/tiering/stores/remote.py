@@ -15,8 +15,6 @@ from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys
 
-__all__ = ["RemoteOptions", "check_age", "check_credentials", "without_credentials"]
-
 _LONGEST_S = 1e9
 """Some 30 years: the longest age or deadline, which every clock and server can count."""
 

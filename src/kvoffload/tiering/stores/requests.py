@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from kvoffload.errors import StoreError
 
-__all__ = ["Requests"]
-
 T = TypeVar("T")
 
 

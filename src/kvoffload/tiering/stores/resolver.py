@@ -8,8 +8,6 @@ import threading
 import time
 from typing import Any
 
-__all__ = ["Resolver"]
-
 _MOST_NAMES = 1024
 """That are remembered. A cluster names its nodes, and may name others later."""
 

@@ -26,38 +26,6 @@ from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.shared import bytes_of, outcomes
 
-__all__ = [
-    "CONTROL_DIR",
-    "PRIVATE",
-    "SAFE",
-    "Access",
-    "NamespaceUsage",
-    "RootedStore",
-    "access_to",
-    "check_apart",
-    "check_control",
-    "check_directory",
-    "check_locks",
-    "check_root",
-    "check_there",
-    "check_type",
-    "directory_of",
-    "display_name",
-    "find_directory",
-    "gone",
-    "is_mount",
-    "lock_holders",
-    "make_directory",
-    "make_file",
-    "namespace_of",
-    "network_type",
-    "open_control",
-    "open_directory",
-    "seal_of",
-    "secret_for",
-    "try_lock",
-]
-
 CONTROL_DIR = ".kvoffload"
 
 _FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}

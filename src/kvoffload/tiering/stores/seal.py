@@ -21,19 +21,6 @@ import xxhash
 from kvoffload.errors import MissingExtraError
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 
-__all__ = [
-    "SEAL_BYTES",
-    "Digests",
-    "Encryption",
-    "EncryptionKey",
-    "Sealer",
-    "require_ciphers",
-    "seal_bytes_of",
-    "sealer_of",
-    "secret_id",
-    "shared_identity",
-]
-
 SEAL_BYTES = 16
 """Of a checksum, and of a message authentication code."""
 _NONCE_BYTES = 12

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from kvoffload.errors import ConfigError
 
-__all__ = ["Keys", "Secret", "check_keys", "check_secret", "read_keys", "read_secret"]
-
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
 log of its configuration."""

@@ -11,8 +11,6 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import sealer_of, shared_identity
 
-__all__ = ["BadBlocks", "SharedStore", "bytes_of", "outcomes"]
-
 
 class BadBlocks:
     """Blocks that reads of a store found bad: deleted, so that they can be written anew, and reported as lost."""

@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from kvoffload.tiering.stores.disk import DiskStore as SlabStore
+from kvoffload.tiering.stores.disk import DiskStore
 
-__all__ = ["SlabStore"]
+SlabStore = DiskStore

@@ -18,8 +18,6 @@ from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.base import BlockStore, DiskStats, LossCause, StoreStats
 from kvoffload.tiering.stores.wrappers import JoinedKeys
 
-__all__ = ["Striped"]
-
 _log = logging.getLogger(__name__)
 
 _STALL_S = 2.0

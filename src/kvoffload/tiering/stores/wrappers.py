@@ -18,8 +18,6 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
 from kvoffload.tiering.stores.shared import BadBlocks
 
-__all__ = ["Checksummed", "JoinedKeys", "KeyMarker", "OtherKeys", "Rotating", "StoreWrapper"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 600.0

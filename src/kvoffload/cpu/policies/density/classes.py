@@ -7,18 +7,6 @@ from itertools import pairwise
 
 from kvoffload.base import NextUse
 
-__all__ = [
-    "CERTAIN",
-    "NUM_CLASSES",
-    "NUM_DRAWS",
-    "NUM_GROUPS",
-    "NUM_USES",
-    "OFTEN_USED",
-    "RISEN",
-    "SAME_USES",
-    "SHARED",
-]
-
 _LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
 NUM_USES = len(_LEAST_USES)
 """Classes by number of uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""

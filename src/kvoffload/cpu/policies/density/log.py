@@ -15,8 +15,6 @@ import numpy as np
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 
-__all__ = ["Chunk", "Skipped", "UseLog"]
-
 _FULL = 128
 """A chunk this long takes no further batch."""
 _FEW = 16

@@ -16,8 +16,6 @@ from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.cpu.policies.density.classes import NUM_CLASSES, NUM_GROUPS, NUM_USES, SHARED
 from kvoffload.cpu.policies.density.score import HintScore
 
-__all__ = ["HitDensity", "UseCounts", "densities"]
-
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
 """The first bucket of ages is 1/64 of the capacity wide."""

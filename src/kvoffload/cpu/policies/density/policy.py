@@ -26,8 +26,6 @@ from kvoffload.cpu.policies.density.log import Chunk, Skipped, UseLog
 from kvoffload.cpu.policies.density.model import HitDensity, UseCounts
 from kvoffload.metrics import Stats
 
-__all__ = ["DensityCachePolicy"]
-
 _SLACK = 1024
 _TIDY_EVERY = 256
 

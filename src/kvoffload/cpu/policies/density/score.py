@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HintScore"]
-
 _KEPT = 0.99
 """What a path leaves of the score before it."""
 _MOST = 1.0

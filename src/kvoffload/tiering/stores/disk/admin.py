@@ -50,8 +50,6 @@ from kvoffload.tiering.stores.root import (
 )
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 
-__all__ = ["DiskRoot", "StoredBlock", "is_disk_root"]
-
 _PATIENCE_S = 5.0
 
 

@@ -16,19 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BUSY",
-    "MAX_SLAB_SLOTS",
-    "SLAB_STRIDE",
-    "Allocator",
-    "FreeRuns",
-    "Run",
-    "free_runs",
-    "is_held",
-    "last_use",
-    "runs_of",
-]
-
 SLAB_STRIDE = 1 << 20
 MAX_SLAB_SLOTS = SLAB_STRIDE - 1
 """One less than the stride, so that the last slot of a slab and the first of the next one are no neighbours."""

@@ -30,21 +30,6 @@ from kvoffload.tiering.stores.root import (
     try_lock,
 )
 
-__all__ = [
-    "LOCK_NAME",
-    "Listings",
-    "SlabDirectory",
-    "SlabSeen",
-    "is_unused",
-    "namespaces_in",
-    "remove_slabs",
-    "root_lock",
-    "slabs_in",
-    "sweep",
-    "try_remove",
-    "unlink_slab",
-]
-
 LOCK_NAME = "slabs"
 _NAME = re.compile(f"(?:{NEW_PREFIX})?[0-9a-f]{{1,16}}")
 _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000

@@ -32,8 +32,6 @@ from kvoffload.tiering.stores.disk.format import (
 )
 from kvoffload.tiering.stores.root import SAFE, Access, make_file, open_control, try_lock
 
-__all__ = ["TOO_MANY_FILES", "SlabFile", "SlabRefused", "check_preallocation", "most_slabs"]
-
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 """No slab can be opened for now, whatever it is like."""
 

@@ -41,23 +41,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import MAX_SLAB_SLOTS
 from kvoffload.tiering.stores.seal import SEAL_BYTES, Sealer, seal_bytes_of, sealer_of
 
-__all__ = [
-    "EMPTY_ENTRY",
-    "ENTRY",
-    "ENTRY_BYTES",
-    "LENGTH_AT",
-    "LONGEST_KEY",
-    "NEW_PREFIX",
-    "PAGE_BYTES",
-    "PAGE_SLOTS",
-    "PAYLOAD_SUFFIX",
-    "PROBE_AT",
-    "TABLE_SUFFIX",
-    "HashedKey",
-    "SlabFormat",
-    "key_in",
-]
-
 PAYLOAD_SUFFIX = ".slab"
 TABLE_SUFFIX = ".table"
 NEW_PREFIX = "new-"

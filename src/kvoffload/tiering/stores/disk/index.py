@@ -14,8 +14,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE
 from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PROBE_AT, HashedKey
 
-__all__ = ["ResidentKeys", "SlotIndex"]
-
 _LEAST_CELLS = 1024
 _CELLS_AT_ONCE = 1 << 14
 """Cells that are copied before others may have the lock."""

@@ -15,8 +15,6 @@ from kvoffload.tiering.stores.disk.allocator import Run
 from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, PROBE_AT, HashedKey
 
-__all__ = ["BusyRun", "FoundBlock", "NewBlock", "NewRun", "Slab", "hashed_in"]
-
 
 @dataclass(slots=True, eq=False)
 class Slab:

@@ -26,8 +26,6 @@ from kvoffload.tiering.stores.root import check_apart
 from kvoffload.tiering.stores.striped import Striped
 from kvoffload.units import parse_bytes
 
-__all__ = ["DiskOptions"]
-
 logger = logging.getLogger(__name__)
 
 _BROKEN = (

@@ -36,8 +36,6 @@ from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import SAFE, Access, lock_holders, make_file, open_control, try_lock
 
-__all__ = ["PostedRequest", "Quota", "Request", "check_memory", "existing_directory", "requests_of_others"]
-
 _log = logging.getLogger(__name__)
 
 _LEAST_SHARE = 8

@@ -42,8 +42,6 @@ from kvoffload.tiering.stores.disk.index import ResidentKeys, SlotIndex
 from kvoffload.tiering.stores.disk.open_slab import BusyRun, FoundBlock, NewBlock, NewRun, Slab, hashed_in
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 
-__all__ = ["NS", "Slabs"]
-
 _log = logging.getLogger(__name__)
 
 NS = 1_000_000_000

@@ -32,9 +32,6 @@ from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.root import RootedStore, directory_of
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 
-__all__ = ["DiskStore"]
-
-
 _BESIDE_BYTES = 1 << 20
 """The least size of a block whose checksum is made while it is being written to a disk."""
 _LOADING_S = 0.05

@@ -26,8 +26,6 @@ from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import Access, make_file
 
-__all__ = ["BULLETIN_NAME", "Bulletin", "Upkeep"]
-
 _log = logging.getLogger(__name__)
 
 BULLETIN_NAME = "changes"

@@ -21,8 +21,6 @@ from kvoffload.tiering.stores.fs.quota import (
 )
 from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory, secret_for
 
-__all__ = ["StoreRoot", "is_sound"]
-
 
 class StoreRoot:
     """A root on disk. ``secrets`` are for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""

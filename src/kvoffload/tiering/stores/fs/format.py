@@ -31,18 +31,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 from kvoffload.tiering.stores.seal import Sealer, sealer_of
 
-__all__ = [
-    "MARKER",
-    "NUM_FANS",
-    "SUFFIX",
-    "TEMPORARY_PREFIX",
-    "BlockFormat",
-    "fan_of",
-    "parse_name",
-    "stated_in",
-    "turn_of",
-]
-
 MARKER = "files"
 SUFFIX = ".kvb"
 TEMPORARY_PREFIX = "tmp-"

@@ -21,8 +21,6 @@ from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.quota import Quota
 from kvoffload.tiering.stores.root import SAFE, Access, check_there, is_mount, make_directory
 
-__all__ = ["FileIO", "ReadOutcome", "is_absence"]
-
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
 

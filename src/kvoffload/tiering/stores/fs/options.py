@@ -11,8 +11,6 @@ from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.local import DirectoryOptions
 from kvoffload.units import parse_bytes
 
-__all__ = ["FileSystemOptions"]
-
 _UNLIMITED = "unlimited"
 
 

@@ -16,18 +16,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, TEMPORARY_PREFIX, fan_of, turn_of
 from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 
-__all__ = [
-    "FileSeen",
-    "Quota",
-    "delete_oldest",
-    "fan_directories",
-    "list_names",
-    "namespaces_of",
-    "seen_in",
-    "sweep",
-    "time_at",
-]
-
 _DEAD_AFTER_NS = 3600 * 10**9
 """A temporary file as old as this is of a dead writer. Clocks of hosts are minutes apart at most."""
 _FEWEST_FILES = 16

@@ -21,8 +21,6 @@ from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
 from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
 from kvoffload.tiering.stores.root import RootedStore, check_directory, directory_of, gone, make_file, open_control
 
-__all__ = ["FileSystemStore"]
-
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
 _SETTLED_S = 2.0

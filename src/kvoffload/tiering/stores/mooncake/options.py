@@ -11,8 +11,6 @@ from kvoffload.tiering.stores.mooncake.store import MooncakeStore
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import parse_bytes
 
-__all__ = ["MooncakeOptions"]
-
 
 class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "mooncake", "master": "host:50051", "metadata": "http://host:8080/metadata"}``. Experimental."""

@@ -19,8 +19,6 @@ from kvoffload.errors import MissingExtraError, StoreError
 from kvoffload.tiering.stores.resolver import Resolver
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
-__all__ = ["MooncakeStore"]
-
 _MOST_BLOCKS = 64
 _BATCH_BYTES = 64 << 20
 _MOST_STAGED_BYTES = 1 << 30

@@ -14,8 +14,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError
 
-__all__ = ["Deadlines", "check_url", "open_client"]
-
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Of the environment variables that obstore reads, by the scheme of the URL."""
 _ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url_sts|base_url)$")

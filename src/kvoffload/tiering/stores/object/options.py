@@ -11,8 +11,6 @@ from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.tiering.stores.secrets import Secret, check_secret, read_secret
 from kvoffload.tiering.tier import MOST_THREADS
 
-__all__ = ["ObjectOptions"]
-
 _UNREAD = "dW5yZWFk"
 """In the place of a secret that is not read yet: base64, which obstore asks of some keys."""
 

@@ -14,8 +14,6 @@ from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_cl
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
-__all__ = ["ObjectStore"]
-
 _LONGEST_KEY = 112
 
 

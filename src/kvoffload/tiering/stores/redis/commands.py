@@ -11,8 +11,6 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import Sealer
 
-__all__ = ["Answer", "Ask", "Asking", "Commands", "Get", "Put"]
-
 _AT_ONCE_BYTES = 1 << 20
 
 _WHETHER = {b":0": False, b":1": True}

@@ -16,8 +16,6 @@ from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_
 from kvoffload.tiering.stores.remote import check_credentials
 from kvoffload.tiering.stores.resolver import Resolver
 
-__all__ = ["Access", "Address", "Connector", "RedisUrl", "Timeouts", "address_of", "parse_url"]
-
 _PORT, _SENTINEL_PORT = 6379, 26379
 _SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}

@@ -15,8 +15,6 @@ from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.redis.connector import Address, Connector
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, in_one_line
 
-__all__ = ["Node"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from kvoffload.tiering.stores.remote import RemoteOptions, check_age
 from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.units import parse_seconds
 
-__all__ = ["RedisOptions"]
-
 _NEVER = "never"
 
 

@@ -19,8 +19,6 @@ from kvoffload.tiering.stores.redis.connector import Address, Connector, address
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.wire import ErrorReply
 
-__all__ = ["Cluster", "OneServer", "Primary", "Servers", "slot_of"]
-
 _REFRESH_INTERVAL_S = 1.0
 _MOST_ASKED = 8
 """Servers that are asked side by side for the others."""

@@ -17,8 +17,6 @@ from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
-__all__ = ["RedisStore"]
-
 _WINDOW_BYTES = 4 << 20
 _MOST_VALUES = 256
 _MOST_KEYS = 4096

@@ -16,8 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Buffer", "ErrorReply", "Wire", "encode", "encode_each", "error_reply", "in_one_line", "open_wire"]
-
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
 """Bytes that are received into."""
