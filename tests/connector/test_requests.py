@@ -157,3 +157,30 @@ def test_a_request_whose_hashes_are_wrong_neither_loads_nor_stores_and_its_block
     rig.end(store)
     rig.step()
     rig.assert_drained()
+
+
+def test_a_request_that_is_left_out_later_loads_and_stores_nothing_from_then_on() -> None:
+    """As a session whose next part brings media that its client names, or a request whose adapter gets other weights
+    while it waits or runs."""
+    rig = Rig()
+    rig.store_prefix(16)
+    running = rig.arrive(session(4 * BT))
+    rig.ask(running)
+    rig.alloc(running, range(4))
+    (first,) = rig.step(rig.run(running, range(4), tokens=2 * BT)).stores
+    rig.end(first)
+    waiting = rig.arrive(Request("waiting", 17))
+    assert rig.ask(waiting) == (16, True)
+
+    rig.left_out = frozenset({"session", "waiting"})
+    assert rig.ask(waiting) == (0, False)
+    rig.alloc(waiting, range(10, 15))
+    meta = rig.step(rig.run(waiting, range(10, 15)), rig.run(running, [], computed=2 * BT, new=False))
+    assert (meta.loads, meta.stores) == ((), ())
+    running.go_on(same_blocks=4, num_tokens=6 * BT)
+    rig.alloc(running, range(6))
+    assert rig.step(rig.run(running, range(6), computed=4 * BT)).stores == ()
+    rig.finish(running)
+    rig.finish(waiting)
+    assert rig.step().final_stores == ()
+    rig.assert_drained()

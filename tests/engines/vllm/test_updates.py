@@ -147,6 +147,20 @@ def test_requests_of_an_adapter_that_was_loaded_twice_are_left_out(
     assert adapters.leaves_out(of(adapter("c", "/c2", 5))) is not keys_have_paths
 
 
+def test_requests_that_name_an_adapter_by_its_last_path_are_left_out_once_another_has_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM loads in place under the number that the name has. Requests of before compute with what that is now."""
+    monkeypatch.setattr(updates, "hashes_have_adapter_paths", lambda: True)
+    adapters = Adapters()
+    before, other = of(adapter("a", "/a1")), of(adapter("b", "/b", 2))
+    assert not adapters.leaves_out(before)
+    assert not adapters.leaves_out(other)
+    adapters.loaded(adapter("a", "/a2", load_inplace=True))
+    assert adapters.leaves_out(before)
+    assert not adapters.leaves_out(other)
+
+
 class Pool:
     num_gpu_blocks = 10
 
