@@ -373,7 +373,8 @@ class StoreOffers:
         if self._epochs.is_over(request.epoch):
             return 0
         most = request.of_engine.num_prompt_tokens if self._prompt_only else UNLIMITED
-        return most if request.limits.max_offload_tokens is None else min(most, request.limits.max_offload_tokens)
+        limit = request.limits.max_offload_tokens
+        return most if limit is None else min(most, limit)
 
     def _offer_portions(
         self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]

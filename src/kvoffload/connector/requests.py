@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
@@ -14,6 +14,7 @@ from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.limits import RequestLimits
 
 UNLIMITED = 1 << 60
+_NOTHING = RequestLimits(max_offload_tokens=0, max_load_tokens=0)
 UNKNOWN: tuple[None, None] = None, None
 """``Hit.possible`` before it was looked for."""
 _SINGLE_STATE = GroupKind.SINGLE_STATE
@@ -86,7 +87,10 @@ class Request:
     epoch: Epoch
     """The epoch of the keys: the one in which the request was admitted. A reset does not change what it has on the
     device."""
-    limits: RequestLimits = field(default_factory=RequestLimits)
+    asked: RequestLimits = field(default_factory=RequestLimits)
+    """What its client asked for."""
+    leaves_out: Callable[[EngineRequest], bool] | None = None
+    """That of ``OffloadingConnectorScheduler``."""
     hit: Hit = field(default_factory=Hit)
     num_prompt_tokens: int = field(init=False)
     """The engine's, when its keys were seen last. In a session they grow."""
@@ -108,6 +112,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.of_engine.num_prompt_tokens
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Those of now: a session's next part may bring media, and an adapter may get other weights meanwhile."""
+        is_left_out = self.leaves_out is not None and self.leaves_out(self.of_engine)
+        return _NOTHING if is_left_out else self.asked
 
     @property
     def max_load_tokens(self) -> int:

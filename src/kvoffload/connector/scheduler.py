@@ -34,7 +34,6 @@ from kvoffload.metrics import Stats, add_stats
 logger = logging.getLogger(__name__)
 
 _NO_LOADS = LoadOutcome()
-_NOTHING = RequestLimits(max_offload_tokens=0, max_load_tokens=0)
 _STORE = Direction.STORE
 
 
@@ -45,8 +44,8 @@ class OffloadingConnectorScheduler:
     are fenced, and flushed when the blocks are allocated again (``hold_sources`` where that is too late).
     ``manager`` is expected not to raise; adapters wrap it in ``connector.guard.GuardedManager``, where exceptions
     become misses. ``clock`` gives seconds and never goes back. ``leaves_out`` says which requests neither load nor
-    store anything, whatever they ask for: those whose block hashes the engine gets wrong. ``watch`` gets explanations
-    of the requests that it wants to know of.
+    store anything, whatever they ask for: those whose block hashes say too little. That may change while a request
+    lives, so it is asked whenever it matters. ``watch`` gets explanations of the requests that it wants to know of.
     """
 
     def __init__(
@@ -99,8 +98,6 @@ class OffloadingConnectorScheduler:
         limits, problems = RequestLimits.parse(params)
         if problems:
             self._log.warning(" ".join(problems))
-        if self._leaves_out is not None and self._leaves_out(of_engine):
-            limits = _NOTHING
         next_use, is_prefetch = self._hints.of_request(
             of_engine.request_id, params, getattr(of_engine, "kv_hints", None)
         )
@@ -114,7 +111,7 @@ class OffloadingConnectorScheduler:
         )
         policy = self._manager.on_new_request(context).policy
         groups = tuple(map(Keys, self._geometry))
-        request = Request(of_engine, context, policy, groups, self._epochs.current, limits)
+        request = Request(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
         self._requests[context.req_id] = request
         if self._observer is not None:
             self._observer.arrived(request)

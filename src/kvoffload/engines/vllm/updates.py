@@ -93,18 +93,23 @@ def _tell(listener: Listener, method: Any, arguments: tuple[Any, ...]) -> None:
 
 
 class Adapters:
-    """Which LoRA adapters have been loaded twice: maybe from other files, under keys that have name and path alone."""
+    """Which LoRA adapters may have had two sets of weights, under keys that have name and path alone."""
 
     def __init__(self) -> None:
-        self._ids: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[str, ...], int] = {}
         """By what keys have of an adapter, vLLM's number for it when it was seen first."""
+        self._keys: dict[int, tuple[str, ...]] = {}
+        """By that number, what keys had of its adapter then."""
         self._replaced: set[tuple[str, ...]] = set()
 
     def loaded(self, adapter: Any) -> None:
-        """vLLM has loaded ``adapter``, or will for a request."""
+        """vLLM has loaded ``adapter``, or will for a request. It loads in place under the number that the name has, by
+        which requests that name another path then compute too."""
         key = (adapter.lora_name, adapter.lora_path) if hashes_have_adapter_paths() else (adapter.lora_name,)
-        if adapter.load_inplace or self._ids.setdefault(key, adapter.lora_int_id) != adapter.lora_int_id:
-            self._replaced.add(key)
+        number = self._numbers.setdefault(key, adapter.lora_int_id)
+        known = self._keys.setdefault(adapter.lora_int_id, key)
+        if adapter.load_inplace or number != adapter.lora_int_id or known != key:
+            self._replaced |= {key, known}
 
     def leaves_out(self, request: Any) -> bool:
         """Whether the request has an adapter that was replaced."""
