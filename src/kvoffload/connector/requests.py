@@ -88,7 +88,7 @@ class Request:
     """The epoch of the keys: the one in which the request was admitted. A reset does not change what it has on the
     device."""
     asked: RequestLimits = field(default_factory=RequestLimits)
-    """What its client asked for."""
+    """What its client asked for. Nothing once it was left out."""
     leaves_out: Callable[[EngineRequest], bool] | None = None
     """That of ``OffloadingConnectorScheduler``."""
     hit: Hit = field(default_factory=Hit)
@@ -112,12 +112,13 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.of_engine.num_prompt_tokens
+        self._leave_out()
 
     @property
     def limits(self) -> RequestLimits:
         """Those of now: a session's next part may bring media, and an adapter may get other weights meanwhile."""
-        is_left_out = self.leaves_out is not None and self.leaves_out(self.of_engine)
-        return _NOTHING if is_left_out else self.asked
+        self._leave_out()
+        return self.asked
 
     @property
     def max_load_tokens(self) -> int:
@@ -205,3 +206,8 @@ class Request:
         """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
         keys = [key for own in self.groups for key in own.keys]
         return keys if self.context.reads_cache else [key for key in keys if key in self.stored]
+
+    def _leave_out(self) -> None:
+        """For good. The reason may go: a session whose grammar refuses a token is none any more when vLLM ends it."""
+        if self.leaves_out is not None and self.leaves_out(self.of_engine):
+            self.asked, self.leaves_out = _NOTHING, None
