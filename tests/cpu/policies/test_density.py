@@ -571,6 +571,24 @@ class TestHitDensity:
         assert len(stream.samples) > 3800
         assert len(stream.follows) <= 4300
 
+    def test_keys_that_the_horizon_has_passed_are_evidence_once(self) -> None:
+        """Of twenty blocks two come back at once, and the others never: what a block is worth stays the same."""
+        stream, worth = Stream(128), []
+        for turn in range(900):
+            path = keys(*range(20 * turn, 20 * turn + 20))
+            stream.use(path, class_=1)
+            stream.use(path[:2], class_=1)
+            worth.append(stream.model.values[1][0])
+        learned = next(value for value in worth if value != worth[0])
+        assert worth[-1] == pytest.approx(learned, rel=0.3)
+
+    def test_learns_from_a_flood_alone(self) -> None:
+        stream = Stream(128)
+        before = stream.model.values[1][0]
+        for start in range(0, 5000, 10):
+            stream.use(keys(*range(start, start + 10)), class_=1)
+        assert stream.model.values[1][0] < before / 100
+
     @pytest.mark.parametrize("hint", [NextUse.SOON, NextUse.NEVER])
     def test_learns_what_a_hint_means(self, hint: NextUse) -> None:
         """Whatever its name says: blocks with this hint come back, and others of the same class never do."""
