@@ -19,11 +19,15 @@ demo: $(STAMP)   ## serve a chat workload three ways and compare them
 # Files side by side: one worker more than cores, as tests wait for a third of the time. "-n0" in ARGS comes later, and wins.
 PYTEST := $(PY) -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test: lint       ## lint, types and every test but the vLLM lane, in its quick size
-	@$(PYTEST) $(ARGS)
+# Linters have one core busy for a while: they run beside the tests, and what they say comes last.
+BESIDE_LINT = said=$$(mktemp) && { $(MAKE) --no-print-directory lint >$$said 2>&1 & } && code=0 && { $(1) || code=$$?; } && \
+	{ wait $$! || code=$$?; } && cat $$said && rm $$said && exit $$code
 
-test-all: lint   ## the same in the thorough size, with the tests that are long on purpose
-	@KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS)
+test: $(STAMP)   ## lint, types and every test but the vLLM lane, in its quick size
+	@$(call BESIDE_LINT,$(PYTEST) $(ARGS))
+
+test-all: $(STAMP) ## the same in the thorough size, with the tests that are long on purpose
+	@$(call BESIDE_LINT,KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS))
 
 # THIN=1 takes the part of a lane that .ci/run takes.
 test-vllm:       ## the tests that run the real vLLM, in an environment of their own; VLLM=0.30.0 takes that version

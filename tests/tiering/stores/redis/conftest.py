@@ -23,6 +23,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    """The same of three servers: they are writable two seconds after their start. Whoever freezes one thaws it."""
     cluster = RedisCluster(tmp_path_factory.mktemp("cluster"))
     yield cluster
     cluster.stop()

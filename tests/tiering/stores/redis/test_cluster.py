@@ -63,6 +63,19 @@ def node_of(cluster: RedisCluster, slot: int) -> tuple[RedisServer, RedisServer]
     raise AssertionError(f"nobody serves slot {slot}")
 
 
+def by_hand(store: RedisStore) -> tuple[Cluster, ManualClock]:
+    """The nodes of ``store``, which was not used yet, and the clock that says when they are asked again."""
+    nodes, clock = servers_of(store), ManualClock()
+    assert isinstance(nodes, Cluster)
+    set_clock(nodes, clock)
+    return nodes, clock
+
+
+def all_are_found_later(store: RedisStore, clock: ManualClock) -> bool:
+    clock.advance(8.0)  # a probe is due
+    return read(store, WANTED) == [True] * len(WANTED)
+
+
 def node_id(node: RedisServer) -> str:
     with node.client() as client:
         return str(client.execute_command("CLUSTER", "MYID").decode())
@@ -86,6 +99,7 @@ def test_keys_are_spread_over_all_nodes(shared_cluster: RedisCluster, open_store
 
 def test_a_lost_node_costs_its_own_keys(cluster: RedisCluster, open_store: OpenStore) -> None:
     store = open_store(cluster.url, cluster=True, window_s=5.0)
+    _, clock = by_hand(store)
     assert write(store, WANTED) == [True] * len(WANTED)
     lost, kept = cluster.nodes[1], by_node(cluster, store)[1]
     others = [not is_lost for is_lost in kept]
@@ -97,7 +111,12 @@ def test_a_lost_node_costs_its_own_keys(cluster: RedisCluster, open_store: OpenS
     assert read(store, only_lost) == [False] * len(only_lost)  # no reason to leave the others alone
     assert write(store, only_lost) == [False] * len(only_lost)
     lost.start()  # without its blocks, but it still knows the cluster
-    wait_until(lambda: write(store, only_lost) == [True] * len(only_lost), "the node is used again")
+
+    def are_written_later() -> bool:
+        clock.advance(8.0)  # a probe is due
+        return write(store, only_lost) == [True] * len(only_lost)
+
+    wait_until(are_written_later, "the node is used again")
     assert read(store, WANTED) == [True] * len(WANTED)
 
 
@@ -115,12 +134,11 @@ def test_a_refusal_is_heard_while_another_node_is_lost(cluster: RedisCluster, op
     assert any(read(store, WANTED))
 
 
-def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster, open_store: OpenStore) -> None:
-    store = open_store(cluster.url, cluster=True)
-    cluster_nodes = servers_of(store)
-    assert isinstance(cluster_nodes, Cluster)
+def test_a_frozen_node_costs_its_own_keys_and_one_deadline(shared_cluster: RedisCluster, open_store: OpenStore) -> None:
+    store = open_store(shared_cluster.url, prefix="frozen", cluster=True)
+    cluster_nodes, clock = by_hand(store)
     assert all(write(store, WANTED))
-    frozen, kept = cluster.nodes[2], by_node(cluster, store)[2]
+    frozen, kept = shared_cluster.nodes[2], by_node(shared_cluster, store)[2]
     others = [not is_lost for is_lost in kept]
     set_deadline(cluster_nodes, frozen, 0.5)
     frozen.freeze()
@@ -129,7 +147,8 @@ def test_a_frozen_node_costs_its_own_keys_and_one_deadline(cluster: RedisCluster
         assert open_ports(cluster_nodes) == [frozen.port]
     finally:
         frozen.thaw()
-    wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the node is used again")
+    set_deadline(cluster_nodes, frozen, 30.0)
+    wait_until(lambda: all_are_found_later(store, clock), "the node is used again")
 
 
 def test_the_nodes_of_a_batch_are_served_side_by_side(
@@ -148,26 +167,27 @@ def test_the_nodes_of_a_batch_are_served_side_by_side(
     assert store.contains(WANTED) == [True] * len(WANTED)
 
 
-def test_two_frozen_nodes_do_not_delay_the_third(cluster: RedisCluster, open_store: OpenStore) -> None:
+def test_two_frozen_nodes_do_not_delay_the_third(shared_cluster: RedisCluster, open_store: OpenStore) -> None:
     """The batch ends by the deadline of the frozen ones, and has what the third one answered long before."""
-    store = open_store(cluster.url, cluster=True)
-    nodes = servers_of(store)
-    assert isinstance(nodes, Cluster)
+    store = open_store(shared_cluster.url, prefix="two-frozen", cluster=True)
+    nodes, clock = by_hand(store)
     assert all(write(store, WANTED))
-    good = by_node(cluster, store)[0]
-    for node in cluster.nodes[1:]:
+    good = by_node(shared_cluster, store)[0]
+    for node in shared_cluster.nodes[1:]:
         set_deadline(nodes, node, 1.0)
         node.freeze()
     try:
         assert read(store, WANTED) == good
     finally:
-        for node in cluster.nodes[1:]:
+        for node in shared_cluster.nodes[1:]:
             node.thaw()
-    wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "they are used again")
+            set_deadline(nodes, node, 30.0)
+    wait_until(lambda: all_are_found_later(store, clock), "they are used again")
 
 
 def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: OpenStore, tmp_path: Path) -> None:
     store = open_store(cluster.url, cluster=True)
+    _, clock = by_hand(store)
     assert write(store, WANTED) == [True] * len(WANTED)
     primary = cluster.nodes[1]
     replica = cluster.add_replica(tmp_path, primary)
@@ -176,15 +196,16 @@ def test_a_replica_that_takes_over_is_found(cluster: RedisCluster, open_store: O
         primary.kill()
         assert True in read(store, WANTED)
         new.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
-        wait_until(lambda: read(store, WANTED) == [True] * len(WANTED), "the replica is asked")
+        wait_until(lambda: all_are_found_later(store, clock), "the replica is asked")
 
 
-def test_a_node_that_hangs_does_not_delay_the_map(cluster: RedisCluster) -> None:
-    store = RedisStore(cluster.url, BLOCK_BYTES, cluster=True, timeouts=Timeouts(connect_s=1e6, window_s=1.0))
+def test_a_node_that_hangs_does_not_delay_the_map(shared_cluster: RedisCluster) -> None:
+    patience = Timeouts(connect_s=1e6, window_s=1.0)
+    store = RedisStore(shared_cluster.url, BLOCK_BYTES, prefix="hangs", cluster=True, timeouts=patience)
     nodes = servers_of(store)
     assert isinstance(nodes, Cluster)
     wait_until(lambda: _all_written(store), "all is written")
-    frozen = cluster.nodes[0]  # which the URL names
+    frozen = shared_cluster.nodes[0]  # which the URL names
     frozen.freeze()
     try:
         before = slots_of(nodes)
@@ -260,14 +281,12 @@ def test_a_slot_that_moves_and_has_moved_is_followed(cluster: RedisCluster, open
 
 
 def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
-    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+    shared_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock, exchange = open_store(cluster.url, cluster=True), ManualClock(), Node.exchange
-    nodes, asked = servers_of(store), list[int]()
-    assert isinstance(nodes, Cluster)
-    set_clock(nodes, clock)
+    store, exchange, asked = open_store(shared_cluster.url, prefix="moves", cluster=True), Node.exchange, list[int]()
+    nodes, clock = by_hand(store)
     assert all(write(store, WANTED))
-    source, frozen = cluster.nodes[0], cluster.nodes[2]
+    source, frozen = shared_cluster.nodes[0], shared_cluster.nodes[2]
     missing = next(key for key in keys(*range(1000, 2000)) if slot_of(name_of(store, key)) < 5461)
     slot = slot_of(name_of(store, missing))
     batch = [key for key in WANTED if slot_of(name_of(store, key)) < 5461 and slot_of(name_of(store, key)) != slot]
@@ -297,6 +316,9 @@ def test_a_slot_that_moves_to_a_frozen_node_costs_one_deadline(
         assert asked.count(frozen.port) == 1
     finally:
         frozen.thaw()
+        for node in (source, frozen):
+            with node.client() as client:
+                client.execute_command("CLUSTER", "SETSLOT", slot, "STABLE")
     set_deadline(nodes, frozen, 30.0)
     clock.advance(60.0)
     wait_until(lambda: store.contains(WANTED) == [True] * len(WANTED), "the node is used again")

@@ -26,10 +26,10 @@ OpenStore = Callable[..., RedisStore]
 
 @pytest.mark.parametrize("fault", ["no thread", "unforeseen"])
 def test_a_probe_that_ends_in_any_other_way_is_followed_by_another(
-    cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, fault: str
+    shared_cluster: RedisCluster, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    store, clock = open_store(cluster.url, cluster=True), ManualClock()
-    nodes, lost = servers_of(store), cluster.nodes[2]
+    store, clock = open_store(shared_cluster.url, prefix=fault.replace(" ", "-"), cluster=True), ManualClock()
+    nodes, lost = servers_of(store), shared_cluster.nodes[2]
     assert isinstance(nodes, Cluster)
     set_clock(nodes, clock)
     assert all(write(store, WANTED))

@@ -42,11 +42,14 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
     try:
         started.append(primary := RedisServer(place("primary"), repl_diskless_sync_delay="0"))
-        started.append(replica := RedisServer(place("replica"), replicaof=f"127.0.0.1 {primary.port}"))
+        started.append(replica := RedisServer(place("replica")))
         with replica.client() as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", primary.port)
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
         started.append(sentinel := RedisSentinel(place("sentinel"), primary, SERVICE))
         with sentinel.client() as client:
+            # Ten and eight seconds otherwise pass until it has seen what a failover has changed.
+            client.execute_command("SENTINEL", "DEBUG", "INFO-PERIOD", 200, "PUBLISH-PERIOD", 200)
             wait_until(lambda: len(client.sentinel_slaves(SERVICE)) == 1, "the sentinel knows the replica")
         yield Watched(primary, replica, sentinel)
     finally:
