@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,20 @@ def test_what_is_right_is_right(place: Place) -> None:
     assert checked.wrong is None
     assert checked.jobs == 2 * 18
     assert checked.num_bytes > 1 << 20
+
+
+def test_whatever_is_checked_is_checked_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    class Busy(HostPlace):
+        def computing(self) -> AbstractContextManager[Callable[[], None]]:
+            return nullcontext(lambda: begun.append("compute"))
+
+    monkeypatch.setattr(doctor, "check_copies", lambda *_, **__: begun.append("check"))
+    assert check_copies_under_load(Busy(2), seconds=0).wrong is None
+    before = [begun[at - 1] if at else "" for at, what in enumerate(begun) if what == "check"]
+    assert before == ["compute", "compute"]
+    assert begun[-1] == "compute", "beside random jobs too"
 
 
 @pytest.mark.long

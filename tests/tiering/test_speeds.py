@@ -76,6 +76,13 @@ def test_a_lasting_change_is_believed_and_a_large_one_at_the_second_read(
     assert link.speed == Pace(0.0, pytest.approx(factor * 1e-9))
 
 
+def test_both_reads_that_show_a_change_count() -> None:
+    link = LinkSpeedEstimator(ManualClock())
+    for seconds in [0.064] * 50 + [0.64, 0.96]:
+        link.add(64 * MB, seconds)
+    assert link.speed == Pace(0.0, pytest.approx(0.8 / (64 * MB)))
+
+
 @pytest.mark.parametrize("is_small_first", [True, False])
 def test_reads_of_another_size_are_no_change(is_small_first: bool) -> None:
     """What a block takes in a small read is mostly latency."""

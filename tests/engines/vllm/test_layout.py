@@ -335,6 +335,14 @@ def test_groups_windows_and_sizes() -> None:
 
 
 @BOTH
+def test_spans_are_made_where_vllm_has_an_endpoint_for_them() -> None:
+    config = vllm_config()
+    assert not layout_of(config, kv_cache_config(attention()), CONFIG).traces_enabled
+    config.observability_config.otlp_traces_endpoint = "http://localhost:4318/v1/traces"
+    assert layout_of(config, kv_cache_config(attention()), CONFIG).traces_enabled
+
+
+@BOTH
 @says_what_is_sharded
 def test_context_parallelism_makes_blocks_longer() -> None:
     config = vllm_config(parallel_config__decode_context_parallel_size=4)

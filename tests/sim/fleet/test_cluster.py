@@ -170,7 +170,8 @@ def test_a_store_that_is_away_is_a_miss_and_comes_back_with_its_blocks(trace_of:
     trace = paths(trace_of, [[0, 1], [0, 1], [3], [0, 1], [4]])
     server = replace(SERVER, gpu_blocks=0, cpu_blocks=2, load_policy="always")
     away = replace(FAST, away=((50.0, 250.0),))
-    hits, _ = found(trace, FleetConfig(server, 2, "round-robin", away))
+    hits, result = found(trace, FleetConfig(server, 2, "round-robin", away))
+    assert [outage[:3] for outage in result.outages] == [("shared", 50.0, 250.0)]
     assert hits[1] == {"host": 0}, "away"
     assert hits[3]["host"] == 2 or hits[3].get("shared") == 2
     no_return, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, away=((50.0, 1e9),))))

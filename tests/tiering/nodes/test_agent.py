@@ -243,6 +243,19 @@ def test_another_scheduler_gets_nothing_before_orders_of_the_last_have_ended() -
     agent.shutdown()
 
 
+def test_its_stores_are_closed_with_it() -> None:
+    closed: list[str] = []
+
+    class Closed(MemoryStore):
+        def close(self) -> None:
+            closed.append("once")
+
+    agent = NodeAgent(0, memory(2, SLOT_BYTES), [AgentTier(name, Closed(SLOT_BYTES), LIMITS) for name in "ab"])
+    agent.shutdown()
+    agent.shutdown()
+    assert closed == ["once", "once"]
+
+
 def wait(is_so: Callable[[], bool]) -> None:
     for _ in range(20_000):
         if is_so():

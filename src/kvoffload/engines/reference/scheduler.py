@@ -225,6 +225,7 @@ class Scheduler:
         """For tests."""
         self._kv_cache.check_invariants({request.request_id for request in self._running} | set(self._loading))
         assert len(self._running) + len(self._loading) <= self._max_requests
+        assert self._fresh_tables <= {request.request_id for request in self._running} | set(self._loading)
         assert all(request.state is State.WAITING for request in self._waiting)
         assert all(request.state is State.LOADING for request, _ in self._loading.values())
         assert all(request.state is State.RUNNING for request in self._running)
