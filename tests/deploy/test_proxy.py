@@ -29,8 +29,11 @@ class Upstream(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
+        self.forget()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def forget(self) -> None:
         self.may_answer, self.left, self.asked = threading.Event(), threading.Event(), list[dict[str, Any]]()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -64,23 +67,31 @@ class _Answer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def servers() -> Iterator[tuple[Upstream, Upstream]]:
-    prefill, decode = Upstream(), Upstream()
-    prefill.may_answer.set()
-    yield prefill, decode
-    for server in (prefill, decode):
+@pytest.fixture(scope="module")
+def started() -> Iterator[tuple[Upstream, Upstream]]:
+    servers = Upstream(), Upstream()
+    yield servers
+    for server in servers:
         server.may_answer.set()
         server.shutdown()
         server.server_close()
 
 
 @pytest.fixture
-def proxy(servers: tuple[Upstream, Upstream], tmp_path: Path) -> Iterator[int]:
-    port = free_port()
-    with (tmp_path / "log").open("wb") as log:
+def servers(started: tuple[Upstream, Upstream]) -> tuple[Upstream, Upstream]:
+    """That of prefill, which may answer, and that of decode."""
+    for server in started:
+        server.forget()
+    started[0].may_answer.set()
+    return started
+
+
+@pytest.fixture(scope="module")
+def proxy(started: tuple[Upstream, Upstream], tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    port, path = free_port(), tmp_path_factory.mktemp("proxy") / "log"
+    with path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), *(server.url for server in servers), str(port)], stderr=log
+            [sys.executable, str(PROGRAM), *(server.url for server in started), str(port)], stderr=log
         )
         try:
             while True:
@@ -94,7 +105,7 @@ def proxy(servers: tuple[Upstream, Upstream], tmp_path: Path) -> Iterator[int]:
         finally:
             process.terminate()
             process.wait()
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in path.read_text()
 
 
 def ask(port: int, path: str) -> http.client.HTTPConnection:
@@ -127,6 +138,6 @@ def test_decode_stops_when_the_client_leaves(path: str, proxy: int, servers: tup
 
 
 def test_a_decode_that_does_not_answer_is_said(proxy: int, servers: tuple[Upstream, Upstream]) -> None:
-    servers[1].server_close()
+    servers[1].server_close()  # for good: this test is the last one
     servers[1].shutdown()
     assert ask(proxy, "/whole").getresponse().status == 502

@@ -72,7 +72,7 @@ class Rig:
         self.store = DiskStore(root, SIZE, max_bytes=slab_of(24))
         write(self.store, *K[:12])
         self.memory = np.zeros((24, SIZE), np.uint8)
-        limits = TierLimits(threads=4, timeout_s=10, drain_timeout_s=2)
+        limits = TierLimits(threads=4, timeout_s=10, drain_timeout_s=0.3)
         self.tier = StoreTier(memoryview(self.memory), "disk", self.store, limits, clock=self.clock)
         self.results: dict[int, set[OffloadKey]] = {}
         self._last_id = 0

@@ -67,7 +67,7 @@ def test_listings_cost_a_bounded_number_of_files_for_each_that_is_written(open_s
     stores = [open_store(TINY, max_bytes=room_for(20 * NUM_FANS, TINY)) for _ in range(4)]
     real, seen = quota.seen_in, []
     monkeypatch.setattr(quota, "seen_in", lambda *args: seen.append(real(*args)) or seen[-1])
-    numbers, count = itertools.count(), 8_000
+    numbers, count = itertools.count(), by_size(4_000, 8_000)
     for batch in range(count // 50):
         write(stores[batch % 4], *keys_of(*itertools.islice(numbers, 50)), size=TINY)
     assert count < sum(map(len, seen)) <= 15 * count

@@ -182,7 +182,7 @@ def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
     url = f"redis://127.0.0.1:{proxy.port}"
     hasty, patient = open_store(url, size, window_s=SOON_S), open_store(url, size)
     wait_until(lambda: _succeeds(lambda: write(hasty, keys(1), size) == [True]), "the store is connected")
-    proxy.throttle(size // 3)
+    proxy.throttle(2 * size // 3)
     targets = buffers(1, size)
     with pytest.raises(StoreError, match="no answer in time"):
         hasty.read_into(keys(1), targets)

@@ -452,7 +452,7 @@ def one_node_cluster(answer: bytes) -> Iterator[int]:
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Node) as server:
         server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server.server_address[1]
         server.shutdown()
