@@ -16,6 +16,7 @@ import pytest
 
 from kvoffload.base import OffloadKey
 from kvoffload.engines.sglang.tiers import Page, PageTiers
+from kvoffload.errors import ConfigError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.testing.stores import GatedStore
@@ -286,6 +287,24 @@ def test_a_tier_that_raises_keeps_no_slot(make, call: str, monkeypatch: pytest.M
     patient = time.monotonic() + PATIENT_S
     while tiers.load(keys, pages.all()) != [True] * 8 or not all(tiers.store(keys_of(*range(20, 28)), pages.all())):
         assert time.monotonic() < patient
+
+
+def test_a_tier_that_cannot_be_opened_ends_those_before_it(make) -> None:
+    class Unopened(Gated, frozen=True, kw_only=True):
+        def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
+            raise ConfigError("no such disk")
+
+    class Closed(MemoryStore):
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    store = Closed(BYTES)
+    Gated.stores["gated"] = GatedStore(store)
+    with pytest.raises(ConfigError, match="no such disk"):
+        make(gated(), Unopened(type="gated", name="other"))
+    assert store.is_closed
 
 
 def test_three_threads_at_once(make) -> None:

@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +46,9 @@ from kvoffload.tiering.stores.disk.file import SlabFile
 from kvoffload.tiering.stores.root import CONTROL_DIR, Access
 
 KEYS = keys_of(*range(100))
+LARGE = 8000
+"""129 blocks fill a slab of a mebibyte, where 978 small ones do."""
+write_large, right_large = partial(write, size=LARGE), partial(right, size=LARGE)
 
 PARENT = """
 import multiprocessing, os, sys, time
@@ -317,56 +321,56 @@ class TestQuota:
         ]
         sizes = [SMALL, SMALL, SMALL, 500, 70_000]
         for number, (store, size) in enumerate(zip(stores * 4, sizes * 4, strict=True)):
-            keys = keys_of(*range(number * 1000, number * 1000 + 600))
+            keys = keys_of(*range(number * 1000, number * 1000 + (600 if size <= SMALL else 60)))
             store.write(keys, [memoryview(bytes(size)) for _ in keys])
             assert disk_bytes(tmp_path) <= 3 << 20
         assert len(tables(tmp_path)) >= 3
 
     def test_a_namespace_that_nobody_uses_gives_way(self, open_store, tmp_path: Path) -> None:
-        old = open_store(namespace="yesterday", max_bytes=two_slabs())
-        keys = keys_of(*range(1900))
-        for start in range(0, 1900, 100):
-            assert all(write(old, *keys[start : start + 100]))
-        new = open_store(namespace="today", max_bytes=two_slabs())
-        assert write(new, KEYS[0]) == [False], "it is in use"
+        old = open_store(LARGE, namespace="yesterday", max_bytes=two_slabs())
+        keys = keys_of(*range(250))
+        for start in range(0, 250, 100):
+            assert all(write_large(old, *keys[start : start + 100]))
+        new = open_store(LARGE, namespace="today", max_bytes=two_slabs())
+        assert write_large(new, KEYS[0]) == [False], "it is in use"
         old.close()
         may_grow(new)
-        assert write(new, KEYS[0]) == [True]
+        assert write_large(new, KEYS[0]) == [True]
         assert disk_bytes(tmp_path) <= two_slabs()
-        again = open_store(namespace="yesterday", max_bytes=two_slabs())
-        assert 0 < len(right(again, *keys)) < 1900, "one slab is enough for now"
+        again = open_store(LARGE, namespace="yesterday", max_bytes=two_slabs())
+        assert 0 < len(right_large(again, *keys)) < 250, "one slab is enough for now"
 
     def test_a_smaller_quota_removes_slabs_at_start(self, open_store, tmp_path: Path, monkeypatch) -> None:
         now_s = 1_700_000_000
         monkeypatch.setattr("time.time_ns", lambda: now_s * 1_000_000_000)
-        store = open_store(max_bytes=4 << 20)
-        keys = keys_of(*range(3800))
-        for start in range(0, 3800, 100):
+        store = open_store(LARGE, max_bytes=4 << 20)
+        keys = keys_of(*range(500))
+        for start in range(0, 500, 100):
             now_s += 1
-            assert all(write(store, *keys[start : start + 100]))
+            assert all(write_large(store, *keys[start : start + 100]))
         store.close()
         assert disk_bytes(tmp_path) > 3 << 20
-        store = open_store(max_bytes=2 << 20)
+        store = open_store(LARGE, max_bytes=2 << 20)
         assert disk_bytes(tmp_path) <= 2 << 20
-        assert right(store, *keys[-1500:]) == set(keys[-1500:]), "the oldest go"
+        assert right_large(store, *keys[-195:]) == set(keys[-195:]), "the oldest go"
 
     def test_a_smaller_quota_is_looked_at_again_if_another_process_has_the_lock(
         self, open_store, tmp_path: Path
     ) -> None:
         """Several servers that start together with less than before."""
-        store = open_store(max_bytes=4 << 20)
-        keys = keys_of(*range(3800))
-        for start in range(0, 3800, 100):
-            write(store, *keys[start : start + 100])
+        store = open_store(LARGE, max_bytes=4 << 20)
+        keys = keys_of(*range(500))
+        for start in range(0, 500, 100):
+            write_large(store, *keys[start : start + 100])
         store.close()
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
             assert is_locked
-            store = open_store(max_bytes=2 << 20)
+            store = open_store(LARGE, max_bytes=2 << 20)
             store.refresh()
             assert disk_bytes(tmp_path) > 3 << 20
         store.refresh()
         assert disk_bytes(tmp_path) <= 2 << 20
-        assert right(store, *keys), "what is left is used"
+        assert right_large(store, *keys), "what is left is used"
 
     def test_a_root_that_another_process_has_locked_is_not_waited_for(
         self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -393,7 +397,7 @@ class TestSharing:
     def fill(self, store: DiskStore, first: int, count: int) -> list[OffloadKey]:
         keys = keys_of(*range(first, first + count))
         for start in range(0, count, 100):
-            write(store, *keys[start : start + 100])
+            write_large(store, *keys[start : start + 100])
         return keys
 
     def settle(self, *stores: DiskStore) -> None:
@@ -405,28 +409,28 @@ class TestSharing:
         return sum(slab.is_own for slab in slabs_of(store).open.values())
 
     def test_a_late_comer_is_given_slabs_with_their_blocks(self, open_store, tmp_path: Path) -> None:
-        mine = open_store(max_bytes=6 << 20)
-        keys = self.fill(mine, 0, 5800)
-        late = open_store(max_bytes=6 << 20)
-        assert write(late, KEYS[0]) == [True], "it is there"
+        mine = open_store(LARGE, max_bytes=6 << 20)
+        keys = self.fill(mine, 0, 765)
+        late = open_store(LARGE, max_bytes=6 << 20)
+        assert write_large(late, KEYS[0]) == [True], "it is there"
         other = keys_of(*range(10_000, 10_100))
-        assert write(late, *other) == [False] * 100
+        assert write_large(late, *other) == [False] * 100
         self.settle(mine, late)
         assert (self.owned(mine), self.owned(late)) == (3, 3)
         for store in (mine, late):
-            assert right(store, *keys[::50]) == set(keys[::50]), "nothing is lost by it"
-        assert write(late, *other) == [True] * 100
+            assert right_large(store, *keys[::7]) == set(keys[::7]), "nothing is lost by it"
+        assert write_large(late, *other) == [True] * 100
         assert disk_bytes(tmp_path) <= 6 << 20
         self.settle(mine, late)
-        assert right(mine, *other) == set(other)
+        assert right_large(mine, *other) == set(other)
 
     def test_who_gave_a_slab_away_writes_no_more_counters_of_it(self, open_store) -> None:
         """Blocks of it were removed just before. Counters that go back hide changes from neighbours."""
-        mine = open_store(max_bytes=6 << 20)
-        keys = self.fill(mine, 0, 5800)
-        late = open_store(max_bytes=6 << 20)
+        mine = open_store(LARGE, max_bytes=6 << 20)
+        keys = self.fill(mine, 0, 765)
+        late = open_store(LARGE, max_bytes=6 << 20)
         with upkeep_of(mine).lock:  # its thread gives nothing away
-            assert write(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
+            assert write_large(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
             late.refresh()  # asks for a slab
             upkeep_of(mine).flush_changes()
             mine.discard(keys[:1])
@@ -448,31 +452,31 @@ class TestSharing:
         def full(name: str, *arguments) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-        mine = open_store(max_bytes=two_slabs())
-        self.fill(mine, 0, 1900)
-        late = open_store(max_bytes=two_slabs())
+        mine = open_store(LARGE, max_bytes=two_slabs())
+        self.fill(mine, 0, 250)
+        late = open_store(LARGE, max_bytes=two_slabs())
         monkeypatch.setattr(quota_module, "make_file", full)
-        assert write(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
+        assert write_large(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
         more = self.fill(mine, 5000, 10)
         mine.refresh()
         with pytest.raises(OSError, match="No space left"):
             late.refresh()
-        assert right(late, *more) == set(more)
+        assert right_large(late, *more) == set(more)
 
     def test_a_late_comer_of_another_namespace_too(self, open_store, tmp_path: Path) -> None:
-        mine, late = open_store(max_bytes=6 << 20), open_store(max_bytes=6 << 20, namespace="late")
-        self.fill(mine, 0, 5800)
+        mine, late = open_store(LARGE, max_bytes=6 << 20), open_store(LARGE, max_bytes=6 << 20, namespace="late")
+        self.fill(mine, 0, 765)
         for _ in range(5):
             may_grow(late)
-            self.fill(late, 0, 2000)
+            self.fill(late, 0, 265)
             self.settle(mine, late)
         assert abs(self.owned(mine) - self.owned(late)) <= 1
         assert self.owned(mine) + self.owned(late) >= 5
         assert disk_bytes(tmp_path) <= 6 << 20
 
     def test_requests_of_the_dead_are_removed(self, open_store, neighbour, tmp_path: Path) -> None:
-        mine = open_store(max_bytes=two_slabs())
-        self.fill(mine, 0, 1900)
+        mine = open_store(LARGE, max_bytes=two_slabs())
+        self.fill(mine, 0, 250)
         control = tmp_path / "kv" / CONTROL_DIR
         (control / f"want-0-{'0' * 16}-{'1' * 16}").touch()
         (control / "want-garbage").touch()
@@ -483,9 +487,9 @@ class TestSharing:
     def test_a_neighbour_that_was_stopped_while_it_asked_is_given_no_more(
         self, open_store, tmp_path: Path, monkeypatch
     ) -> None:
-        mine, control = open_store(namespace="mine", max_bytes=6 << 20), tmp_path / "kv" / CONTROL_DIR
+        mine, control = open_store(LARGE, namespace="mine", max_bytes=6 << 20), tmp_path / "kv" / CONTROL_DIR
         with upkeep_of(mine).lock:  # its thread gives nothing away
-            self.fill(mine, 0, 5800)
+            self.fill(mine, 0, 765)
             child = Fork(hold_open, str(tmp_path / "kv"), SMALL, 6 << 20, 9000, 9001)
             while not (asked := list(control.glob("want-*"))):
                 assert child.is_alive
@@ -498,10 +502,10 @@ class TestSharing:
             assert self.owned(mine) == 6
 
     def test_who_has_as_much_gives_nothing(self, open_store) -> None:
-        mine, theirs = open_store(max_bytes=4 << 20), open_store(max_bytes=4 << 20)
-        for first in range(0, 12_000, 3000):
-            self.fill(mine, first, 1500)
-            self.fill(theirs, first + 1500, 1500)
+        mine, theirs = open_store(LARGE, max_bytes=4 << 20), open_store(LARGE, max_bytes=4 << 20)
+        for first in range(0, 1600, 400):
+            self.fill(mine, first, 200)
+            self.fill(theirs, first + 200, 200)
             self.settle(mine, theirs)
         assert (self.owned(mine), self.owned(theirs)) == (2, 2)
 
