@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from tests.sizes import by_size
 from kvoffload.base import StepWork
 from kvoffload.testing.clock import ManualClock
 from kvoffload.tiering.speeds import (
+    AnswerEstimator,
     LinkSpeedEstimator,
     PrefillSpeedEstimator,
     fit_link,
@@ -81,6 +83,21 @@ def test_both_reads_that_show_a_change_count() -> None:
     for seconds in [0.064] * 50 + [0.64, 0.96]:
         link.add(64 * MB, seconds)
     assert link.speed == Pace(0.0, pytest.approx(0.8 / (64 * MB)))
+
+
+def test_answers_that_are_slower_or_faster_than_usual_count_though_nobody_saw_when_they_came() -> None:
+    answers = AnswerEstimator()
+    answers.add(0.5, inf, None)
+    assert answers.seconds == 0.5, "at least"
+    answers.add(0.099, 0.1, True)
+    assert answers.seconds == 0.1
+    for _ in range(2):
+        answers.add(0.4, inf, None)
+    assert answers.seconds == 0.4
+    for _ in range(3):
+        answers.add(0.0, 0.2, False)
+    assert answers.seconds == 0.2
+    assert answers.found_share == 2 / 6
 
 
 @pytest.mark.parametrize("is_small_first", [True, False])

@@ -196,6 +196,7 @@ class TestRestart:
         assert found >= left
         assert right(store, *left) == left
 
+    @pytest.mark.once
     def test_the_stores_thread_outlives_what_fails(self, open_store, monkeypatch, caplog) -> None:
         calls, twice = [], threading.Event()
 
@@ -1160,6 +1161,7 @@ class TestThreads:
         store.check_invariants()
         assert right(store, *keys, size=PAGED) == here(store, *keys)
 
+    @pytest.mark.once
     def test_a_slab_whose_making_hangs_costs_one_thread(self, open_store, monkeypatch) -> None:
         store, hangs, go_on = open_store(max_bytes=2 << 20), threading.Event(), threading.Event()
         keys, real = keys_of(*range(1100)), file_module._allocate
