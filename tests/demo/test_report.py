@@ -45,7 +45,7 @@ def test_tables_name_the_ways_the_speed_up_and_the_disk_only_where_it_was_read()
 
 
 def test_what_was_not_recomputed_are_the_hits_of_all_tiers() -> None:
-    text = text_of(way("device cache", 0.2), way("offloading", 0.1, disk_hits=20))
+    text = text_of(way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1, disk_hits=20))
     (row,) = [line for line in text.splitlines() if "offloading" in line and line.rstrip(" │").endswith("1.5 s")]
     shares, counts = ["20.0", "%", "20.0", "%", "10.0", "%"], ["100", "100"]
     assert row.replace("│", " ").split() == ["offloading", *shares, *counts, "1.5", "s"]
