@@ -159,7 +159,6 @@ class PresenceIndex:
             # adding a key that is gone.
             if key in self._storing:
                 self._storing[key] = True
-            self._absent.pop(key, None)
         self._announce(self._present.remove(keys), removed=True)
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> None:

@@ -453,7 +453,7 @@ class TestSharing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
         mine = open_store(LARGE, max_bytes=two_slabs())
-        self.fill(mine, 0, 250)
+        self.fill(mine, 0, 240)
         late = open_store(LARGE, max_bytes=two_slabs())
         monkeypatch.setattr(quota_module, "make_file", full)
         assert write_large(late, *keys_of(*range(10_000, 10_100))) == [False] * 100
