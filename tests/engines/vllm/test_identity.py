@@ -31,10 +31,11 @@ from tests.engines.vllm.configs import (
     stub,
     vllm_config,
 )
+from tests.engines.vllm.harness import HAS_VLLM
 
 from kvoffload.config import parse_config
 from kvoffload.engines.facts import COUNTS
-from kvoffload.engines.vllm import identity, versions
+from kvoffload.engines.vllm import identity, layout, versions
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.layout import check_engine, layout_of
@@ -50,10 +51,14 @@ UNNAMED = {name: value for name, value in NAMED.items() if name != "weights_vers
 
 PACKING, BUILD, PLATFORM = identity.cpu_packing, identity.cpu_build, identity.platform
 
+since_0_32 = pytest.mark.skipif(HAS_VLLM and versions.vllm_release() < (0, 32), reason="an older vLLM lacks the fields")
+
 
 @pytest.fixture(autouse=True)
 def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     know_plain_specs(monkeypatch)
+    for serves in ("drafters_are_proven", "hashes_have_adapter_paths", "loaded_requests_go_first"):
+        monkeypatch.setattr(layout, serves, lambda: True)  # or 0.30 would be refused
     for name in os.environ:
         if name.startswith("VLLM_") or name == "PYTHONHASHSEED":
             monkeypatch.delenv(name)
@@ -454,6 +459,7 @@ PARTS = {
 }
 
 
+@since_0_32
 @pytest.mark.parametrize("kind", PARTS)
 def test_each_field_does_what_the_table_says(kind: str) -> None:
     """But for those of which the table says that code looks at them."""
@@ -504,6 +510,7 @@ def test_gpus_of_other_makers_and_generations_are_apart(monkeypatch: pytest.Monk
         gpu.namespace()
 
 
+@since_0_32
 def test_versions_that_were_not_tried_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [PLAIN.namespace()]
     for version, release in (("0.33.2", (0, 33)), ("0.34.0", (0, 34)), ("0.34.1", (0, 34)), ("0.34.0", (0, 34))):
@@ -670,6 +677,7 @@ def test_what_kvoffload_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_adapter_s_path_is_not_in_vllm_0_30_s_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr("kvoffload.engines.vllm.versions.vllm_release", lambda: (0, 30))
     with pytest.raises(ConfigError, match=r"use vLLM 0\.31 or newer, or leave out adapters_never_change"):
         adapters().namespace()
