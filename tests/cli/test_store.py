@@ -217,10 +217,10 @@ def test_verify_asks_for_the_key_of_what_one_seals(kind: type[BlockStore], tmp_p
     (tmp_path / "key").write_bytes(known + b"\n")
     given = ("--seal-key-file", tmp_path / "key")
 
-    names = {line.split()[0]: line.split()[1] for line in run(capsys, "ls", root)[1].splitlines()[1:]}
-    assert sorted(names.values()) == ["1", "2", "3"]
-    (of_known,) = (name for name, count in names.items() if count == "2")
-    (of_other,) = (name for name, count in names.items() if count == "3")
+    listed = json.loads(run(capsys, "ls", root, "--json")[1])["namespaces"]
+    names = {each["blocks"]: each["namespace"] for each in listed}
+    assert names.keys() == {1, 2, 3}
+    of_known, of_other = names[2], names[3]
     code, out, _ = run(capsys, "verify", root, "--repair")
     assert (code, out.split(" (")[0]) == (1, "1 blocks")
     assert ", 0 bad" in out
