@@ -87,7 +87,12 @@ def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(m
         ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
         ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
-        # Such as a prefix LM, a mean of all tokens, or latent attention on a CPU.
+        # A mean of all tokens, though --enable-chunked-prefill says otherwise.
+        (
+            {"model_config__pooler_config": object(), "model_config__is_prefix_caching_supported": False},
+            "all its tokens",
+        ),
+        # Such as a prefix LM, or latent attention on a CPU.
         (
             {"scheduler_config__enable_chunked_prefill": False, "cache_config__enable_prefix_caching": False},
             "computes each prompt in one piece",

@@ -278,14 +278,19 @@ def _unproven_drafter(what: str) -> ConfigError:
 def _refuse_other_answers(vllm_config: Any) -> None:
     """Raises where a loaded prefix would give another answer: KV depends on later tokens, or an answer needs more of a
     prefix than its KV. vLLM's own prefix cache is off then, and vLLM asks connectors all the same."""
+    model = vllm_config.model_config
+    if model.pooler_config is not None and not model.is_prefix_caching_supported:
+        raise ConfigError(
+            "This model's answer is made of all its tokens, and vLLM can leave out none: serve it without kvoffload."
+        )
     if not (vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching):
-        # For want of causal attention, of a kernel that goes on from a prefix, or because all tokens are pooled.
+        # For want of causal attention, or of a kernel that goes on from a prefix.
         raise ConfigError(
             "vLLM computes each prompt in one piece here, since chunked prefill and prefix caching are both off, so no "
             "part of one can be loaded: serve this model without kvoffload, or leave out --no-enable-chunked-prefill "
             "and --no-enable-prefix-caching."
         )
-    if vllm_config.model_config.is_diffusion:
+    if model.is_diffusion:
         raise ConfigError(
             "kvoffload does not work with diffusion models: vLLM may end a request whose last tokens have the KV of a "
             "draft."

@@ -92,7 +92,7 @@ _ATTRIBUTES = {
         "multimodal_config override_generation_config try_get_generation_config use_mla is_hybrid "
         "get_total_num_kv_heads "
         "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture "
-        "enable_sleep_mode sleep_mode_backend is_diffusion"
+        "enable_sleep_mode sleep_mode_backend is_diffusion pooler_config is_prefix_caching_supported"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
         "method draft_model_config draft_load_config parallel_drafting use_eagle_block_drop use_multi_module_mtp"
