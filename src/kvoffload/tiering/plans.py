@@ -149,7 +149,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         pieces, useful = gathered(survey, (here, begun), useful)
     # What is left brings four reads, whatever has been earned.
     portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
-    options = _Options(pieces, speeds, useful, here, so_far.spent_s)
+    options = _Options(pieces, speeds, useful, so_far.spent_s)
     waited: tuple[int, ...] = ()
     best = options.choose(waited)
     for answer_s, tier in options.unknown():
@@ -199,10 +199,8 @@ class _Options:
     """What may be loaded of a survey. Sources are the tiers, by number, then what arrives from each of them, then host
     memory."""
 
-    def __init__(
-        self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, here: int, spent_s: float
-    ) -> None:
-        self._survey, self._speeds, self._ends, self._here = survey, speeds, ends, here
+    def __init__(self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, spent_s: float) -> None:
+        self._survey, self._speeds, self._ends = survey, speeds, ends
         links = speeds.links
         self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - spent_s) for link in links]
         answered = {tier for segment in survey for tier in segment.place.tiers if segment.place.is_below}
