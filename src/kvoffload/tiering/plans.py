@@ -149,7 +149,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         pieces, useful = gathered(survey, (here, begun), useful)
     # What is left brings four reads, whatever has been earned.
     portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
-    options = _Options(pieces, speeds, useful, so_far.spent_s)
+    options = _Options(pieces, speeds, useful, so_far)
     waited: tuple[int, ...] = ()
     best = options.choose(waited)
     for answer_s, tier in options.unknown():
@@ -199,10 +199,12 @@ class _Options:
     """What may be loaded of a survey. Sources are the tiers, by number, then what arrives from each of them, then host
     memory."""
 
-    def __init__(self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, spent_s: float) -> None:
+    def __init__(self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, so_far: SoFar) -> None:
         self._survey, self._speeds, self._ends = survey, speeds, ends
         links = speeds.links
-        self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - spent_s) for link in links]
+        self._begun = 2 * len(links) if so_far.num_here is None else len(links)
+        """Sources from this one on cost a request nothing new: once it waits, what arrives does not either."""
+        self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - so_far.spent_s) for link in links]
         answered = {tier for segment in survey for tier in segment.place.tiers if segment.place.is_below}
         self._late = {tier for segment in survey for tier in segment.place.unknown} - answered
         """Tiers that have answered for no block."""
@@ -268,7 +270,7 @@ class _Options:
         return None
 
     def choose(self, waited: Sequence[int]) -> Choice:
-        """The best choice, or what is here or arrives already if waiting for more gains too little."""
+        """The best choice, or what is begun already if waiting for more gains too little."""
         runs = self._runs(waited)
         pick = partial(
             choose, sources=self._paces, block_compute_s=self._speeds.block_compute_s, queue_s=self._speeds.queue_s
@@ -277,7 +279,7 @@ class _Options:
         if not best.wait_s:
             return best
         num_begun = next(
-            (at for at, run in enumerate(runs) if not run.sources or run.sources[0] < self._num), len(runs)
+            (at for at, run in enumerate(runs) if not run.sources or run.sources[0] < self._begun), len(runs)
         )
         begun = pick(runs[:num_begun], ends=self._ends)
         reachable = sum(run.num_blocks for run in itertools.takewhile(lambda run: run.sources, runs))
