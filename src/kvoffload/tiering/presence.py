@@ -141,19 +141,25 @@ class PresenceIndex:
 
     # ---------------------------------------------------------------------------------------------------- changes
 
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Whether a change is nothing to do: the store itself has added or removed the key, and no event is made."""
+        return self.is_exact and self._events is None
+
     def add(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` are present."""
         if self._absent:
             for key in keys:
                 self._absent.pop(key, None)
-        if self._events is not None or not self.is_exact:  # the store itself has added them
-            for changed, forgotten in self._present.add(keys):
-                self._announce(changed, removed=forgotten)
+        if self._is_up_to_date:
+            return
+        for changed, forgotten in self._present.add(keys):
+            self._announce(changed, removed=forgotten)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """``keys`` were evicted, or could not be read: they are unknown from now on."""
-        if self.is_exact and self._events is None:
-            return  # the store itself has removed them
+        if self._is_up_to_date:
+            return
         for key in keys:
             # The store may evict a block before its store job's result is taken. The mark keeps that late result from
             # adding a key that is gone.
@@ -169,7 +175,7 @@ class PresenceIndex:
     def end_store(self, keys: Sequence[OffloadKey], outcomes: Sequence[bool]) -> None:
         """The job has written those of ``keys`` whose outcome is true. They are present, unless an eviction of them was
         recorded since ``begin_store``."""
-        if self.is_exact and self._events is None:
+        if self._is_up_to_date:
             return
         was_evicted = [self._storing.pop(key, False) and not self._present.has(key) for key in keys]
         self.add([key for key, is_written, gone in zip(keys, outcomes, was_evicted) if is_written and not gone])
