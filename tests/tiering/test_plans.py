@@ -95,6 +95,13 @@ def test_a_tier_that_becomes_slower_is_left_however_long_steps_take(factor: floa
     assert served.first_token_s <= 1.25 * 100 * COMPUTE_S
 
 
+@pytest.mark.parametrize("pace", [0.02, 0.5])
+def test_an_answer_that_came_within_a_long_step_leaves_time_to_read(pace: float) -> None:
+    """The rest of that step was the engine's. Counted as the tier's, it took all that so short a prompt may wait."""
+    rig = PlanRig([(pace * COMPUTE_S, 0.02)], step_s=0.05, is_busy=True)
+    assert rig.serve(World(20, [frozenset(range(20))])).num_hit == 20
+
+
 @pytest.mark.parametrize("num_blocks", [120, 8])
 @pytest.mark.parametrize("pace", [0.02, 0.5, 2.0, 20.0])
 @pytest.mark.parametrize("answer_s", [None, 0.05, 0.2])

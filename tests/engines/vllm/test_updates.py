@@ -207,9 +207,10 @@ def test_what_encoders_made_of_old_weights_is_waited_for() -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_all_methods_that_vllm_calls_by_name_are_known(sources: Sources) -> None:
+def test_all_methods_that_vllm_calls_by_name_are_known(sources: Sources, release: tuple[int, int]) -> None:
     called = set(calls_in(sources.root / "vllm"))
     assert called >= {"execute_model", "sleep", "add_lora"}
+    assert ("reload_weights" in called) is (release >= (0, 31))
     assert called - HARMLESS - {*UPDATES.split(), *BEFORE_A_SCHEDULER.split()} == set()
 
 
