@@ -370,7 +370,7 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
 
 
 def capacity(text: str, option: str, trace: Trace, block_bytes: int, several: str = "") -> int:
-    """The one size in ``text``, as ``capacities`` has it. ``several``: what to do for more of them."""
+    """The one size in ``text``, as ``capacities`` has it. ``several``: what an error adds about more of them."""
     blocks, *more = capacities(text, option, trace, block_bytes)
     if more:
         raise ConfigError(f"{option} is one size, not {text}{several}.")

@@ -23,8 +23,8 @@ class Link:
     """Measures one tier by its own reads. Times are those of ``clock``; one thread.
 
     Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. A read that its tier calls overdue
-    is skipped: nobody waits for its blocks, and the reads behind it are expected as if it were not there. Its time
-    counts only if no later read has ended before it, and none began when nothing but overdue ones was left.
+    is skipped: nobody waits for its blocks, and the reads behind it are expected as if it were not there. It is
+    no sample once a later read has ended, or has begun while all others were overdue.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):

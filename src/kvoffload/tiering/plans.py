@@ -203,7 +203,8 @@ class _Options:
         self._survey, self._speeds, self._ends = survey, speeds, ends
         links = speeds.links
         self._begun = 2 * len(links) if so_far.num_here is None else len(links)
-        """Sources from this one on cost a request nothing new: once it waits, what arrives does not either."""
+        """The first source that needs no new wait. For a request that waits already that is what arrives, for another
+        one host memory."""
         self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - so_far.spent_s) for link in links]
         answered = {tier for segment in survey for tier in segment.place.tiers if segment.place.is_below}
         self._late = {tier for segment in survey for tier in segment.place.unknown} - answered

@@ -215,8 +215,8 @@ class Waits:
         wait.due_s = self._clock() + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
-        """When the wait was last seen to go on. That is now. But an answer that came since the last step, ``is_news``,
-        may have come right after it, and the time from then on is the step's."""
+        """Until when tiers have kept the request waiting: until now. With ``is_news`` an answer came since the last
+        step. It may have come at once, so the time since that step counts as the engine's."""
         now_s = self._clock() if wait.answered_s is None else wait.answered_s
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
