@@ -161,6 +161,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._poll()
         self._waits.end(request)  # it runs
         keys = list(keys)
+        if self._waits.claimed:
+            self._promotions.keep_claimed(len(keys))
         output = self.primary_tier.prepare_store(keys, req_context, self._waits.claimed)
         if output is None:
             return None

@@ -170,15 +170,8 @@ class Promotions:
         self, keys: Sequence[OffloadKey], context: ReqContext, hits: Collection[OffloadKey]
     ) -> list[int] | None:
         """A slot for each of ``keys``, none of them a claimed block's or one of ``hits``."""
-        # Each eviction steps over the claimed blocks that it meets. To keep them out of its way they become the most
-        # recent when they are claimed, and again whenever a quarter of the tier has been replaced.
-        all_claimed, claimed = self._waits.claimed, self._waits.take_new()
-        self._reserved_since_refresh += len(keys)
-        if self._reserved_since_refresh > self._primary.num_blocks // 4:
-            self._reserved_since_refresh, claimed = 0, list(all_claimed)
-        claimed += [key for key in hits if key not in all_claimed]
-        if claimed and not self._primary.slots.num_free:
-            self._primary.slots.touch(claimed, counts=False)
+        self.keep_claimed(len(keys), hits)
+        all_claimed = self._waits.claimed
         protected = Union(all_claimed, hits) if hits else all_claimed
         # A reservation inserts its last key first. Reversed, the first key is inserted first and gets the slot of the
         # first victim, as if the keys came one by one.
@@ -188,6 +181,19 @@ class Promotions:
         self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
         assert isinstance(reserved.store_spec, CPULoadStoreSpec)
         return reserved.store_spec.slots[::-1]
+
+    def keep_claimed(self, num_blocks: int, hits: Collection[OffloadKey] = ()) -> None:
+        """So many blocks are about to be reserved, and each eviction steps over the claimed blocks that it meets. So
+        these become the most recent when they are claimed, and again whenever a quarter of the tier was replaced."""
+        if self._primary.slots.num_free:
+            return  # little is evicted, or nothing
+        all_claimed, claimed = self._waits.claimed, self._waits.take_new()
+        self._reserved_since_refresh += num_blocks
+        if self._reserved_since_refresh > self._primary.num_blocks // 4:
+            self._reserved_since_refresh, claimed = 0, list(all_claimed)
+        claimed += [key for key in hits if key not in all_claimed]
+        if claimed:
+            self._primary.slots.touch(claimed, counts=False)
 
     # ------------------------------------------------------------------------------------------ submit, and end
 
