@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.losses import StoreLosses
 from kvoffload.tiering.presence import PresenceIndex
+from kvoffload.tiering.stores.base import LossCause
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import TierLimits
@@ -147,3 +149,28 @@ def test_a_loss_waits_until_it_is_taken_in() -> None:
     losses.take_in()
     assert [key in index for key in (first, second)] == [False, True]
     assert [loss and loss.cause for loss in lost.find([first, second])] == ["evicted mem", None]
+
+
+def test_a_step_takes_in_a_bounded_number_of_losses_however_many_there_are(make) -> None:
+    keys = keys_of(*range(20_000))
+
+    class LosesAll(MemoryStore):
+        def take_lost(self) -> dict[OffloadKey, LossCause]:
+            return dict.fromkeys(keys, "removed")
+
+    lost = LostBlocks()
+    rig = make(lost=lost)
+    rig.store = LosesAll(BLOCK_BYTES)
+    rig.start()
+    rig.tier._index.add(keys)
+    rig.tier._losses.queue()
+    left = [len(keys)]
+    while left[-1] and len(left) < 100:
+        rig.tier.on_schedule_end()
+        for _ in range(3):  # a step polls more than once
+            rig.tier.get_finished_jobs()
+        left.append(int(rig.stat("tier_blocks")))
+    taken = [before - after for before, after in itertools.pairwise(left)]
+    assert 0 < max(taken) <= 2000
+    assert left[-1] == 0
+    assert None not in lost.find(keys)

@@ -16,6 +16,12 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause
 
 _log = logging.getLogger(__name__)
 
+_KEYS_AT_ONCE = 256
+_KEYS_PER_STEP = 1024
+"""Losses that a step takes in. A disk that is gone has lost a quarter million at once."""
+_SHARE = 64
+"""If more wait, one in so many, so that they do not pile up however fast a disk evicts."""
+
 
 class StoreLosses:
     """Removes what ``store`` lost from ``index``, and records it in ``lost``. If the ``server_evicts``, a block that it
@@ -36,28 +42,37 @@ class StoreLosses:
         self._index = index
         self._lost = lost
         self._server_evicts = server_evicts
-        self._queued: deque[dict[OffloadKey, LossCause]] = deque()
+        self._queued: deque[tuple[LossCause, Sequence[OffloadKey]]] = deque()
+        self._left = _KEYS_PER_STEP
+        """How many more this step takes in."""
         self._num_corrupt = 0
         self._corruption_log = RateLimitedLog(_log, clock=clock)
 
     def queue(self) -> None:
         """After a call of the store, on any thread: what it lost waits for ``take_in``."""
-        if lost := self._store.take_lost():
-            self._queued.append(lost)
+        lost = self._store.take_lost()
+        for cause in dict.fromkeys(lost.values()):
+            keys = [key for key in lost if lost[key] == cause]
+            for first in range(0, len(keys), _KEYS_AT_ONCE):
+                self._queued.append((cause, keys[first : first + _KEYS_AT_ONCE]))
+
+    def begin_step(self) -> None:
+        """A new step takes in as many again."""
+        self._left = max(_KEYS_PER_STEP, len(self._queued) * _KEYS_AT_ONCE // _SHARE)
 
     def take_in(self) -> None:
-        while self._queued:
-            lost = self._queued.popleft()
-            self._index.remove(list(lost))
-            for cause in dict.fromkeys(lost.values()):
-                keys = [key for key in lost if lost[key] == cause]
-                self.record(keys, cause)
-                if cause == "corrupt":
-                    self._num_corrupt += len(keys)
-                    self._corruption_log.warning(
-                        f"Tier {self._tier_type!r} found corrupt blocks, {self._num_corrupt} since its start; each is "
-                        f"a miss. The last is {keys[-1].hex()} in {self._store!r}."
-                    )
+        """Takes in what was queued, as far as the step allows."""
+        while self._queued and self._left > 0:
+            cause, keys = self._queued.popleft()
+            self._left -= len(keys)
+            self._index.remove(keys)
+            self.record(keys, cause)
+            if cause == "corrupt":
+                self._num_corrupt += len(keys)
+                self._corruption_log.warning(
+                    f"Tier {self._tier_type!r} found corrupt blocks, {self._num_corrupt} since its start; each is "
+                    f"a miss. The last is {keys[-1].hex()} in {self._store!r}."
+                )
 
     def forget(self, missing: Sequence[OffloadKey]) -> None:
         """The store lacks these, whatever the index says: the next lookup asks the store."""

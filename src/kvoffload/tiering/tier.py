@@ -215,6 +215,7 @@ class StoreTier(SecondaryTierManager):
     # ------------------------------------------------------------------------------------------------------ steps
 
     def on_schedule_end(self) -> None:
+        self._losses.begin_step()
         self._take_results()
         self._transfers.submit_stores()
         if self._scan is not None and (gone := self._scan.step()):
@@ -323,8 +324,8 @@ class StoreTier(SecondaryTierManager):
             self._scan.take_in()
 
     def _take_results(self) -> None:
-        # Losses before results: a block whose loss is known must not be announced as present. A loss that a thread
-        # queues after this is not forgotten; the next call removes the key.
+        # Losses before results: a block whose loss is known must not be announced as present. One that is queued later,
+        # or is too much for this step, is not forgotten; a later call removes the key.
         self._losses.take_in()
         if not self._runner.num_open_slices:
             return
