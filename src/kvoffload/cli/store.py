@@ -33,7 +33,8 @@ store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while
 def ls(root: _Root, as_json: Json = False) -> None:
     """List the namespaces.
 
-    Shows the blocks, bytes, and oldest and last use of each.
+    Shows the blocks of each, what they take on the disk (of a 'disk' tier whole slabs, empty slots included), and the
+    oldest and last use.
     """
     found = _open(root).usage()
     if as_json:
@@ -46,7 +47,7 @@ def ls(root: _Root, as_json: Json = False) -> None:
         [one.name, f"{one.num_blocks:,}", format_bytes(one.size_bytes), _ago(one.oldest_use_ns), _ago(one.last_use_ns)]
         for one in found
     ]
-    print_table(Table(["namespace", "blocks", "size", "oldest use", "last use"], rows), is_wide=True)
+    print_table(Table(["namespace", "blocks", "on disk", "oldest use", "last use"], rows), is_wide=True)
 
 
 @store.command()

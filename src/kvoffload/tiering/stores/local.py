@@ -66,7 +66,6 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
         return outcome
 
     def _open_alone(self, block_bytes: int, namespace: str) -> BlockStore:
-        self.check(block_bytes)
         store = super().open_store(block_bytes, namespace)
         own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
         if not (others := sorted(directories_of(self.directory, namespace) - own)):
