@@ -59,7 +59,7 @@ class Problems:
     """
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self.found: list[str] = []
 
     def __enter__(self) -> Problems:
         return self
@@ -67,17 +67,18 @@ class Problems:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self._found += [str(problem) for problem in error.args if str(problem) not in self._found]
+        for problem in error.args:
+            self.add(str(problem))
         return True
 
     def add(self, problem: str) -> None:
-        if problem not in self._found:
-            self._found.append(problem)
+        if problem not in self.found:
+            self.found.append(problem)
 
     def raise_found(self) -> None:
         """Raises what was collected as one ``ConfigError``; without problems, returns."""
-        if self._found:
-            raise ConfigError(*self._found)
+        if self.found:
+            raise ConfigError(*self.found)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -27,8 +27,6 @@ from kvoffload.units import format_bytes
 
 _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
-
-
 _LEAST_BYTES = 1 << 20
 """Less host memory than this is a unit that was forgotten."""
 
@@ -63,23 +61,25 @@ def check_config(
     if config is not None:
         _probe(config, sizes, connect, problems)
         unchecked = check_file(wrappers, config, problems)
-    found: tuple[Any, ...] = ()
-    try:
-        problems.raise_found()
-    except ConfigError as exc:
-        found = exc.args
-    if as_json:
-        shown = {} if found or config is None else {"command": _command(file, config), **dict(_rows(config, sizes))}
-        tiers = {} if found or config is None else {"tiers": _tiers(config, connect)}
-        print_json({"problems": [*found], **shown, **tiers})
-    elif config is not None and not found:
-        _show(file, config, sizes, connect)
-        if unchecked:
-            print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
-    for problem in found if not as_json else ():
-        print(f"{file}: {problem}", file=sys.stderr)
-    if found:
+    if config is None or problems.found:
+        if as_json:
+            print_json({"problems": problems.found})
+        for problem in () if as_json else problems.found:
+            print(f"{file}: {problem}", file=sys.stderr)
         sys.exit(1)
+    command, rows, tiers = _command(file, config), _rows(config, sizes), _tiers(config, connect)
+    if as_json:
+        print_json({"problems": [], "command": command, **dict(rows), "tiers": tiers})
+        return
+    print(f"{command}\n")
+    for name, value in (*rows, *(("tier", tier) for tier in tiers)):
+        print(f"{name:14}{value}")
+    try:
+        check_shared_memory(config.cpu_bytes, SHM)
+    except CapacityError as exc:
+        print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
+    if unchecked:
+        print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
 
 
 def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, problems: Problems) -> None:
@@ -188,12 +188,3 @@ def _tiers(config: OffloadingConfig, connect: bool) -> list[str]:
         found.append(options.describe(config.cpu_bytes).removeprefix("tier ") + asked)
     return found
 
-
-def _show(file: Path, config: OffloadingConfig, sizes: ModelKV | None, connect: bool) -> None:
-    print(f"{_command(file, config)}\n")
-    for name, value in (*_rows(config, sizes), *(("tier", tier) for tier in _tiers(config, connect))):
-        print(f"{name:14}{value}")
-    try:
-        check_shared_memory(config.cpu_bytes, SHM)
-    except CapacityError as exc:
-        print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")

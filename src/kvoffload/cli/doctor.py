@@ -23,7 +23,7 @@ from kvoffload.doctor.copies import (
     pinning_speed,
 )
 from kvoffload.doctor.findings import Finding, Severity, findings, verdict
-from kvoffload.doctor.report import Checked, PageSpeed, Report
+from kvoffload.doctor.report import PageSpeed, Report
 from kvoffload.doctor.system import device_facts, host_facts, versions
 from kvoffload.errors import ConfigError, TransferError
 from kvoffload.sim.table import Table
@@ -173,16 +173,10 @@ def _print(report: Report, found: list[Finding]) -> None:
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     versions, host, device = report.versions, report.host, report.device
     installed = [("torch", versions.torch), ("vLLM", versions.vllm)]
+    packages = ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in installed)
     yield (
         "versions",
-        ", ".join(
-            [
-                f"kvoffload {versions.kvoffload}",
-                f"Python {versions.python}",
-                *(f"{name} {number}" if number else f"no {name}" for name, number in installed),
-                f"Linux {versions.kernel}",
-            ]
-        ),
+        f"kvoffload {versions.kvoffload}, Python {versions.python}, {packages}, Linux {versions.kernel}",
     )
     if device is None:
         yield "device", f"none: {report.no_device}"
@@ -193,9 +187,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "device", f"{device.name}, {device.pci_bus_id}, {numa}"
         yield "driver", f"{number}CUDA {device.cuda}: {copies}"
         if device.link is not None:
-            most = (
-                "" if device.link_bytes_per_s is None else f"; at most {device.link_bytes_per_s / 1e9:.1f} GB/s a way"
-            )
+            most = f"; at most {device.link_bytes_per_s / 1e9:.1f} GB/s a way" if device.link_bytes_per_s else ""
             yield "link", f"{device.link} now{most}"
     limit = "no limit" if host.limit_bytes is None else f"a limit of {format_bytes(host.limit_bytes)}"
     yield "memory", f"{_size(host.memory_bytes)}, {_size(host.available_bytes)} available, {limit} on this container"
@@ -206,17 +198,13 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "processors", f"{host.cores} cores, {host.numa_nodes or 'unknown number of'} NUMA node(s){nodes}"
     if report.cpu_bytes is not None:
         yield "wanted", format_bytes(report.cpu_bytes)
-    if report.checked is not None:
-        yield "copies", _checked_text(report.checked)
+    checked = report.checked
+    seen = f"{checked.jobs:,} random jobs, {format_bytes(checked.num_bytes)}, and chains of conflicts beside compute"
+    yield "copies", f"{seen}: {checked.wrong or 'every byte right'}"
 
 
 def _size(number: int | None) -> str:
     return "unknown" if number is None else format_bytes(number)
-
-
-def _checked_text(checked: Checked) -> str:
-    seen = f"{checked.jobs:,} random jobs, {format_bytes(checked.num_bytes)}, and chains of conflicts beside compute"
-    return f"{seen}: every byte right" if checked.wrong is None else f"{seen}: {checked.wrong}"
 
 
 def _page_table(report: Report) -> Table:
@@ -236,26 +224,11 @@ def _figures(report: Report) -> Iterator[str]:
             f"for 4,096 copies; {report.side_by_side_job_s * 1e3:.2f} ms for 64, with the layers of a block side "
             "by side (kv_cache_layout)."
         )
-        speed = {page.page_bytes: page.load.bytes_per_s / 1e9 for page in report.pages}
-        if (64 << 10) in speed and (4 << 20) in speed:
-            yield (
-                f"In layers of 64 KiB a page these are loaded at {speed[64 << 10]:.1f} GB/s, side by side at "
-                f"{speed[4 << 20]:.1f} GB/s."
-            )
     if report.pinned_bytes_per_s is not None:
-        means = (
-            ""
-            if report.cpu_bytes is None
-            else (
-                f": {report.cpu_bytes / report.pinned_bytes_per_s:.1f} s at the start of each rank for "
-                f"{format_bytes(report.cpu_bytes)}"
-            )
-        )
+        means = ""
+        if report.cpu_bytes is not None:
+            seconds = report.cpu_bytes / report.pinned_bytes_per_s
+            means = f": {seconds:.1f} s at the start of each rank for {format_bytes(report.cpu_bytes)}"
         yield f"Pinning: {report.pinned_bytes_per_s / 1e9:.1f} GB/s{means}."
-    if report.device is not None and report.pages:
-        slowdown = report.matmul_slowdown
-        yield (
-            "Matrix product beside copies: not measured, since torch sees no device."
-            if slowdown is None
-            else f"Matrix product beside copies both ways: {slowdown:+.1%} time."
-        )
+    if report.matmul_slowdown is not None:
+        yield f"Matrix product beside copies both ways: {report.matmul_slowdown:+.1%} time."

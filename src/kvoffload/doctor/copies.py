@@ -293,13 +293,9 @@ def page_speed(place: Place, page_bytes: int, num_bytes: int, layers: int, repea
     with place.rig(layers, page_bytes, 4 * num_blocks) as rig, place.large_copies(num_bytes) as large:
         store, load, both = _scattered_jobs(rig)
         medians = interleaved_medians(large.store, store, large.load, load, large.both, both, repeats=repeats)
-    speeds = [
-        Speed(size / seconds, reference_s / seconds)
-        for size, (reference_s, seconds) in zip(
-            (num_bytes, num_bytes, 2 * num_bytes), zip(medians[::2], medians[1::2], strict=True), strict=True
-        )
-    ]
-    return PageSpeed(page_bytes, *speeds)
+    sizes = num_bytes, num_bytes, 2 * num_bytes
+    rows = zip(sizes, medians[::2], medians[1::2], strict=True)
+    return PageSpeed(page_bytes, *(Speed(size / seconds, large_s / seconds) for size, large_s, seconds in rows))
 
 
 def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:

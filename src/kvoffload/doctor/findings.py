@@ -62,12 +62,11 @@ def verdict(report: Report) -> str:
         word = "Fault" if found[0].severity is Severity.FAULT else "Works, but"
         return f"{word}: {found[0]}" + (f" {others} more above." if others else "")
     speed = ", and as fast as this machine allows" if report.pages else "; their speed was not measured"
-    without = "" if report.device is not None else " What needs a GPU was not checked."
-    return f"Good: copies are right{speed}.{without}"
+    return f"Good: copies are right{speed}."
 
 
 def _of_correctness(report: Report) -> Iterator[Finding]:
-    if report.checked is not None and report.checked.wrong is not None:
+    if report.checked.wrong is not None:
         yield Finding(
             Severity.FAULT,
             report.checked.wrong.rstrip("."),

@@ -93,7 +93,7 @@ class Report:
     device: Device | None
     no_device: str | None
     """Why there is no device, in one sentence."""
-    checked: Checked | None
+    checked: Checked
     pages: tuple[PageSpeed, ...]
     """Between the device and host memory, or within host memory where there is no device."""
     job_s: float | None
