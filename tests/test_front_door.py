@@ -13,11 +13,13 @@ import pytest
 import kvoffload
 from kvoffload.cpu.manager import CPUOffloadingManager
 
+NAMES: list[str] = vars(kvoffload)["__all__"]
+
 
 def test_every_name_is_there_and_listed() -> None:
-    for name in kvoffload.__all__:
+    for name in NAMES:
         assert getattr(kvoffload, name) is not None
-    assert set(kvoffload.__all__) <= set(dir(kvoffload))
+    assert set(NAMES) <= set(dir(kvoffload))
     assert kvoffload.CPUOffloadingManager is CPUOffloadingManager
 
 
@@ -30,7 +32,7 @@ def test_type_checkers_see_the_same_names_from_the_same_modules() -> None:
         seen |= {alias.name: node.module for alias in node.names}
     loaded = {name: f"kvoffload.{module}" for name, module in vars(kvoffload)["_MODULE_OF"].items()}
     assert seen == loaded
-    assert {*seen, "__version__"} == set(kvoffload.__all__)
+    assert {*seen, "__version__"} == set(NAMES)
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -57,7 +57,7 @@ def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFi
     none, device, offloading = figures["ways"]
     assert none["computed_tokens"] > device["computed_tokens"] > offloading["computed_tokens"]
     assert offloading["offloaded_hit_tokens"] > 0
-    assert offloading["copies"]["load"]["bytes"] > 0
+    assert offloading["metrics"]["load_bytes"] > 0
     assert offloading["metrics"]["primary_blocks_pinned"] == 0
     assert len(offloading["time_to_first_token"]["by_turn"]) == 3
 

@@ -27,7 +27,7 @@ def way(name: str, *turns: Turn) -> WayResult:
 def test_the_same_tokens_are_identical_and_rounding_is_what_the_logits_differ_by() -> None:
     verdict = judge([way("a", turn(0, 0, [1, 2], margin=0.25)), way("b", turn(0, 0, [1, 2], logit=3.125))])
     assert verdict.identical
-    assert (verdict.tokens_compared, verdict.smallest_margin, verdict.largest_rounding) == (2, 0.25, 0.125)
+    assert (verdict.smallest_margin, verdict.largest_rounding) == (0.25, 0.125)
     assert not verdict.is_sharp
 
 
@@ -40,7 +40,6 @@ def test_only_the_first_difference_of_a_conversation_counts() -> None:
     other = way("b", turn(0, 0, [1, 9]), turn(0, 1, [9, 9]), turn(1, 0, [5, 6]))
     verdict = judge([first, other])
     assert verdict.differences == (Difference("b", 0, 0, 1, 0.5),)
-    assert verdict.tokens_compared == 4
 
 
 def test_rounding_is_not_learned_from_a_way_that_differs() -> None:
@@ -66,8 +65,5 @@ def test_a_comparison_as_json_says_all_that_the_tables_say() -> None:
     figures = json.loads(json.dumps(figures, allow_nan=False))
     assert figures["tokens"]["identical"] is True
     assert [each["name"] for each in figures["ways"]] == ["a", "b"]
-    assert figures["ways"][0]["copies"] == {
-        "store": {"bytes": 10**9, "gb_per_s": 0.0},
-        "load": {"bytes": 2 * 10**9, "gb_per_s": 0.5},
-    }
+    assert figures["ways"][0]["metrics"]["load_bytes"] == 2 * 10**9
     assert (figures["ways"][0]["device_hit_tokens"], figures["ways"][0]["offloaded_hit_tokens"]) == (32, 16)

@@ -25,7 +25,7 @@ def way(name: str, seconds: float, disk_hits: int = 0) -> WayResult:
 
 
 def text_of(*results: WayResult) -> str:
-    comparison = Comparison(CHAT, EngineOptions(), results, Verdict(2, (), 0.5, 1e-6))
+    comparison = Comparison(CHAT, EngineOptions(), results, Verdict((), 0.5, 1e-6))
     console = Console(file=io.StringIO(), width=100)
     print_comparison(console, comparison)
     assert isinstance(console.file, io.StringIO)
@@ -58,11 +58,11 @@ def test_tokens_from_disk_are_at_most_the_hits() -> None:
 
 def test_a_difference_is_named_with_what_it_can_mean() -> None:
     difference = Difference("offloading", 0, 1, 4, 0.5)
-    sharp = verdict_lines(Verdict(9, (difference,), 0.5, 1e-6), 3)
+    sharp = verdict_lines(Verdict((difference,), 0.5, 1e-6), 3)
     assert "offloading: conversation 1, turn 2, token 5, won by 0.5" in sharp[1]
     assert "a block was wrong" in sharp[-1]
-    assert "rounding may have done this" in verdict_lines(Verdict(9, (difference,), 0.5, None), 3)[-1]
-    assert "rounding could have flipped it" in verdict_lines(Verdict(9, (), 1e-6, 1e-6), 3)[-1]
+    assert "rounding may have done this" in verdict_lines(Verdict((difference,), 0.5, None), 3)[-1]
+    assert "rounding could have flipped it" in verdict_lines(Verdict((), 1e-6, 1e-6), 3)[-1]
 
 
 def test_the_setting_says_how_much_fits_where() -> None:

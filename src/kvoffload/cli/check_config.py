@@ -187,4 +187,3 @@ def _tiers(config: OffloadingConfig, connect: bool) -> list[str]:
         asked = " (not asked: --connect)" if isinstance(options, RemoteOptions) and not connect else ""
         found.append(options.describe(config.cpu_bytes).removeprefix("tier ") + asked)
     return found
-

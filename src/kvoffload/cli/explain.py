@@ -12,14 +12,13 @@ import typer
 
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
 from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks
-from kvoffload.sim.driver import USUAL
+from kvoffload.sim.driver import USUAL, quantiles
 from kvoffload.sim.explain import (
     Explanations,
     WhatIf,
     advice_on,
     ask_what_if,
     base_config,
-    percentiles,
     read_explanations,
     what_ifs,
 )
@@ -58,7 +57,7 @@ def explain(
     has_unbounded_disk = disk is None and summary.machine is not None and summary.machine.has_unbounded_tier
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
     with progress({loaded.name: len(changes)}, "runs") as advance:
-        asked = ask_what_if(loaded, changes, processes, lambda _: advance(loaded.name))
+        asked = ask_what_if(loaded, changes, processes, lambda: advance(loaded.name))
     figures = _as_json(summary, asked)
     if as_json:
         print_json(figures)
@@ -78,10 +77,10 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
         "hints": summary.hints,
         "lost_s": summary.lost_s,
         "waits_s": {
-            phase: {"requests": len(seconds), **percentiles(seconds)} for phase, seconds in summary.waits_s.items()
+            phase: {"requests": len(seconds), **quantiles(seconds)} for phase, seconds in summary.waits_s.items()
         },
         "weighed_s": {
-            tier: {place: percentiles(seconds) for place, seconds in by_place.items()}
+            tier: {place: quantiles(seconds) for place, seconds in by_place.items()}
             for tier, by_place in summary.weighed_s.items()
         },
         "what_if": [

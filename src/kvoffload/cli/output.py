@@ -99,8 +99,8 @@ def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
             raise ConfigError(f"--out: There is no folder {str(folder)!r} to write {path.name!r} to.")
         if path.is_dir():
             raise ConfigError(f"--out: {str(path)!r} is a folder; name a file in it.")
-        if not _is_device(path) and not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out: This user may not write to the folder {str(folder)!r}.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"--out: This user may not write {path.name!r} to the folder {str(folder)!r}.")
 
 
 def check_drawn(paths: Sequence[Path] | None) -> None:
@@ -117,36 +117,17 @@ def write_drawn(paths: Sequence[Path] | None, figures: Any, draw: Callable[[bool
     PNG."""
     for path in paths or ():
         suffix = path.suffix.lower()
-        _write(path, _as_json(figures) if suffix == ".json" else draw(suffix == ".html"))
+        path.write_bytes(_as_json(figures) if suffix == ".json" else draw(suffix == ".html"))
 
 
 def write_json(value: Any, path: Path | None) -> None:
     """Writes the file of ``--out``, if there is to be one."""
     if path is not None:
-        _write(path, _as_json(value))
+        path.write_bytes(_as_json(value))
 
 
 def _as_json(value: Any) -> bytes:
     return f"{json.dumps(value, indent=1)}\n".encode()
-
-
-def _is_device(path: Path) -> bool:
-    """Whether there is a pipe, ``/dev/null`` or the like, to which bytes are written, and which no file may replace."""
-    return path.exists() and not path.is_file()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """The whole file or nothing."""
-    if _is_device(path):
-        path.write_bytes(data)
-        return
-    path = path.resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def print_json(value: Any) -> None:

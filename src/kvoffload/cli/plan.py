@@ -81,7 +81,7 @@ def plan(
                 max_cpu_blocks,
                 max_disk_blocks,
                 processes,
-                lambda _: advance(trace.name),
+                lambda: advance(trace.name),
             )
         figures = _as_json(made, goal, read.prices)
         if as_json:
@@ -122,7 +122,7 @@ def _plan_fleets(
     fleets, prices = read.fleets(trace, tiers, ends[:1], "least-load"), read.prices
     trace = trace.whole_blocks()
     with progress({trace.name: None}, "fleets") as advance:
-        made = make_fleet_plan(trace, fleets, goal, prices, *ends, processes, lambda _: advance(trace.name))
+        made = make_fleet_plan(trace, fleets, goal, prices, *ends, processes, lambda: advance(trace.name))
     figures = {"advice": made.advice, **fleets_as_json(trace, made.results, prices)}
     if as_json:
         print_json(figures)

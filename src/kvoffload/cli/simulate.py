@@ -117,7 +117,7 @@ def _machines(read: Scenario, trace: Trace, policies: Sequence[str], cpu: str | 
 
 def _sweep(trace: Trace, configs: Sequence[SimConfig], processes: int | None) -> Report:
     with progress({trace.name: len(configs)}, "runs") as advance:
-        return sweep(trace, configs, processes, lambda _: advance(trace.name))
+        return sweep(trace, configs, processes, lambda: advance(trace.name))
 
 
 def _print(report: Report, is_wide: bool) -> None:
@@ -144,13 +144,9 @@ def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int |
     trace = trace.whole_blocks()
     if len(configs) == 1:
         with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
-            return [simulate_fleet(trace, configs[0], progress=lambda _: advance(trace.name))]
-    results: dict[int, FleetResult] = {}
+            return [simulate_fleet(trace, configs[0], progress=lambda: advance(trace.name))]
     with progress({trace.name: len(configs)}, "fleets") as advance:
-        for at, result in run_all(simulate_fleet, trace, configs, processes):
-            results[at] = result
-            advance(trace.name)
-    return [results[at] for at in range(len(configs))]
+        return run_all(simulate_fleet, trace, configs, processes, lambda: advance(trace.name))
 
 
 def print_fleets(trace: Trace, results: Sequence[FleetResult], prices: Prices, *, is_wide: bool = False) -> None:

@@ -63,12 +63,6 @@ class WayResult:
         """Time to first token of one turn (from 0) of all conversations, or of all turns."""
         return Latency.of([each for each in self.turns if turn is None or each.turn == turn])
 
-    def copied(self, direction: str) -> tuple[int, float]:
-        """(bytes, GB/s) of ``"store"`` or ``"load"``. The rate covers the time of the copies themselves."""
-        num_bytes = int(self.stats.get((f"{direction}_bytes",), 0))
-        seconds = self.stats.get((f"{direction}_seconds",), 0.0)
-        return num_bytes, num_bytes / seconds / 1e9 if seconds else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -91,7 +85,6 @@ class Verdict:
     ``smallest_margin``. If that is well above the rounding, only a wrong block can change a token.
     """
 
-    tokens_compared: int
     differences: tuple[Difference, ...]
     smallest_margin: float
     largest_rounding: float | None
@@ -124,10 +117,6 @@ class Comparison:
 
 
 def _way_as_json(result: WayResult, turns: int) -> dict[str, Any]:
-    copies = {}
-    for direction in ("store", "load"):
-        num_bytes, rate = result.copied(direction)
-        copies[direction] = {"bytes": num_bytes, "gb_per_s": rate}
     return {
         "name": result.name,
         "wall_s": result.wall_s,
@@ -140,7 +129,6 @@ def _way_as_json(result: WayResult, turns: int) -> dict[str, Any]:
         "offloaded_hit_tokens": result.external_hit_tokens,
         "computed_tokens": result.computed_tokens,
         "preemptions": result.preemptions,
-        "copies": copies,
         "metrics": {" ".join(sample): value for sample, value in sorted(result.stats.items())},
     }
 
@@ -185,31 +173,23 @@ def judge(results: Sequence[WayResult]) -> Verdict:
     differences: list[Difference] = []
     margins = [margin for turn in first.turns for margin in turn.margins]
     roundings: list[float] = []
-    compared = 0
     for result in others:
-        found, count = _compare_tokens(first, result)
+        found = _first_differences(first, result)
         differences += found
-        compared += count
         if not found:  # where tokens differ, a wrong block may have moved the logits of earlier tokens too
             roundings.append(_largest_distance(first, result))
-    return Verdict(compared, tuple(differences), min(margins), max(roundings, default=None))
+    return Verdict(tuple(differences), min(margins), max(roundings, default=None))
 
 
-def _compare_tokens(first: WayResult, other: WayResult) -> tuple[list[Difference], int]:
-    """The first difference in each conversation, and how many tokens were compared."""
+def _first_differences(first: WayResult, other: WayResult) -> list[Difference]:
+    """The first of each conversation."""
     differences: dict[int, Difference] = {}
-    compared = 0
     for expected, turn in zip(first.turns, other.turns, strict=True):
-        if turn.conversation in differences:
-            continue
         for index, (wanted, got) in enumerate(zip(expected.tokens, turn.tokens, strict=True)):
-            compared += 1
             if wanted != got:
-                differences[turn.conversation] = Difference(
-                    other.name, turn.conversation, turn.turn, index, expected.margins[index]
-                )
-                break
-    return list(differences.values()), compared
+                found = Difference(other.name, turn.conversation, turn.turn, index, expected.margins[index])
+                differences.setdefault(turn.conversation, found)
+    return list(differences.values())
 
 
 def _largest_distance(first: WayResult, other: WayResult) -> float:

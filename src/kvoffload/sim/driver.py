@@ -172,7 +172,7 @@ def simulate(
         hit = finish(machine.steps(request), clock)
         ttfts_s[request] = clock.now_s - arrival_s
         on_request(request, hit, float(ttfts_s[request]))
-    machine.shutdown()
+    machine.manager.shutdown()  # what is in flight is lost
     stats, hits, block_bytes = machine.manager.get_stats(), machine.hit_blocks, config.block_bytes
     gpu_hits, cpu_hits = hits[DEVICE], hits[HOST]
     disk_hits = hits.total() - gpu_hits - cpu_hits
@@ -313,19 +313,16 @@ class Machine:
         ends = [end_s for tier in self.tiers if (end_s := tier.next_end_s()) is not None]
         return min(ends) if ends else self.clock.now_s + self.config.max_wait_s
 
-    def shutdown(self) -> None:
-        """Ends the machine as an engine that stops does, and loses what is in flight."""
-        self.manager.shutdown()
-
     def die(self) -> None:
         """Loses what is in memory and in flight. Nothing more is written."""
         for tier in self.tiers:
             tier.shutdown()
 
 
-def quantiles(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:
     """Mean, p50, p90, p99 and max; empty for nothing."""
-    if not len(seconds):
+    values = np.asarray(seconds)
+    if not len(values):
         return {}
-    found = {f"p{share}": float(np.percentile(seconds, share)) for share in (50, 90, 99)}
-    return {"mean": float(seconds.mean()), **found, "max": float(seconds.max())}
+    found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+    return {"mean": float(values.mean()), **found, "max": float(values.max())}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
@@ -298,7 +297,7 @@ def ask_what_if(
     trace: Trace,
     changes: Sequence[tuple[str, SimConfig]],
     processes: int | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> list[WhatIf]:
     """What the simulator says of ``changes``: the first as it is, the others by what they would save, most first."""
     report = sweep(trace, [config for _, config in changes], processes, progress)
@@ -313,11 +312,6 @@ def ask_what_if(
         for (change, config), result in zip(changes, report.results, strict=True)
     ]
     return [asked[0], *sorted(asked[1:], key=lambda each: -each.more_tokens)]
-
-
-def percentiles(seconds: Sequence[float]) -> Mapping[str, float]:
-    """p50, p90 and the maximum of some waits."""
-    return {"p50": float(np.percentile(seconds, 50)), "p90": float(np.percentile(seconds, 90)), "max": max(seconds)}
 
 
 def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:

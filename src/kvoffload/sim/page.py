@@ -64,13 +64,10 @@ def pyplot() -> Any:
 
 
 def _png(figure: Any) -> bytes:
-    """With a palette, which takes a third of the bytes."""
-    image = importlib.import_module("PIL.Image")  # matplotlib needs it too
-    drawn, small = io.BytesIO(), io.BytesIO()
+    drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=130)
-    image.open(drawn).convert("RGB").quantize(128).save(small, format="PNG", optimize=True)
     pyplot().close(figure)
-    return small.getvalue()
+    return drawn.getvalue()
 
 
 def _svg(figure: Any) -> str:

@@ -73,7 +73,7 @@ def make_plan(
     max_cpu_blocks: int | None = None,
     max_disk_blocks: int | None = None,
     processes: int | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Plan:
     """The cheapest machine that meets ``goal``.
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from kvoffload.sim.driver import SimResult
-from kvoffload.sim.explain import Explanations, WhatIf, advice_on, percentiles, where_names
+from kvoffload.sim.driver import SimResult, quantiles
+from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
 from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, knee
@@ -337,7 +337,7 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         for cause, tokens in summary.missed.items()
     ]
     waits = [
-        [phase, f"{len(seconds):,}", *map(format_seconds, percentiles(seconds).values())]
+        [phase, f"{len(seconds):,}", *(format_seconds(quantiles(seconds)[name]) for name in ("p50", "p90", "max"))]
         for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1]))
     ]
     sources = [

@@ -42,24 +42,18 @@ def sweep(
     trace: Trace,
     configs: Sequence[SimConfig],
     processes: int | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Report:
     """Runs every configuration on ``trace``, on its whole blocks only. One of them may have no host memory.
 
-    ``progress`` is called after each run with its number of accesses. ``processes`` is the number of runs at a time, by
-    default one per core; with 1 everything runs in this process. It changes neither the results nor their order.
+    ``progress`` is called after each run. ``processes`` is the number of runs at a time, by default one per core; with
+    1 everything runs in this process. It changes neither the results nor their order.
     """
     trace = trace.whole_blocks()
-    results: list[SimResult | None] = [None] * len(configs)
-    for at, result in run_all(simulate, trace, configs, processes):
-        results[at] = result
-        if progress is not None:
-            progress(trace.num_accesses)
-    done = tuple(result for result in results if result is not None)
-    assert len(done) == len(configs)
-    without = next((result for result in done if not result.cpu_blocks), None)
+    results = run_all(simulate, trace, configs, processes, progress)
+    without = next((result for result in results if not result.cpu_blocks), None)
     block_bytes = configs[0].block_bytes if configs else 0
-    done, configs = tuple(each for each in done if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
+    done, configs = tuple(each for each in results if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
     totals = [config.gpu_blocks + config.cpu_blocks + config.disk_blocks for config in configs]
     bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
     rates = [bound / max(trace.num_accesses, 1) for bound in bounds]
@@ -81,12 +75,16 @@ def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
 
 
 def run_all(
-    run: Callable[..., _Result], trace: Trace, configs: Sequence[object], processes: int | None = None
-) -> Iterator[tuple[int, _Result]]:
-    """(index, ``run(trace, config, keys=...)``) of every configuration, as they end. ``run`` is a function of a
-    module."""
-    with runner(run, trace, num_processes(processes, len(configs))) as run_each:
-        yield from run_each(configs)
+    run: Callable[..., _Result],
+    trace: Trace,
+    configs: Sequence[object],
+    processes: int | None,
+    progress: Callable[[], object],
+) -> list[_Result]:
+    """``run(trace, config, keys=...)`` of every configuration. ``run`` is a function of a module. ``progress`` is
+    called as each of them ends."""
+    with runner(run, trace, num_processes(processes, len(configs)), progress) as run_each:
+        return run_each(configs)
 
 
 def num_processes(processes: int | None, num_configs: int) -> int:
@@ -96,22 +94,28 @@ def num_processes(processes: int | None, num_configs: int) -> int:
 
 @contextmanager
 def runner(
-    run: Callable[..., _Result], trace: Trace, processes: int
-) -> Iterator[Callable[[Sequence[object]], Iterator[tuple[int, _Result]]]]:
+    run: Callable[..., _Result], trace: Trace, processes: int, progress: Callable[[], object]
+) -> Iterator[Callable[[Sequence[object]], list[_Result]]]:
     """What ``run_all`` does with configurations, again and again in the same processes."""
+
+    def noted(result: _Result) -> _Result:
+        progress()
+        return result
+
     if processes == 1:
         keys = trace.keys()
         with without_advice():
-            yield lambda configs: ((at, run(trace, config, keys=keys)) for at, config in enumerate(configs))
+            yield lambda configs: [noted(run(trace, config, keys=keys)) for config in configs]
         return
     # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
 
-        def run_each(configs: Sequence[object]) -> Iterator[tuple[int, _Result]]:
-            futures = {pool.submit(_replay, run, config): at for at, config in enumerate(configs)}
+        def run_each(configs: Sequence[object]) -> list[_Result]:
+            futures = [pool.submit(_replay, run, config) for config in configs]
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                noted(future.result())
+            return [future.result() for future in futures]
 
         try:
             yield run_each

@@ -12,21 +12,19 @@ import random
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
-from kvoffload.testing.store_contract import block_of
+from kvoffload.testing.store_contract import StoreCalls, at_once, block_of
 from kvoffload.tiering.stores.base import BlockStore
 
 
-class SharedStoreContract(ABC):
+class SharedStoreContract(StoreCalls, ABC):
     """The tests. A host may see late what another did, as ``contains`` and ``scan`` tell it, but what it reads is right
     at once: the block, or a miss where it is gone."""
-
-    block_bytes = 512
 
     @abstractmethod
     def make_host(self, directory: Path, number: int) -> BlockStore:
@@ -85,7 +83,7 @@ class SharedStoreContract(ABC):
                     if self._read(host, mine[: first + 4]) != self._blocks(mine[: first + 4]):
                         wrong.append("a block was wrong or gone")
 
-            _at_once(work, hosts)
+            at_once(work, enumerate(hosts))
             assert not wrong
             for host in hosts:
                 assert self._read(host, keys) == self._blocks(keys)
@@ -108,7 +106,7 @@ class SharedStoreContract(ABC):
                         case _:
                             self._write(host, some)
 
-            _at_once(work, hosts)
+            at_once(work, enumerate(hosts))
             assert not wrong
             assert [host.stats().corrupt_blocks for host in hosts] == [0, 0, 0], (
                 "a deletion does not count as corruption"
@@ -129,20 +127,3 @@ class SharedStoreContract(ABC):
 
     def _blocks(self, keys: Sequence[OffloadKey]) -> list[bytes | None]:
         return [block_of(key, self.block_bytes) for key in keys]
-
-    def _write(self, host: BlockStore, keys: Sequence[OffloadKey]) -> list[bool]:
-        return host.write(keys, [memoryview(block_of(key, self.block_bytes)) for key in keys])
-
-    def _read(self, host: BlockStore, keys: Sequence[OffloadKey]) -> list[bytes | None]:
-        buffers = [bytearray(self.block_bytes) for _ in keys]
-        answers = host.read_into(keys, [memoryview(buffer) for buffer in buffers])
-        return [bytes(buffer) if answer else None for answer, buffer in zip(answers, buffers, strict=True)]
-
-
-def _at_once(work: Callable[[int, BlockStore], None], hosts: Sequence[BlockStore]) -> None:
-    """Runs ``work`` for each host in a thread of its own, with the host's number, and waits for all."""
-    threads = [threading.Thread(target=work, args=one) for one in enumerate(hosts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

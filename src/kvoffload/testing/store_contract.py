@@ -15,7 +15,7 @@ import hashlib
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,10 +29,33 @@ def block_of(key: OffloadKey, num_bytes: int) -> bytes:
     return hashlib.shake_128(key).digest(num_bytes)
 
 
-class BlockStoreContract(ABC):
-    """The tests. A subclass may set ``block_bytes`` to what its store needs."""
+def at_once(work: Callable[..., None], arguments: Iterable[tuple[object, ...]]) -> None:
+    """Calls ``work`` with each of ``arguments`` in a thread of its own, and waits for all."""
+    threads = [threading.Thread(target=work, args=each) for each in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class StoreCalls:
+    """Calls of a store with the only bytes that each key may have."""
 
     block_bytes = 512
+
+    def _write(self, store: BlockStore, keys: Sequence[OffloadKey]) -> list[bool]:
+        return store.write(keys, [memoryview(block_of(key, self.block_bytes)) for key in keys])
+
+    def _read(self, store: BlockStore, keys: Sequence[OffloadKey]) -> list[bytes | None]:
+        buffers = [bytearray(b"\xa5" * self.block_bytes) for _ in keys]
+        answers = store.read_into(keys, [memoryview(buffer) for buffer in buffers])
+        assert len(answers) == len(keys)
+        return [bytes(buffer) if answer else None for buffer, answer in zip(buffers, answers, strict=True)]
+
+
+class BlockStoreContract(StoreCalls, ABC):
+    """The tests. A subclass may set ``block_bytes`` to what its store needs."""
+
     has_scan = True
     """Whether ``scan`` finds all blocks of an earlier process."""
 
@@ -142,11 +165,7 @@ class BlockStoreContract(ABC):
                 if store.contains(mine) != [True] * len(mine):
                     wrong.append(mine[0])
 
-            threads = [threading.Thread(target=work, args=(3 * index,)) for index in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            at_once(work, [(3 * index,) for index in range(4)])
             assert not wrong
             self._check(store, keys)
 
@@ -223,15 +242,6 @@ class BlockStoreContract(ABC):
                 yield store, Path(name)
             finally:
                 store.close()
-
-    def _write(self, store: BlockStore, keys: Sequence[OffloadKey]) -> list[bool]:
-        return store.write(keys, [memoryview(block_of(key, self.block_bytes)) for key in keys])
-
-    def _read(self, store: BlockStore, keys: Sequence[OffloadKey]) -> list[bytes | None]:
-        buffers = [bytearray(b"\xa5" * self.block_bytes) for _ in keys]
-        answers = store.read_into(keys, [memoryview(buffer) for buffer in buffers])
-        assert len(answers) == len(keys)
-        return [bytes(buffer) if answer else None for buffer, answer in zip(buffers, answers, strict=True)]
 
     def _check(self, store: BlockStore, keys: Sequence[OffloadKey]) -> None:
         assert self._read(store, keys) == [block_of(key, self.block_bytes) for key in keys]

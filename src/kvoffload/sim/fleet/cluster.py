@@ -42,13 +42,12 @@ def simulate_fleet(
     keys: Sequence[OffloadKey] | None = None,
     router: Router | None = None,
     on_request: Callable[[int, int, Hit, float], object] | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> FleetResult:
     """Replays ``trace`` on the fleet. The same input gives the same result.
 
     ``router`` overrides the configuration's. ``on_request`` is called with a request's index, its server, its hit and
-    the time, when a server is done with it: its first token. ``progress`` is called with the number of blocks of each
-    request that is done.
+    the time, when a server is done with it: its first token. ``progress`` is called after each request that is done.
     """
     keys = trace.keys() if keys is None else keys
     with _without_collections():
@@ -95,7 +94,7 @@ class _Replay:
         keys: Sequence[OffloadKey],
         router: Router | None,
         on_request: Callable[[int, int, Hit, float], object] | None,
-        progress: Callable[[int], object] | None,
+        progress: Callable[[], object],
     ) -> None:
         self._trace, self._config, self._keys = trace, config, keys
         self._num_whole = trace.num_whole
@@ -147,7 +146,7 @@ class _Replay:
             self._arrive(request, time_s, stage=0)
         self._run_until(float("inf"))
         for member in self._members:
-            member.machine.shutdown()
+            member.machine.manager.shutdown()
         return self._result()
 
     def _push(self, time_s: float, kind: _Kind, number: int, life: int = 0) -> None:
@@ -229,8 +228,8 @@ class _Replay:
             self._on_request(request, number, hit, time_s)
         if is_first and self._config.prefill_servers:
             self._arrive(request, time_s, stage=1)
-        elif self._progress is not None:
-            self._progress(len(self._trace.blocks(request)))
+        else:
+            self._progress()
 
     def _leave(self, member: _Member, request: int) -> None:
         member.state.requests -= 1
@@ -291,7 +290,7 @@ class _Replay:
             duration_s=max(self._end_s - float(trace.times_s[0]), 1e-9) if len(trace) else 0.0,
             prefill_s=sum(server.prefill_s for server in servers),
             ttft_s=quantiles(self._ttfts),
-            handover_s=quantiles(np.array(self._handovers)),
+            handover_s=quantiles(self._handovers),
             stored_blocks=index.num_stored - index.num_evicted if index else 0,
             outages=tuple(self._outages()),
         )

@@ -50,7 +50,7 @@ def make_fleet_plan(
     least: int,
     most: int,
     processes: int | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
 ) -> FleetPlan:
     """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
 
@@ -62,23 +62,16 @@ def make_fleet_plan(
     results: list[FleetResult] = []
     chosen: FleetResult | None = None
     wave = num_processes(processes, len(cells))
-    with runner(simulate_fleet, trace, wave) as run_each:
-
-        def replay(batch: Sequence[FleetConfig]) -> None:
-            for _, result in sorted(run_each(batch), key=lambda each: each[0]):
-                results.append(result)
-                if progress is not None:
-                    progress(1)
-
+    with runner(simulate_fleet, trace, wave, progress) as run_each:
         while cells and chosen is None:
-            replay(cells[:wave])
+            results += run_each(cells[:wave])
             cells = cells[wave:]
             chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
         if chosen is not None:
             low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
             while chosen.config.servers - low > 1:
                 middle = (low + chosen.config.servers) // 2
-                replay([replace(chosen.config, servers=middle)])
+                results += run_each([replace(chosen.config, servers=middle)])
                 if goal.is_met(results[-1]):
                     chosen = results[-1]
                 else:
