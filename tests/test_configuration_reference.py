@@ -22,11 +22,11 @@ def test_the_page_is_that_of_the_declarations(reference) -> None:
     )
 
 
-def test_the_table_of_series_is_that_of_the_metrics(reference) -> None:
+def test_the_tables_of_causes_and_series_are_those_of_the_code(reference) -> None:
     assert (ROOT / "docs" / "operating.md").read_text() == reference["operating"](), (
         "run scripts/configuration-reference"
     )
-    assert "`hit_tokens` | counter |" in reference["operating"]()
+    assert "`hit_tokens_total` |" in reference["operating"]()
 
 
 def test_a_key_without_a_word_on_its_default_is_refused(reference) -> None:
