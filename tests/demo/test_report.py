@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import io
-
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("rich")
-from rich.console import Console
-
 from kvoffload.config import parse_config
 from kvoffload.demo.comparison import Comparison, Difference, Verdict, WayResult
-from kvoffload.demo.report import disk_tokens, print_comparison, print_setting, verdict_lines
+from kvoffload.demo.report import disk_tokens, latency_table, setting_lines, tokens_table, verdict_lines
 from kvoffload.demo.workload import ChatWorkload, Turn
 from kvoffload.engines.reference import EngineOptions
 
@@ -24,31 +19,25 @@ def way(name: str, seconds: float, disk_hits: int = 0) -> WayResult:
     return WayResult(name, turns, 1.5, 100, 0, stats)
 
 
-def text_of(*results: WayResult) -> str:
-    comparison = Comparison(CHAT, EngineOptions(), results, Verdict((), 0.5, 1e-6))
-    console = Console(file=io.StringIO(), width=100)
-    print_comparison(console, comparison)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def comparison_of(*results: WayResult) -> Comparison:
+    return Comparison(CHAT, EngineOptions(), results, Verdict((), 0.5, 1e-6))
 
 
 def test_tables_name_the_ways_the_speed_up_and_the_disk_only_where_it_was_read() -> None:
     ways = way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1)
-    text = text_of(*ways)
-    assert "2.0x" in text
-    assert "device cache" in text
-    assert "disk" not in text
-    assert "Identical: all 3 ways" in text
-    text = text_of(*ways[:2], way("offloading", 0.1, disk_hits=20))
-    assert "disk" in text
-    assert "10.0 %" in text
+    latencies = latency_table(comparison_of(*ways))
+    assert latencies.headings == ["turn", "no cache", "device cache", "offloading", "vs device"]
+    assert [(row[0], row[-1]) for row in latencies.rows] == [("1", "2.0x"), ("2", "2.0x"), ("all", "2.0x")]
+    assert "disk" not in tokens_table(comparison_of(*ways)).headings
+    table = tokens_table(comparison_of(*ways[:2], way("offloading", 0.1, disk_hits=20)))
+    assert [row[table.headings.index("disk")] for row in table.rows] == ["0.0 %", "0.0 %", "10.0 %"]
+    assert "Identical: all 3 ways" in verdict_lines(Verdict((), 0.5, 1e-6), 3)[0]
 
 
 def test_what_was_not_recomputed_are_the_hits_of_all_tiers() -> None:
-    text = text_of(way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1, disk_hits=20))
-    (row,) = [line for line in text.splitlines() if "offloading" in line and line.rstrip(" │").endswith("1.5 s")]
-    shares, counts = ["20.0", "%", "20.0", "%", "10.0", "%"], ["100", "100"]
-    assert row.replace("│", " ").split() == ["offloading", *shares, *counts, "1.5", "s"]
+    ways = way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1, disk_hits=20)
+    *_, row = tokens_table(comparison_of(*ways)).rows
+    assert row == ["offloading", "20.0 %", "20.0 %", "10.0 %", "100", "100", "1.5 s"]
 
 
 def test_tokens_from_disk_are_at_most_the_hits() -> None:
@@ -66,11 +55,8 @@ def test_a_difference_is_named_with_what_it_can_mean() -> None:
 
 
 def test_the_setting_says_how_much_fits_where() -> None:
-    console = Console(file=io.StringIO(), width=100)
     config = parse_config({"cpu_bytes_to_use": "1MiB", "eviction_policy": "lru"})
-    print_setting(console, "a model", "cpu", CHAT, EngineOptions(num_blocks=5, block_tokens=10), config)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
+    lines = setting_lines("a model", "cpu", CHAT, EngineOptions(num_blocks=5, block_tokens=10), config)
     assert lines[1].endswith("1 at a time; 100 tokens in the end")
     assert "room for 50 tokens, 50 % of them" in lines[2]
     assert "1 MiB of host memory, policy lru" in lines[3]

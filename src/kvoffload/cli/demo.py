@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from kvoffload.cli.output import Json, check_out, print_json, progress, write_drawn
+from kvoffload.cli.output import Json, check_out, print_json, print_table, progress, write_drawn
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.demo.chart import chart
-from kvoffload.demo.report import print_comparison, print_setting
+from kvoffload.demo.report import latency_table, setting_lines, tokens_table, verdict_lines
 from kvoffload.errors import MissingExtraError
 
 
@@ -73,17 +72,18 @@ def demo(
     setup.check_length(workload, llm)
     options = setup.engine_options(workload, device_tokens)
     config = setup.offloading_config(llm, workload, policy, disk, disk_gib)
-    console = Console(quiet=as_json)
-    print_setting(console, llm.name_or_path, device, workload, options, config)
+    if not as_json:
+        print(*setting_lines(llm.name_or_path, device, workload, options, config), "", sep="\n")
     ways = setup.ways_of(config)
     with progress({way.name: workload.num_turns for way in ways}, "turns") as advance:
         comparison = compare(llm, options, ways, workload, lambda name, _: advance(name))
-    print_comparison(console, comparison)
     figures = comparison.as_json()
     if as_json:
         print_json(figures)
+    else:
+        print_table(latency_table(comparison), "Time to first token, ms: median (95th percentile)", is_wide=True)
+        print_table(tokens_table(comparison), "\nPrompt tokens: hit rate by tier", is_wide=True)
+        print("", *verdict_lines(comparison.verdict, len(comparison.results)), sep="\n")
     write_drawn(out, figures, lambda _: chart(figures).encode())
-    for path in out or ():
-        console.print(f"Written: {path}.", highlight=False, soft_wrap=True)
     if not comparison.verdict.identical:
         raise typer.Exit(1)

@@ -80,8 +80,7 @@ def top(
                 views.append(compare(last, now))
                 last = now
                 if as_json:
-                    print(json.dumps(_plain(asdict(views[-1]))))
-                    sys.stdout.flush()
+                    print(json.dumps(asdict(views[-1])), flush=True)
                 else:
                     show(draw(views))
                 if once:
@@ -242,39 +241,27 @@ def compare(before: Snapshot, after: Snapshot) -> View:
             waits[f"{label} p{percent}"] = quantile(buckets, percent / 100)
     total = after.total("lookup_tokens")
 
-    def share_of_all(tier: str) -> float | None:
-        return after.total("tier_hit_tokens", tier) / total if total else None
-
-    blocks = after.total("primary_blocks")
-    used = after.total("primary_blocks_used")
-    host = TierView(
-        "host memory",
-        share(grown("tier_hit_tokens", HOST)),
-        share_of_all(HOST),
-        grown("load_bytes") / seconds,
-        grown("store_bytes") / seconds,
-        used / blocks if blocks else None,
-        used,
-        after.total("jobs_in_flight"),
-        0,
-    )
-    tiers = [host]
-    for (name,) in after.series.get("tier_healthy", {}):
-        quota, bytes_used = after.total("tier_quota_bytes", name), after.total("tier_bytes", name)
-        tiers.append(
-            TierView(
-                name,
-                share(grown("tier_hit_tokens", name)),
-                share_of_all(name),
-                grown("tier_io_bytes", name, "read") / seconds,
-                grown("tier_io_bytes", name, "write") / seconds,
-                bytes_used / quota if quota and math.isfinite(quota) else None,
-                bytes_used,
-                after.total("tier_queued_blocks", name),
-                after.total("tier_breaker_trips", name),
-                tuple(_off(after, name)),
-            )
+    def view(name: str, read: float, written: float, used: float, room: float, queued: float) -> TierView:
+        return TierView(
+            "host memory" if name == HOST else name,
+            share(grown("tier_hit_tokens", name)),
+            after.total("tier_hit_tokens", name) / total if total else None,
+            read / seconds,
+            written / seconds,
+            used / room if room and math.isfinite(room) else None,
+            used,
+            queued,
+            after.total("tier_breaker_trips", name),
+            tuple(_off(after, name)),
         )
+
+    stored, loaded = grown("store_bytes"), grown("load_bytes")
+    used, blocks = after.total("primary_blocks_used"), after.total("primary_blocks")
+    tiers = [view(HOST, loaded, stored, used, blocks, after.total("jobs_in_flight"))]
+    for (name,) in after.series.get("tier_healthy", {}):
+        read, written = (grown("tier_io_bytes", name, direction) for direction in ("read", "write"))
+        used, quota = after.total("tier_bytes", name), after.total("tier_quota_bytes", name)
+        tiers.append(view(name, read, written, used, quota, after.total("tier_queued_blocks", name)))
     problems = {"tiers off": float(sum(bool(tier.off) for tier in tiers)), "disks out": after.total("tier_disk_out")}
     problems |= {name: grown(*sample) for name, sample in _PROBLEMS.items()}
     return View(
@@ -321,15 +308,6 @@ def quantile(cumulative: Mapping[str, float], share: float) -> float | None:
             return lower + (upper - lower) * (wanted - below) / (count - below) if count > below else upper
         lower, below = upper, count
     return lower
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with infinities and the like as ``None``, which JSON lacks."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --------------------------------------------------------------------------------------------------------- the picture

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's figures as tables, at most 100 columns wide."""
+"""The demo's figures as tables and sentences, at most 100 columns wide."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from kvoffload.config import OffloadingConfig
 from kvoffload.metrics import HOST
+from kvoffload.sim.table import Table
 from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,14 +18,9 @@ if TYPE_CHECKING:
 _MOST_DIFFERENCES = 5
 
 
-def print_setting(
-    console: Console,
-    model_name: str,
-    device: str,
-    workload: ChatWorkload,
-    options: EngineOptions,
-    config: OffloadingConfig,
-) -> None:
+def setting_lines(
+    model_name: str, device: str, workload: ChatWorkload, options: EngineOptions, config: OffloadingConfig
+) -> list[str]:
     total = workload.conversations * workload.longest_tokens
     pool = options.num_blocks * options.block_tokens
     chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
@@ -35,41 +28,23 @@ def print_setting(
     if config.secondary_tiers:
         tier = config.secondary_tiers[0]
         below += f"; {format_bytes(tier['max_bytes'])} of disk, {tier['path']}"
-    for line in (
-        f"[bold]{model_name}[/bold] on {device}",
+    return [
+        f"{model_name} on {device}",
         f"  chat        {chat}; {total:,} tokens in the end",
         f"  device      room for {pool:,} tokens, {100 * pool // total} % of them",
         f"  offloading  {below}",
-    ):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print()
-
-
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    for table in (latency_table(comparison), tokens_table(comparison)):
-        console.print(table)
-        console.print()
-    for line in verdict_lines(comparison.verdict, len(comparison.results)):
-        console.print(line, highlight=False, soft_wrap=True)
+    ]
 
 
 def latency_table(comparison: Comparison) -> Table:
     """A row per turn, a column per way. The last column is the speed-up of offloading over the device's own cache."""
-    results = comparison.results
-    table = Table(title="Time to first token, ms: median (95th percentile)", title_justify="left")
-    table.add_column("turn")
-    for result in results:
-        table.add_column(result.name, justify="right")
-    table.add_column("vs device", justify="right")
+    rows = []
     turns: list[int | None] = [*range(comparison.workload.turns), None]
     for turn in turns:
-        latencies = [result.latency(turn) for result in results]
+        latencies = [result.latency(turn) for result in comparison.results]
         gain = latencies[1].median_s / latencies[2].median_s
-        name = "all" if turn is None else str(turn + 1)
-        if turn is None:
-            table.add_section()
-        table.add_row(name, *(_latency(each) for each in latencies), f"{gain:.1f}x")
-    return table
+        rows.append(["all" if turn is None else str(turn + 1), *map(_latency, latencies), f"{gain:.1f}x"])
+    return Table(["turn", *(result.name for result in comparison.results), "vs device"], rows)
 
 
 def _latency(latency: Latency) -> str:
@@ -78,24 +53,15 @@ def _latency(latency: Latency) -> str:
 
 def tokens_table(comparison: Comparison) -> Table:
     """Where each way's prompt tokens came from, and how long the way took."""
-    table = Table(title="Prompt tokens: hit rate by tier", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    has_disk = any(map(disk_tokens, comparison.results))
-    for name in ("device", "host memory", *(["disk"] if has_disk else []), "not recomputed", "computed", "took"):
-        table.add_column(name, justify="right")
+    rows = []
     for result in comparison.results:
-        prompt = result.prompt_tokens
-        disk = disk_tokens(result)
-        hits = [result.device_hit_tokens, result.external_hit_tokens - disk, *([disk] if has_disk else [])]
+        prompt, disk = result.prompt_tokens, disk_tokens(result)
+        hits = result.device_hit_tokens, result.external_hit_tokens - disk, disk
         cached = result.device_hit_tokens + result.external_hit_tokens
-        table.add_row(
-            result.name,
-            *(f"{100 * hit / prompt:.1f} %" for hit in hits),
-            f"{cached:,}",
-            f"{prompt - cached:,}",
-            f"{result.wall_s:.1f} s",
-        )
-    return table
+        shares = (f"{100 * hit / prompt:.1f} %" for hit in hits)
+        rows.append([result.name, *shares, f"{cached:,}", f"{prompt - cached:,}", f"{result.wall_s:.1f} s"])
+    table = Table(["way", "device", "host memory", "disk", "not recomputed", "computed", "took"], rows)
+    return table if any(map(disk_tokens, comparison.results)) else table.without(["disk"])._replace(left_out=())
 
 
 def disk_tokens(result: WayResult) -> int:
@@ -114,7 +80,7 @@ def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
         worth = (
             "only a wrong block could have changed a token." if verdict.is_sharp else "rounding could have flipped it."
         )
-        return [f"[green]Identical:[/green] all {ways} ways generated the same tokens.", facts, f"  {worth}"]
+        return [f"Identical: all {ways} ways generated the same tokens.", facts, f"  {worth}"]
     first = [
         f"  {each.way}: conversation {each.conversation + 1}, turn {each.turn + 1}, token {each.token + 1}, "
         f"won by {each.margin:.1g}"
@@ -122,4 +88,4 @@ def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
     ]
     worth = "no rounding does this, a block was wrong." if verdict.is_sharp else "rounding may have done this."
     count = len(verdict.differences)
-    return [f"[red]Different tokens[/red] in {count} conversations, first at:", *first, facts, f"  {worth}"]
+    return [f"Different tokens in {count} conversations, first at:", *first, facts, f"  {worth}"]
