@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffload.sim.driver import SimResult, quantiles
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
-from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
+from kvoffload.sim.fleet.config import FleetConfig, Prices
 from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
@@ -119,13 +119,9 @@ def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         if result.policy == policy:
             known = found.get(result.cpu_blocks)
-            if known is None or _rank(known[0]) <= _rank(result):
+            if known is None or (known[0].disk_blocks, known[0].hit_rate) <= (result.disk_blocks, result.hit_rate):
                 found[result.cpu_blocks] = result, bound
     return [found[size] for size in sorted(found)]
-
-
-def _rank(result: SimResult) -> tuple[int, float]:
-    return result.disk_blocks, result.hit_rate
 
 
 def best_policy(report: Report) -> str:
@@ -162,14 +158,10 @@ def _identity(config: FleetConfig) -> dict[str, str]:
             f"{name} link": f"{store.server_bytes_per_s / 1e9:g} GB/s" if store else "-",
             f"{name} store": f"{store.store_bytes_per_s / 1e9:g} GB/s" if store else "-",
             f"{name} latency": format_seconds(store.latency_s) if store else "-",
-            f"{name} ttl": _ttl(store) if store else "-",
+            f"{name} ttl": "-" if not store else f"{store.ttl_s:g} s" if store.ttl_s < math.inf else "endless",
             f"{name} away": "; ".join(f"{begin:g}-{end:g} s" for begin, end in store.away) or "never" if store else "-",
         }
     return found
-
-
-def _ttl(store: SharedStore) -> str:
-    return f"{store.ttl_s:g} s" if store.ttl_s < math.inf else "endless"
 
 
 def _identities(results: Sequence[FleetResult]) -> tuple[list[dict[str, str]], dict[str, str]]:

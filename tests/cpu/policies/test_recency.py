@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.cpu.policies.base import BlockStatus
-from kvoffload.cpu.policies.recency import RecencyList
+from kvoffload.cpu.policies.recency import RecencyList, Sweep
 from kvoffload.testing import key, keys
 
 
@@ -25,7 +25,7 @@ def add(recency: RecencyList, number: int) -> None:
 
 
 def evict(recency: RecencyList, n: int, *protected: int) -> list[int] | None:
-    sweep = recency.sweep(set(keys(*protected)))
+    sweep = Sweep(recency, set(keys(*protected)))
     if sweep.take(n) < n:
         sweep.undo()
         return None

@@ -155,11 +155,11 @@ class ARCCachePolicy(CachePolicy):
 
     def _evict(self, from_recent: int, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """``n`` blocks, ``from_recent`` of them from T1 and the others from T2, as far as either has them."""
-        recent = self.recent.sweep(protected)
+        recent = Sweep(self.recent, protected)
         missing = n - recent.take(from_recent)
         if not missing:
             return self._commit(recent, self.recent_ghosts)
-        frequent = self.frequent.sweep(protected)
+        frequent = Sweep(self.frequent, protected)
         missing -= frequent.take(missing)
         if missing and len(recent.victims) == from_recent:
             missing -= recent.take(missing)
@@ -176,7 +176,7 @@ class ARCCachePolicy(CachePolicy):
 
         The first ``len(incoming) - n`` keys have free slots.
         """
-        recent, frequent = self.recent.sweep(protected), self.frequent.sweep(protected)
+        recent, frequent = Sweep(self.recent, protected), Sweep(self.frequent, protected)
         t1, b1 = len(self.recent), len(self.recent_ghosts)
         t2, b2 = len(self.frequent), len(self.frequent_ghosts)
         target, capacity = self.target, self._capacity

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvoffload.base import NextUse, OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, CachePolicy, Victims
-from kvoffload.cpu.policies.recency import RecencyList
+from kvoffload.cpu.policies.recency import RecencyList, Sweep
 
 
 class LRUCachePolicy(CachePolicy):
@@ -56,7 +56,7 @@ class LRUCachePolicy(CachePolicy):
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         if not n:
             return []
-        sweep = self.recency.sweep(protected)
+        sweep = Sweep(self.recency, protected)
         if sweep.take(n) < n:
             sweep.undo()
             return None

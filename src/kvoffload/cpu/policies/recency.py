@@ -97,9 +97,6 @@ class RecencyList:
             return returned[:n]
         return returned + list(islice((key for key, block in self.blocks.items() if block.pins == 0), missing))
 
-    def sweep(self, protected: Collection[OffloadKey]) -> Sweep:
-        return Sweep(self, protected)
-
     def check_invariants(self) -> None:
         assert not self.blocks.keys() & self.skipped.keys()
         ranks = [skipped.rank for skipped in self.skipped.values()]

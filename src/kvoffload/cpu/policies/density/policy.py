@@ -250,7 +250,7 @@ class DensityCachePolicy(CachePolicy):
                 fronts[class_] = self._front(head, class_)
         if len(victims) < n:
             for entry in {id(block.policy_state): block.policy_state for block in victims}.values():
-                self._log_of(entry).put_back(entry, victims)
+                self._logs[entry.class_].put_back(entry, victims)
             self._forget_fronts()
         if protected:
             for log in logs:
@@ -262,9 +262,6 @@ class DensityCachePolicy(CachePolicy):
         deque(map(self._blocks.__delitem__, keys), maxlen=0)
         self._past_uses.remember(keys, classes)
         return list(zip(keys, victims))
-
-    def _log_of(self, entry: Chunk | Skipped) -> UseLog:
-        return self._logs[entry.class_]
 
     def _forget_fronts(self) -> None:
         self._fronts[:] = [None] * len(self._logs)
@@ -318,7 +315,7 @@ class DensityCachePolicy(CachePolicy):
                 if key in waiting:
                     one = waiting.pop(key)
                     if one.block.policy_state is one:
-                        self._log_of(one).queue(one)
+                        self._logs[one.class_].queue(one)
                         self._fronts[one.class_] = None
 
     def get_stats(self) -> Stats:
