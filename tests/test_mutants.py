@@ -50,6 +50,20 @@ def test_a_fault_takes_the_tests_that_execute_its_line_those_of_the_quickest_fil
     ]  # fmt: skip
 
 
+def test_what_only_a_real_engine_runs_is_its_lanes(tmp_path) -> None:
+    ours, theirs, shared = (
+        next(mutant for mutant in mutants_of(SRC / path) if mutant.statement)
+        for path in ("cpu/manager.py", "engines/vllm/connector.py", "engines/vllm/layout.py")
+    )
+    (tmp_path / "output").touch()
+    lines = CoverageData(str(tmp_path / "lines"))
+    lines.set_context("tests/engines/vllm/test_layout.py::test_one|run")
+    lines.add_lines({str(shared.path.relative_to(ROOT)): [shared.line]})
+    lines.write()
+    suite = Map(tmp_path)
+    assert [suite.lane_of(mutant) for mutant in (ours, theirs, shared)] == [None, "make test-vllm", None]
+
+
 def test_a_line_that_runs_at_import_takes_the_files_of_its_room_and_those_that_import_it() -> None:
     assert {m.statement for m in mutants_of(SRC / "units.py")} > {0}
     tests = files_for(SRC / "cpu" / "manager.py")
