@@ -209,6 +209,27 @@ class CachePolicyContract:
         self._release_all(driver)
         assert len(driver.drain()) == len({*driver.blocks}) or not driver.blocks
 
+    def test_a_block_may_be_inserted_alone_and_unannounced(self) -> None:
+        """By ``insert``, where no eviction was told what comes next."""
+        rng = random.Random(13)
+        driver = self.make_driver(6)
+        policy, blocks = driver.policy, driver.blocks
+        for _ in range(200):
+            one = key(rng.randrange(12))
+            if one in blocks:
+                policy.touch([one])
+                continue
+            if len(blocks) == 6:
+                assert driver.evict(1)
+            block = blocks[one] = BlockStatus(0)
+            block.key = one
+            policy.insert(one, block)
+            driver.publish([one])
+            policy.check_invariants()
+            assert len(policy) == len(blocks)
+            assert all(policy.get(each) is blocks[each] for each in blocks)
+        assert {*driver.drain()} == {*blocks} or not blocks
+
     def test_evicted_keys_may_come_back(self) -> None:
         driver = self.make_driver(2)
         driver.store(keys(1, 2))

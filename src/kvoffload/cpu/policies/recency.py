@@ -45,9 +45,6 @@ class RecencyList:
     def __len__(self) -> int:
         return len(self.blocks) + len(self.skipped)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.blocks or key in self.skipped
-
     def __iter__(self) -> Iterator[OffloadKey]:
         """Keys, least recently used first. O(n log n) in skipped blocks: for tests and reports."""
         yield from sorted(self.skipped, key=lambda key: self.skipped[key].rank)
