@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -14,13 +15,20 @@ from kvoffload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
     OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
     make_offload_key,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.lost_blocks import Loss
+from kvoffload.miss import Miss
+from kvoffload.testing.keys import key, keys
 
 
 @given(st.binary(min_size=0, max_size=64), st.integers(0, 2**32 - 1))
@@ -68,3 +76,38 @@ def test_group_sizes_must_cover_the_blocks() -> None:
         GPULoadStoreSpec([1, 2, 3], [1, 1], [0, 0])
     with pytest.raises(ValueError, match="one entry per group"):
         GPULoadStoreSpec([1, 2], [1, 1], [0])
+
+
+class LeastManager(OffloadingManager):
+    """Only what a manager must have. It has block 1, and block 2 is on its way."""
+
+    def lookup(self, key_: OffloadKey, req_context: ReqContext) -> bool | None:
+        return {key(1): True, key(2): None}.get(key_, False)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        return CPULoadStoreSpec([0])
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        pass
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        return None
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        pass
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+
+def test_a_manager_that_has_no_options_knows_and_tells_nothing() -> None:
+    manager, context, asked = LeastManager(), ReqContext("r"), keys(1, 2, 3, 4)
+    assert manager.lookup_prefix(asked, context) == [True, None, False]
+    assert manager.peek(asked, context) == [None] * 4, "it may have them"
+    assert manager.holds(asked) == [False] * 4
+    assert manager.explain(asked, context) == [Loss(Miss.NEW)] * 4
+    assert [*manager.take_events()] == [*manager.weighed(context)] == []
+    assert manager.get_stats() == manager.sources(context) == {}
+    assert manager.has_pending_work() is False

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, parse_config, parse_struct
+from kvoffload.config import DEFAULTS, EngineLayout, GroupKind, KVGroupLayout, RankSlice, parse_config, parse_struct
 from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvoffload.errors import ConfigError, LayoutError
 
@@ -86,6 +87,26 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         KVGroupLayout(GroupKind.FULL_ATTENTION, 16, 100, lookahead_tokens=-1)
     with pytest.raises(LayoutError, match="hash_block_tokens must be at least 1"):
         EngineLayout(layout(16).groups, hash_block_tokens=0, instance_id="x")
+    for tokens, page_bytes in ((0, 1), (1, 0)):
+        with pytest.raises(LayoutError, match="positive block_tokens and page_bytes"):
+            KVGroupLayout(GroupKind.FULL_ATTENTION, tokens, page_bytes)
+    for window, kind in ((0, GroupKind.SLIDING_WINDOW), (1, GroupKind.FULL_ATTENTION)):
+        with pytest.raises(LayoutError, match="sliding_window_tokens"):
+            KVGroupLayout(kind, 1, 1, sliding_window_tokens=window)
+    KVGroupLayout(GroupKind.SLIDING_WINDOW, 1, 1, sliding_window_tokens=1)
+    for rank in (-1, 1):
+        with pytest.raises(LayoutError, match="outside of 1 ranks"):
+            EngineLayout(layout(16).groups, hash_block_tokens=1, instance_id="x", rank=rank)
+    for part in ((-1, 1), (1, 1), (0, 1, -1, 1), (0, 1, 1, 1)):
+        with pytest.raises(LayoutError, match="one of the slices"):
+            RankSlice(*part)
+    assert RankSlice(1, 2, 1, 2)
+
+
+def test_states_are_those_of_any_group() -> None:
+    state = KVGroupLayout(GroupKind.SINGLE_STATE, 16, 1000)
+    assert not layout(16, 32).has_states
+    assert replace(layout(16), groups=(*layout(16).groups, state)).has_states
 
 
 class Speed(Enum):

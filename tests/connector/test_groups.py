@@ -345,7 +345,7 @@ def test_a_window_loads_what_covers_its_last_tokens() -> None:
     (group,) = geometry(sliding(6))
     assert group.gpu_blocks_for_hit(0, 16) == range(2, 4)  # tokens 11..15
     assert group.gpu_blocks_for_hit(12, 16) == range(3, 4)
-    assert group.gpu_blocks_for_hit(16, 16) == range(0)
+    assert group.gpu_blocks_for_hit(16, 16) == group.blocks_for_hit(16, 16) == range(0)
 
 
 def test_a_state_is_one_gpu_block_whatever_the_size_of_blocks() -> None:

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 import pytest
-from tests.connector.rig import BT, FULL, Request, key
+from tests.connector.rig import BT, FULL, SLIDING, Request, Rig, key
 
-from kvoffload.base import Direction, OffloadPolicy, ReqContext, TransferResult
+from kvoffload.base import Direction, GPULoadStoreSpec, OffloadPolicy, ReqContext, TransferResult
 from kvoffload.config import DEFAULTS, EngineLayout
 from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.jobs import JobRecord, JobTable
-from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.messages import ConnectorMeta, WorkerReport
 from kvoffload.connector.requests import Request as OwnRequest
+from kvoffload.cpu.common import CPULoadStoreSpec
+from kvoffload.metrics import Histogram
 
 
 @pytest.fixture
@@ -122,9 +124,57 @@ def test_the_blocks_of_a_store_are_held_until_it_is_flushed_or_has_ended_on_all_
     assert len(pool.released) == 2
 
 
+def test_an_engine_that_says_so_has_the_sources_of_its_stores_held() -> None:
+    rig, pool = Rig(), Pool()
+    rig.scheduler.hold_sources(pool)
+    meta = rig.admit(Request("r", 2 * BT), [4, 2])
+    assert pool.held == {4: 1, 2: 1}
+    rig.end(*meta.stores)
+    assert pool.released == [(4, 2)]
+
+
 def test_a_load_holds_nothing(table: JobTable, request_state: OwnRequest) -> None:
     table.pool = pool = Pool()
     job = table.begin(Direction.LOAD, request_state, [key(0)], [1, 2])
     table.remove(job)
     assert not pool.held
     assert not pool.released
+
+
+def test_ends_are_counted_by_direction_and_kind_and_what_moved_alone_by_block(request_state: OwnRequest) -> None:
+    table = JobTable(geometry_of(EngineLayout((FULL, SLIDING, FULL), BT, "two"), DEFAULTS), num_ranks=2)
+    stored = table.begin(Direction.STORE, request_state, [key(0), key(1), key(0, 1), key(0, 2)], [1, 2, 3, 4])
+    loaded = table.begin(Direction.LOAD, request_state, [key(0)], [5])
+    stored.submitted = True
+    table.flush_for_blocks([2])
+    assert (table.get_stats()["jobs_in_flight",], table.get_stats()["fenced_jobs",]) == (2, 1)
+    for rank in range(2):
+        table.record(rank, TransferResult(stored.job_id, True, 10, 1.0 + rank))
+        table.record(rank, TransferResult(loaded.job_id, rank == 0, 7, 0.25))
+    seconds = Histogram("store_job_seconds")
+    seconds.observe(1.5)
+    table.check_invariants()
+    assert table.get_stats() == {
+        ("jobs_in_flight",): 0, ("fenced_jobs",): 1,
+        ("load_jobs", "ok"): 0, ("load_jobs", "failed"): 1, ("load_bytes",): 14, ("load_seconds",): 0.5,
+        ("load_blocks", "full_attention"): 0, ("load_blocks", "sliding_window"): 0,
+        ("store_jobs", "ok"): 1, ("store_jobs", "failed"): 0, ("store_bytes",): 20, ("store_seconds",): 3.0,
+        ("store_blocks", "full_attention"): 3, ("store_blocks", "sliding_window"): 1,
+        **seconds.stats(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_load_that_is_cancelled_is_not_sent_and_others_are(
+    table: JobTable, request_state: OwnRequest, is_lost: bool
+) -> None:
+    source = None if is_lost else CPULoadStoreSpec([0])
+    first, second = (
+        table.begin_load(request_state, [], source, GPULoadStoreSpec([block], [1], [0]), [block]) for block in (1, 2)
+    )
+    assert table.cancel_load(first.job_id) is first
+    assert {*table.in_flight} == request_state.job_ids == {second.job_id}
+    meta = table.take(())
+    assert [job.job_id for job in (meta.lost_loads if is_lost else meta.loads)] == [second.job_id]
+    assert table.cancel_load(second.job_id) is None, "the workers have it"
+    assert table.take(()) == ConnectorMeta()

@@ -283,6 +283,14 @@ def test_transfers_of_a_handler_that_cannot_say_what_ended_have_failed_once_it_h
     assert rank.worker.get_report().results == (), "each ends once"
 
 
+@pytest.mark.parametrize("end", [None, (0, True), "0"])
+def test_what_is_no_end_of_a_transfer_is_no_answer(end: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = broken_rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),)))
+    monkeypatch.setattr(rank.handler, "get_finished", lambda: [TransferResult(0, True), end])
+    assert rank.worker.get_report().results == ((3, TransferResult(0, True)),)
+
+
 def test_a_broken_handler_stops_neither_a_step_nor_the_shutdown() -> None:
     rank = broken_rank()
     rank.handler.broken = ("mark_compute", "shutdown")

@@ -23,6 +23,7 @@ from tests.fakes.device import Bytes, page_of
 from tests.fakes.engine import FakeEngine, slices_of
 from tests.fakes.manual_handler import ManualHandler, ManualSpec
 from tests.fakes.request import FakeRequest, Scheduling
+from tests.leaks import kept
 from tests.sizes import by_size
 from tests.stateful.chaos import HASH, LAYOUTS, LENGTHS, MAX_NEW
 
@@ -249,6 +250,10 @@ class Whole:
         for tier in self.tiers:
             begun = Counter(call.req_id for call in tier.calls("on_new_request") if call.req_id not in OWN)
             assert Counter(call.req_id for call in tier.calls("on_request_finished")) == begun
+        self.engine.step()  # the connector knows a step until the next
+        for worker in self.engine.workers:
+            worker.take_load_outcome()
+        assert not kept({f"r{n}" for n in range(self.count)}, self.engine.connector, *self.engine.workers)
 
     # -------------------------------------------------------------------------------------------------- what holds
 

@@ -20,7 +20,7 @@ from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.base import JobResult
 from kvoffload.tiering.manager import TieringOffloadingManager
-from kvoffload.tiering.stores.base import StoreStats
+from kvoffload.tiering.stores.base import DiskStats, StoreStats
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 from kvoffload.tiering.tier import TierLimits
 
@@ -44,6 +44,18 @@ class PanickingStore(StoreWrapper):
 class OnFullDisk(StoreWrapper):
     def stats(self) -> StoreStats:
         return StoreStats(used_bytes=2 * BLOCK_BYTES, max_bytes=10 * BLOCK_BYTES, free_bytes=BLOCK_BYTES)
+
+
+class Telling(StoreWrapper):
+    """Its counts all differ."""
+
+    used_blocks = 3
+
+    def stats(self) -> StoreStats:
+        return StoreStats(
+            self.used_blocks * BLOCK_BYTES, 4, 5, 10 * BLOCK_BYTES, 100 * BLOCK_BYTES, 6,
+            (DiskStats("/a", is_out=True, used_bytes=7, failed_calls=8), DiskStats("/b", is_out=False, used_bytes=9)),
+        )  # fmt: skip
 
 
 class Uncounted(StoreWrapper):
@@ -226,6 +238,39 @@ def test_free_bytes_are_those_of_the_disk_if_it_has_less_than_the_quota(make) ->
     assert rig.stat("tier_free_bytes") == BLOCK_BYTES
 
 
+def test_what_a_store_counts_is_its_tiers(make) -> None:
+    rig = make()
+    rig.store = telling = Telling(rig.store)
+    rig.start()
+    counts = ("bytes", "free_bytes", "quota_bytes", "corrupt_blocks", "evicted_blocks", "other_keys")
+    told = [rig.stat(f"tier_{count}") for count in counts]
+    assert told == [3 * BLOCK_BYTES, 7 * BLOCK_BYTES, 10 * BLOCK_BYTES, 4, 5, 6]
+    counts = ("disk_bytes", "disk_out", "disk_failures")
+    assert [[rig.stat(f"tier_{count}", disk) for count in counts] for disk in ("/a", "/b")] == [[7, 1, 8], [9, 0, 0]]
+    telling.used_blocks = 12
+    assert rig.stat("tier_free_bytes") == 0
+
+
+def test_what_waits_is_counted_by_kind(make) -> None:
+    def waiting() -> list[float]:
+        blocks = [rig.stat("tier_queued_blocks", kind) for kind in ("lookup", "load", "store")]
+        return [*blocks, rig.stat("tier_queued_jobs")]
+
+    rig = make().start()
+    rig.until_scanned()
+    rig.gate.close_gate("contains", "read_into", "write")
+    jobs = [rig.submit(keys_of(1, 2, 3), range(3), load=False), rig.submit(keys_of(4, 5), [4, 5], load=True)]
+    rig.ask(keys_of(6))
+    assert waiting() == [0, 2, 3, 2]
+    rig.step()
+    assert waiting() == [1, 2, 3, 2]
+    rig.gate.open_gate()
+    for job in jobs:
+        rig.wait(job)
+    rig.until_answered()
+    assert waiting() == [0, 0, 0, 0]
+
+
 def test_a_drain_waits_for_results(make) -> None:
     rig = make().start()
     keys = keys_of(*range(40))
@@ -314,6 +359,38 @@ def test_touches_reach_the_store_together_and_rarely(make) -> None:
     assert touches() == 1
     rig.clock.advance(1.5)
     rig.until(lambda: touches() == 10)
+
+
+def test_uses_beyond_a_bound_are_forgotten(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.tier._MAX_TOUCHED", 5)
+    rig = make().start()
+    for seconds in (0, 2):
+        rig.until_idle()
+        rig.clock.advance(seconds)
+        for number in range(4):
+            rig.tier.touch(keys_of(3 * number, 3 * number + 1, 3 * number + 2))
+        rig.step()
+    rig.until_idle()
+    told = [keys for call, keys in rig.store.calls if call == "touch"]
+    assert told == [tuple(keys_of(*range(first, first + 3))) for first in (0, 3)] * 2
+
+
+def test_once_somebody_takes_events_again_those_that_were_dropped_follow(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make()
+    keys = keys_of(*range(9))
+    rig.below(keys)
+    rig.store.resident = set(keys)
+    monkeypatch.setattr("kvoffload.tiering.presence._MIN_EVENT_KEYS", 3)
+    rig.start()
+    while not rig.is_scanned:
+        rig.tier.on_schedule_end()
+        time.sleep(0.001)
+    (lost,) = rig.tier.take_events()
+    assert lost.clears
+    monkeypatch.undo()
+    rig.until_idle()
+    rig.step()
+    assert rig.resident == set(keys)
 
 
 @pytest.mark.parametrize("method", ["contains", "write", "read_into", "scan", "touch", "take_lost", "close"])

@@ -229,3 +229,19 @@ def test_a_reader_without_the_lock_passes_over_a_slab_that_goes() -> None:
         assert second in ResidentKeys(index, lock, same, lambda: iter(()))
     assert index.holds(same(first)) is False
     assert 0 not in index.tables
+
+
+def test_a_lookup_that_is_disturbed_again_and_again_takes_the_lock() -> None:
+    lock = threading.Lock()
+
+    class Busy(SlotIndex):
+        def holds(self, hashed: HashedKey) -> bool | None:
+            return None
+
+        def find(self, hashed: HashedKey) -> int:
+            assert lock.locked()
+            return {LAYOUT.hashed(one): 0, LAYOUT.hashed(two): 1}.get(hashed, -1)
+
+    one, two, three = keys_of(1, 2, 3)
+    resident = ResidentKeys(Busy(), lock, LAYOUT.hashed, lambda: iter(()))
+    assert [each in resident for each in (one, two, three)] == [True, True, False]

@@ -33,7 +33,7 @@ from tests.tiering.stores.redis.strangers import Mute, answering_server
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
-from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis import RedisStore, servers
 from kvoffload.tiering.stores.redis.connector import Address, Connector, Timeouts, parse_url
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.servers import Cluster, slot_of
@@ -414,6 +414,17 @@ def test_nodes_are_those_of_the_map_however_many_there_have_been() -> None:
     assert [str(node.address) for node in slots_of(cluster).nodes] == ["10.0.0.1:7"]
     with pytest.raises(StoreError, match="names 5000 nodes"):
         learn(cluster, Address("10.0.0.1", 1), map_of(*(("10.0.0.1", port) for port in range(1, 5001))))
+
+
+def test_keys_in_slots_that_nobody_serves_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "slot_of", int)
+    cluster = manual_cluster()
+    served = [(9, 10, 2), (1, 3, 1)]
+    learn(cluster, Address("10.0.0.1", 1), [[first, last, [b"10.0.0.1", port]] for first, last, port in served])
+    split = cluster.split([b"%d" % slot for slot in range(16)])
+    assert {node.address.port: [*indexes] for node, indexes in split.items()} == {1: [1, 2, 3], 2: [9, 10]}
+    learn(cluster, Address("10.0.0.1", 1), [[0, 16_383, [b"10.0.0.1", 1]]])
+    assert slots_of(cluster).starts == [0]
 
 
 @pytest.mark.parametrize("kind", ["MOVED", "ASK"])

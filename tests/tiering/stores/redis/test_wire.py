@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.authority import Authority
 
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
@@ -368,3 +372,47 @@ def test_a_reply_that_is_none_is_an_error_without_much_memory(reply: bytes) -> N
 def test_what_a_server_repeats_of_a_command_is_no_part_of_an_error() -> None:
     line = b"-ERR unknown command 'AUTH', with args beginning with: 'engines' 'hunter2' "
     assert error_reply(line) == "ERR unknown command 'AUTH'"
+
+
+def test_over_tls_what_is_sent_and_what_is_received_is_whole(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=authority.ca)
+    server.load_cert_chain(authority.server)
+    near, plain = socket.socketpair()
+    plain.settimeout(60)
+
+    def received(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            data += far.recv(1 << 16)
+        return data
+
+    with ThreadPoolExecutor(1) as other_side:
+        accepted = other_side.submit(server.wrap_socket, plain, server_side=True)
+        opened = open_wire(client.wrap_socket(near, server_hostname="127.0.0.1"))
+        opened.begin(60.0)
+        far = accepted.result()
+        (key,) = keys(0)
+        for size in (SIZE, (1 << 14) - 1, 1 << 14, 1 << 18):
+            block = memoryview(block_of(key, size))
+            expected = encode(b"SET", b"name", bytes(block) + SEALER.seal(key, block)[1], b"NX")
+            arriving = other_side.submit(received, len(expected))
+            Put([b"name"], 10, [key], [block], SEALER, ttl_s=None).send(opened, [0])
+            assert arriving.result() == expected
+
+        kinds = ["hit", "miss", "altered", "hit"] * 12  # of several records
+        wanted = keys(*range(len(kinds)))
+        blocks = [memoryview(bytearray(SIZE)) for _ in kinds]
+        get = Get([bytes(key) for key in wanted], 100, wanted, blocks, SEALER)
+        with answering(far, b"".join(value(index, kind) for index, kind in enumerate(kinds)), [5, 700, 1]):
+            assert get.receive(opened, range(len(kinds))) == [kind == "hit" for kind in kinds]
+        assert [bytes(block) for block in blocks[:4:3]] == [block_of(key, SIZE) for key in wanted[:4:3]]
+
+        opened.begin(0.01)
+        with pytest.raises(TimeoutError):
+            opened.read_line()
+        opened.begin(60.0)
+        far.close()
+        with pytest.raises(ConnectionError):
+            opened.read_line()
+        opened.close()

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of requests that have ended can still be reached."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from logging import Logger
+from types import FunctionType, ModuleType
+
+_STRANGE = (type, ModuleType, Logger)
+
+
+def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
+    """Those of ``ids`` that something reachable from ``roots`` refers to, with the last objects on the way there.
+    Nothing is looked for in classes, modules and the objects of tests."""
+    found: dict[str, str] = {}
+    seen: dict[int, object] = {}
+    todo = [(root, "") for root in roots]
+    while todo:
+        each, way = todo.pop()
+        if isinstance(each, str):
+            if each in ids:
+                found[each] = way
+            continue
+        if id(each) in seen or isinstance(each, _STRANGE):
+            continue
+        seen[id(each)] = each  # alive, so that its number is not another one's
+        kind = type(each)
+        if kind.__module__.startswith(("tests.", "kvoffload.testing")):
+            continue
+        way = f"{way[-200:]} > {kind.__qualname__}"
+        parts = (each.__closure__, each.__defaults__) if isinstance(each, FunctionType) else gc.get_referents(each)
+        todo += [(part, way) for part in parts]
+    return found
