@@ -37,6 +37,7 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(weights, "_loader_of", lambda load_format: "vllm.model_executor")
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
+        monkeypatch.setattr(identity, "installed_version", lambda: "0.32.0")
 
 
 says_what_is_sharded = pytest.mark.skipif(

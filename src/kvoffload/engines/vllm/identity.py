@@ -17,7 +17,7 @@ from kvoffload.engines.facts import UnclearError, facts_of, ropes_in, unknown_fi
 from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
-from kvoffload.engines.vllm.versions import installed_version, untried_version
+from kvoffload.engines.vllm.versions import installed_version
 from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
 from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
@@ -42,6 +42,8 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return {
         "engine": "vllm",
+        # A model may have its KV in another order, or better numbers, in the next version.
+        "version": installed_version(),
         "model": str(model.model),
         "dtype": str(model.dtype).removeprefix("torch."),
         # A worker in this process has rewritten it; the specs of layers say what came of it.
@@ -52,8 +54,6 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "weights": weights_of(vllm_config, config),
-        # What it means by the same options and names was compared with nothing.
-        **({"untried version": installed_version()} if untried_version() is not None else {}),
         **_facts(vllm_config, kv_cache_config, config, is_rank_free),
     }
 
