@@ -79,6 +79,11 @@ def ropes_in(config: Any, is_rope: bool = False) -> Iterator[Mapping[str, Any]]:
             yield from ropes_in(value, is_rope)
 
 
+def rope_types_in(config: Any) -> set[str]:
+    """Those of ``ropes_in``."""
+    return {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
+
+
 def _reason(kind: type, name: str, table: Table) -> str | None:
     for each in kind.__mro__:
         for reason, names in table.get(each.__name__, {}).items():

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 
 from kvoffload.config import GroupKind
 from kvoffload.engines.facts import facts_of
-from kvoffload.engines.reference.engine import FIELDS, EngineOptions
+from kvoffload.engines.reference.engine import FIELDS, Engine, EngineOptions
 from kvoffload.engines.reference.layout import LayerPosition, engine_layout, fingerprint, kv_shape
 from kvoffload.errors import LayoutError
 
@@ -41,6 +42,23 @@ def test_other_families_are_refused_by_name() -> None:
     config.attn_logit_softcapping = 30.0
     with pytest.raises(LayoutError, match="soft-capped"):
         kv_shape(config)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "of a newer transformers"])
+def test_rotary_embeddings_that_follow_the_batch_are_refused(kind: str) -> None:
+    config = tiny_model("llama").config
+    config.rope_parameters = {**config.rope_parameters, "rope_type": kind}
+    with pytest.raises(LayoutError, match=f"{kind} one long request may change"):
+        kv_shape(config)
+
+
+def test_the_code_that_computes_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    identities = []
+    for version in ("5.19.0", "5.20.0"):
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        with Engine(tiny_model("llama")) as engine:
+            identities.append(engine.layout.identity)
+    assert identities[0] != identities[1]
 
 
 def of(model: Any) -> str:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -519,6 +520,18 @@ def test_versions_of_vllm_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         names.append(gpu.namespace())
     assert names[1] == names[3]
     assert len(set(names)) == 3
+
+
+def test_models_that_transformers_computes_are_apart_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are media that it prepares, where a tier may have any."""
+    computed = engine(model_config__registry=registry("vllm.model_executor.models.transformers"))
+    media = {"model_config__multimodal_config": stub("MultiModalConfig")}
+    engines = PLAIN, Engine(media), computed, Engine(media, extra={"media_never_change": True})
+    names = []
+    for version in ("5.19.0", "5.20.0"):
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        names.append([each.namespace() for each in engines])
+    assert [one == other for one, other in zip(*names, strict=True)] == [True, True, False, False]
 
 
 def test_builds_of_compiled_attention_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

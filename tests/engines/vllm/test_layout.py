@@ -14,11 +14,13 @@ import pytest
 import torch
 from tests.engines.vllm.configs import (
     PAGE_BYTES,
+    HFConfig,
     attention,
     chunked,
     know_plain_specs,
     kv_cache_config,
     mamba,
+    registry,
     replayed_window,
     ring,
     says_what_is_sharded,
@@ -105,6 +107,25 @@ def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(chang
     assert check_engine(vllm_config()) == CONFIG
     with pytest.raises(ConfigError, match=words):
         check_engine(vllm_config(**change))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "of a newer transformers"])
+def test_rotary_frequencies_of_the_longest_request_of_a_batch_are_refused(kind: str) -> None:
+    """In transformers' code, unlike in vLLM's own."""
+
+    def config(limit: int, module: str = "vllm.model_executor.models.transformers", **rope: int) -> Any:
+        return vllm_config(
+            model_config__hf_config=HFConfig(rope_parameters={"rope_type": kind, **rope}),
+            model_config__hf_text_config=HFConfig(max_position_embeddings=8192),
+            model_config__registry=registry(module),
+            model_config__max_model_len=limit,
+        )
+
+    check_engine(config(16384, "vllm.model_executor.models.small"))
+    check_engine(config(8192))
+    for wrong in (config(8193), config(8192, original_max_position_embeddings=4096)):
+        with pytest.raises(ConfigError, match=r"equal tokens have unequal KV: set --max-model-len"):
+            check_engine(wrong)
 
 
 def test_a_prefix_cache_that_is_off_alone_is_no_reason() -> None:

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from kvoffload.base import OffloadingSpec
@@ -69,7 +70,11 @@ class Engine:
         use_paged_attention(model)
         shape = kv_shape(model.config)
         weights = [*model.named_parameters(), *model.named_buffers()]
-        identity = {"model": fingerprint(model.config, weights)} | facts_of(options, FIELDS)
+        identity = {
+            "model": fingerprint(model.config, weights),
+            "code": f"transformers {metadata.version('transformers')}",
+        }
+        identity |= facts_of(options, FIELDS)
         # Each group has a pool of its own.
         device_tokens = options.num_blocks * options.block_tokens
         self.layout = engine_layout(shape, options.block_tokens, model.dtype, identity, device_tokens)

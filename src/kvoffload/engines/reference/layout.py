@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout
-from kvoffload.engines.facts import UnclearError, text_of
+from kvoffload.engines.facts import UnclearError, rope_types_in, text_of
 from kvoffload.errors import LayoutError
 
 FAMILIES = ("falcon_h1", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """``model_type``s that the engine computes. A test checks each of them."""
+
+_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
+"""Rope types of which transformers computes a position alike whatever else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,11 @@ def kv_shape(config: Any) -> KVShape:
         )
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "use_bidirectional_attention", None):
         raise LayoutError("The reference engine computes neither soft-capped nor bidirectional attention.")
+    if odd := rope_types_in(config.to_dict()).difference(_ROPES):
+        raise LayoutError(
+            f"The reference engine computes rotary embeddings of the types {', '.join(_ROPES)}; with "
+            f"{', '.join(sorted(odd))} one long request may change those of its whole batch."
+        )
     by_layer = [_window(config, layer) for layer in range(config.num_hidden_layers)]
     windows = tuple(sorted(set(by_layer), key=lambda window: (window is not None, window)))
     seen = [0] * len(windows)

@@ -9,11 +9,12 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.facts import UnclearError, facts_of, ropes_in, unknown_fields
+from kvoffload.engines.facts import UnclearError, facts_of, rope_types_in, unknown_fields
 from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
@@ -28,6 +29,11 @@ _LIMITLESS_ROPE = (
 )
 """Rope types that compute a position the same whatever ``max_model_len`` is. LongRoPE does not. ``dynamic`` does not
 either, in models that take the limit for their largest position."""
+
+_ORIGINAL = "original_max_position_embeddings"
+
+_TRANSFORMERS = ".transformers"
+"""In the names of vLLM's modules whose models are computed by code of transformers."""
 
 _LIMITED_MODELS = ("llama4", "llama4_text", "mllama4")
 """Model types that read ``max_model_len`` themselves: above 32768 Llama 4 scales its queries. ``test_fields`` knows all
@@ -75,6 +81,8 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
             facts["speculative_config.class"] = _class_of(draft)
             # Of the target's limit, too: vLLM bounds the drafter's by it.
             facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
+        if model.multimodal_config is not None and config.media_never_change:
+            facts["media are prepared by"] = _transformers()
         for prefix, part in _parts(vllm_config, config):
             facts |= facts_of(part, FIELDS, prefix)
         facts |= _layers(vllm_config, kv_cache_config, is_rank_free)
@@ -96,10 +104,30 @@ def _class_of(model: Any) -> str:
         registered = model.registry.models[model.architecture]
         kind = getattr(registered, "model_cls", None)
         if kind is not None:
-            return f"{kind.__module__}:{kind.__qualname__}"
-        return f"{registered.module_name}:{registered.class_name}"
+            module, name = kind.__module__, kind.__qualname__
+        else:
+            module, name = registered.module_name, registered.class_name
     except (AttributeError, KeyError) as exc:
         raise UnclearError(f"class of {model.model!r} is not known ({exc!r})") from exc
+    return f"{module}:{name} {_transformers()}" if _TRANSFORMERS in module else f"{module}:{name}"
+
+
+def rope_follows_batch(model: Any) -> bool:
+    """Whether the longest request of a batch may choose the rotary frequencies of all. Code of transformers does so
+    beyond the length that a model was trained for (``dynamic_rope_update``); vLLM's own models do not."""
+    config = model.hf_config.to_dict()
+    try:
+        if rope_types_in(config) <= set(_LIMITLESS_ROPE) or _TRANSFORMERS not in _class_of(model):
+            return False
+    except UnclearError:
+        pass
+    found = (model.hf_text_config.to_dict().get("max_position_embeddings"), *_values_of(config, _ORIGINAL))
+    lengths = [length for length in found if isinstance(length, int)]
+    return not lengths or bool(model.max_model_len > min(lengths))
+
+
+def _transformers() -> str:
+    return f"transformers {metadata.version('transformers')}"
 
 
 def _parts(vllm_config: Any, config: OffloadingConfig) -> Iterator[tuple[str, Any]]:
@@ -184,8 +212,7 @@ def _limit(model: Any) -> str:
     """The longest request, if KV may depend on it; as it was asked for, since vLLM fits it to memory later."""
     config = model.hf_config.to_dict()
     types = set(_values_of(config, "model_type"))
-    ropes = {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
-    if types.isdisjoint(_LIMITED_MODELS) and ropes <= set(_LIMITLESS_ROPE):
+    if types.isdisjoint(_LIMITED_MODELS) and rope_types_in(config) <= set(_LIMITLESS_ROPE):
         return ""
     limit = _longest(model)
     if not types.isdisjoint(_LIMITED_MODELS):

@@ -19,7 +19,7 @@ from kvoffload.engines.vllm.arguments import (
     refuse_routed_experts,
     refuse_transfer,
 )
-from kvoffload.engines.vllm.identity import identity_of
+from kvoffload.engines.vllm.identity import identity_of, rope_follows_batch
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import (
     drafters_are_proven,
@@ -289,6 +289,12 @@ def _refuse_other_answers(vllm_config: Any) -> None:
             "vLLM computes each prompt in one piece here, since chunked prefill and prefix caching are both off, so no "
             "part of one can be loaded: serve this model without kvoffload, or leave out --no-enable-chunked-prefill "
             "and --no-enable-prefix-caching."
+        )
+    if rope_follows_batch(model):
+        raise ConfigError(
+            f"Code of transformers computes this model, with other rotary frequencies while a request of the batch is "
+            f"longer than the model was trained for, so equal tokens have unequal KV: set --max-model-len to that "
+            f"length at most (it is {model.max_model_len}), or serve this model without kvoffload."
         )
     if model.is_diffusion:
         raise ConfigError(
