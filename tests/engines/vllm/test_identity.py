@@ -617,7 +617,7 @@ def test_requests_with_media_are_left_out_where_blocks_outlive_the_process_and_n
     from kvoffload.engines.vllm.connector import _left_out
 
     plain, medium = (
-        SimpleNamespace(mm_features=features, lora_request=None, resumable=False)
+        SimpleNamespace(mm_features=features, lora_request=None, resumable=False, prompt_embeds=None)
         for features in ([], [SimpleNamespace(identifier="0a" * 32)])
     )
     tier = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}
@@ -627,8 +627,40 @@ def test_requests_with_media_are_left_out_where_blocks_outlive_the_process_and_n
         ({"cpu_bytes_to_use": "1MiB"}, False),
         (tier, False),
     ):
-        leaves_out = _left_out(parse_config(extra))
+        leaves_out = _left_out(parse_config(extra), torch.float32)
         assert (leaves_out(plain), leaves_out(medium)) == (False, is_left_out)
+
+
+def test_media_that_vllm_numbers_are_refused_where_others_would_find_them() -> None:
+    """It hashes them for caches of its own alone, and begins to count anew in each server."""
+    media = {"model_config__multimodal_config": stub("MultiModalConfig", mm_processor_cache_gb=0)}
+    numbered, promise = media | {"cache_config__enable_prefix_caching": False}, {"media_never_change": True}
+    Engine(media, extra=promise).namespace()
+    Engine(numbered).namespace()
+    alone = {"cpu_bytes_to_use": "1MiB"} | promise
+    check_engine(vllm_config(**numbered, kv_transfer_config__kv_connector_extra_config=alone))
+    with pytest.raises(ConfigError, match=r"numbers them.*'disk'.*leave out one of the two, or media_never_change"):
+        Engine(numbered, extra=promise).namespace()
+
+
+@pytest.mark.vllm
+def test_embeddings_are_left_out_where_blocks_outlive_the_process_and_their_bytes_say_too_little() -> None:
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    from kvoffload.engines.vllm.connector import _left_out
+
+    def asked(embeddings: torch.Tensor | None, mask: list[bool] | None = None) -> Any:
+        nothing = {"mm_features": [], "lora_request": None, "cache_salt": None, "_prompt_embeds_per_block_hashes": {}}
+        values = {"resumable": False, "prompt_embeds": embeddings, "prompt_is_token_ids": mask}
+        return SimpleNamespace(**nothing, **values)
+
+    embeddings = torch.ones(4, 8, dtype=torch.bfloat16)
+    one, other = asked(embeddings), asked(embeddings.view(torch.float16))
+    keys = [generate_block_hash_extra_keys(request, 0, 4, 0)[0] for request in (one, other)]
+    assert keys[0] == keys[1]
+    requests = asked(None), one, other, asked(embeddings, [True, False, False, False])
+    for extra, left_out in ((NAMED, [False, False, True, True]), ({"cpu_bytes_to_use": "1MiB"}, [False] * 4)):
+        assert [*map(_left_out(parse_config(extra), torch.bfloat16), requests)] == left_out
 
 
 # ---------------------------------------------------------------------------------------------------- refusals

@@ -162,7 +162,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 spec,
                 layout,
                 config,
-                leaves_out=_left_out(config),
+                leaves_out=_left_out(config, vllm_config.model_config.dtype),
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
@@ -356,15 +356,22 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: En
         )
 
 
-def _left_out(config: OffloadingConfig) -> Callable[[Any], bool]:
-    """Whether a request's keys do not tell its blocks from others for as long as they last."""
+def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
+    """Whether a request's keys do not tell its blocks from others for as long as they last. ``dtype``: the model's."""
     if outliving_tier(config) is None:
         return has_wrong_hashes
     return lambda request: (
         has_wrong_hashes(request)
         or (request.lora_request is not None and not config.adapters_never_change)
         or (bool(request.mm_features) and not config.media_never_change)
+        or _has_unclear_embeddings(request, dtype)
     )
+
+
+def _has_unclear_embeddings(request: Any, dtype: torch.dtype) -> bool:
+    """vLLM hashes the bytes of a prompt's embeddings, and neither their dtype nor which tokens they stand for."""
+    embeddings = request.prompt_embeds
+    return embeddings is not None and (embeddings.dtype != dtype or request.prompt_is_token_ids is not None)
 
 
 def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:

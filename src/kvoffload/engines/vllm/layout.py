@@ -81,6 +81,12 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
                 "vLLM 0.30 hashes the name of a LoRA adapter and not its path: use vLLM 0.31 or newer, or leave out "
                 "adapters_never_change."
             )
+        if config.media_never_change and _numbers_media(vllm_config):
+            raise ConfigError(
+                "With --mm-processor-cache-gb 0 and without prefix caching vLLM does not hash media but numbers them, "
+                f"anew in each server, and the secondary tier {tier!r} would serve the KV of one for another: leave "
+                "out one of the two, or media_never_change."
+            )
     if vllm_config.scheduler_config.async_scheduling and not loaded_requests_go_first():
         raise ConfigError(
             "vLLM 0.30 may wait for ever when it schedules asynchronously and preempts a request while others have "
@@ -89,6 +95,11 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     if config.kv_cache_layout is not None:
         _refuse_layout(config.kv_cache_layout, vllm_config.model_config)
     return config
+
+
+def _numbers_media(vllm_config: Any) -> bool:
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching
 
 
 def _refuse_sleep(backend: str) -> None:

@@ -53,7 +53,7 @@ _ATTRIBUTES = {
     ("vllm.v1.core.sched.output", "CachedRequestData"): "req_ids resumed_req_ids new_block_ids num_computed_tokens",
     ("vllm.v1.request", "Request"): (
         "request_id block_hashes num_tokens num_prompt_tokens kv_transfer_params all_token_ids lora_request "
-        "skip_reading_prefix_cache mm_features prompt_embeds resumable kv_hints trace_headers "
+        "skip_reading_prefix_cache mm_features prompt_embeds prompt_is_token_ids resumable kv_hints trace_headers "
         "session_id"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
@@ -112,7 +112,9 @@ _ATTRIBUTES = {
     ("vllm.config.attention", "AttentionConfig"): "hisparse_config",
     ("vllm.config.device", "DeviceConfig"): "device_type",
     ("vllm.config.load", "LoadConfig"): "load_format download_dir",
-    ("vllm.config.multimodal", "MultiModalConfig"): ("mm_encoder_attn_dtype mm_encoder_fp8_scale_path"),
+    ("vllm.config.multimodal", "MultiModalConfig"): (
+        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_cache_gb"
+    ),
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
