@@ -89,6 +89,7 @@ def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(m
         ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
         ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
+        ({"parallel_config__enable_fault_tolerance": True}, "--enable-fault-tolerance"),
         # A mean of all tokens, though --enable-chunked-prefill says otherwise.
         (
             {"model_config__pooler_config": object(), "model_config__is_prefix_caching_supported": False},

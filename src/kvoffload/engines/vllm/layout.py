@@ -224,6 +224,11 @@ def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
             "With several ranks kvoffload needs --distributed-executor-backend mp: under "
             f"{parallel.distributed_executor_backend!r} it cannot know that they share this node's memory."
         )
+    if parallel.enable_fault_tolerance:
+        raise ConfigError(
+            "kvoffload does not work with --enable-fault-tolerance: vLLM goes on after a step that failed, and never "
+            "tells which transfers have ended in it."
+        )
     if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             f"kvoffload does not support prefill_context_parallel_size above 1, and it is "

@@ -84,7 +84,7 @@ _ATTRIBUTES = {
     ("vllm.config.parallel", "ParallelConfig"): (
         "nnodes_within_dp data_parallel_size data_parallel_size_local world_size distributed_executor_backend "
         "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size tensor_parallel_size rank "
-        "cp_kv_cache_interleave_size"
+        "cp_kv_cache_interleave_size enable_fault_tolerance"
     ),
     ("vllm.config.cache", "CacheConfig"): "prefix_caching_hash_algo enable_prefix_caching cache_dtype use_replayssm",
     ("vllm.config.model", "ModelConfig"): (
