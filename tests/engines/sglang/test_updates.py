@@ -58,7 +58,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def reset(self) -> str:
             return "reset"
 
-    monkeypatch.setattr(updates, "sglang_release", lambda: None)
+    monkeypatch.setattr(updates, "sglang_version", lambda: None)
     for name in STEPS:
         setattr(Manager, name, _does(name))
     serving = SimpleNamespace(weight_version="v1")
@@ -107,7 +107,7 @@ def test_a_version_that_was_not_tried_is_left_alone(
     def refuse() -> None:
         raise ConfigError("not tried")
 
-    monkeypatch.setattr(updates, "sglang_release", refuse)
+    monkeypatch.setattr(updates, "sglang_version", refuse)
     watch()
     sglang.Manager().update_weights_from_disk("request")
     assert (served.num_changes, served.is_watched) == (0, False)

@@ -8,13 +8,20 @@ from importlib import metadata
 import pytest
 
 import kvoffload.engines.sglang
-from kvoffload.engines.sglang.versions import TRIED, release_of
+from kvoffload.engines.sglang.versions import TRIED, release_of, sglang_version
 from kvoffload.errors import ConfigError
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cpu", "0.5.23.post2+g1234"])
 def test_builds_of_what_was_tried(version: str) -> None:
     assert release_of(version) == "0.5.23"
+
+
+def test_builds_of_one_release_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The namespace has what this says."""
+    for version in ("0.5.23", "0.5.23.post1"):
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        assert sglang_version() == version
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.230", "0.6.0", "0.5.23rc1", "0.5.23.dev3", "main"])

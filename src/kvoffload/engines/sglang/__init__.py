@@ -17,9 +17,9 @@ __all__ = ["KVOffloadStorage"]
 
 def __getattr__(name: str) -> Any:
     if name == "KVOffloadStorage":
-        from kvoffload.engines.sglang.versions import sglang_release
+        from kvoffload.engines.sglang.versions import sglang_version
 
-        sglang_release()  # before SGLang's own modules, which other versions may have elsewhere
+        sglang_version()  # before SGLang's own modules, which other versions may have elsewhere
         from kvoffload.engines.sglang.backend import KVOffloadStorage
 
         return KVOffloadStorage

@@ -27,7 +27,7 @@ from kvoffload.engines.sglang.options import SGLangOptions, parse_options
 from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
 from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
-from kvoffload.engines.sglang.versions import sglang_release
+from kvoffload.engines.sglang.versions import sglang_version
 from kvoffload.engines.weights import process_start_s
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
@@ -272,7 +272,7 @@ def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
             "does, start SGLang with --language-model-only, or leave out the tier."
         )
     facts = server_facts(args, resolved) | {
-        "sglang": sglang_release(),
+        "sglang": sglang_version(),
         "architecture": architecture_of(architecture),
         "environment": environment_of(os.environ),
     }

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.engines.sglang.versions import sglang_release
+from kvoffload.engines.sglang.versions import sglang_version
 from kvoffload.errors import ConfigError
 
 DEFAULT_VERSION = "default"
@@ -124,7 +124,7 @@ def watch() -> None:
     if SERVED.is_watched or updater is None or controller is None:
         return
     try:
-        sglang_release()
+        sglang_version()
     except ConfigError:
         return
     manager, cache = updater.SchedulerWeightUpdaterManager, controller.HiCacheController

@@ -23,6 +23,9 @@ def release_of(version: str) -> str:
     return found[1]
 
 
-def sglang_release() -> str:
-    """``release_of`` the SGLang in this environment."""
-    return release_of(metadata.version("sglang"))
+def sglang_version() -> str:
+    """The SGLang in this environment, whole: builds and post-releases of one release may differ. Raises as
+    ``release_of``."""
+    version = metadata.version("sglang")
+    release_of(version)
+    return version
