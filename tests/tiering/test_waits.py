@@ -120,6 +120,27 @@ def test_stores_do_not_step_over_the_claimed_blocks_again_and_again(policy: str)
     assert counts[1] <= counts[0] + 20
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "density"])
+def test_stores_step_over_claimed_blocks_now_and_then_where_there_are_few_others(policy: str) -> None:
+    lines = []
+    for is_claimed in (False, True):
+        rig = Rig(400, cache_policy=policy)
+        hits, below, before = prefix(280, of="hit"), keys(0, of="below"), rig.start("before")
+        for blocks in keys(0, of="oldest"), hits, prefix(39, of="newer"):
+            rig.store(blocks, before)
+        rig.store(prefix(80, of="pinned"), before, finish=False)
+        rig.below(below)
+        assert rig.ask(below, rig.start("first")) == [None]
+        if is_claimed:
+            assert rig.ask([*hits, *below], rig.start("second")) == [*[True] * len(hits), None]
+        running, count = rig.start("running"), 0
+        for blocks in ([key] for key in prefix(80, of="mine")):
+            count += lines_run(lambda: rig.write(blocks, running), HOST_ROOM)  # noqa: B023
+            rig.manager.complete_store(blocks, running)
+        lines.append(count)
+    assert lines[1] <= 3 * lines[0]
+
+
 def test_answers_are_found_by_key_wherever_a_question_begins() -> None:
     parts = Parts()
     request = parts.request("r")

@@ -55,7 +55,8 @@ class Promotions:
         self._job_of: dict[OffloadKey, TierJob] = {}
         """Of every block that is being promoted, queued or read."""
         waits.promoted = self._job_of.keys()
-        self._reserved_since_refresh = 0
+        self._num_before_claimed = 0
+        """Blocks that will be evicted before the first claimed one is met, about."""
         self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
@@ -184,16 +185,20 @@ class Promotions:
 
     def keep_claimed(self, num_blocks: int, hits: Collection[OffloadKey] = ()) -> None:
         """So many blocks are about to be reserved, and each eviction steps over the claimed blocks that it meets. So
-        these become the most recent when they are claimed, and again whenever a quarter of the tier was replaced."""
-        if self._primary.slots.num_free:
+        these become the most recent when they are claimed, and again whenever those before them are gone."""
+        slots = self._primary.slots
+        if slots.num_free:
             return  # little is evicted, or nothing
         all_claimed, claimed = self._waits.claimed, self._waits.take_new()
-        self._reserved_since_refresh += num_blocks
-        if self._reserved_since_refresh > self._primary.num_blocks // 4:
-            self._reserved_since_refresh, claimed = 0, list(all_claimed)
+        self._num_before_claimed -= len(claimed)
+        if self._num_before_claimed < num_blocks:
+            claimed = list(all_claimed)
+            num_others = slots.num_idle - (len(claimed) - len(self._job_of))
+            self._num_before_claimed = min(num_others, slots.num_blocks // 4)  # some may be used meanwhile
+        self._num_before_claimed -= num_blocks
         claimed += [key for key in hits if key not in all_claimed]
         if claimed:
-            self._primary.slots.touch(claimed, counts=False)
+            slots.touch(claimed, counts=False)
 
     # ------------------------------------------------------------------------------------------ submit, and end
 
