@@ -85,6 +85,17 @@ def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
     assert lines_run(rig.manager.on_schedule_end) == base - one_more
 
 
+def test_an_ask_for_unknown_blocks_costs_the_same_for_each_where_few_may_be_claimed() -> None:
+    """In runs of 64, each of which looked at all blocks to the end."""
+    lines = []
+    for num_blocks in (1000, 4000):
+        rig, blocks = Rig(64), prefix(num_blocks)
+        rig.tier.answers |= dict.fromkeys(blocks)
+        request = rig.start("r")
+        lines.append(lines_run(lambda: rig.manager.lookup_prefix(blocks, request)))  # noqa: B023
+    assert lines[1] < 5 * lines[0]
+
+
 def test_a_tier_that_knows_no_more_is_asked_for_no_waiting_request() -> None:
     rig = Rig()
     known = [0]

@@ -110,10 +110,10 @@ class Places:
                 are_here = are_here and found[-1] == HERE
                 continue
             are_here = False
-            stop = next((end for end in range(at, len(keys)) if blocks[end] is not None), len(keys))
             # Few may be claimed, but after an unknown block there are mostly more.
             least = _RUN if found and found[-1].is_unknown else 1
-            absent = keys[at : int(min(stop, max(most, at + least)))]
+            limit = int(min(len(keys), max(most, at + least)))
+            absent = keys[at : next((end for end in range(at, limit) if blocks[end] is not None), limit)]
             places = self.below(request, absent)
             if is_peek:
                 self._peeked.update(zip(absent, [*places, None], strict=False))
