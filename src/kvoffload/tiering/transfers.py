@@ -163,7 +163,7 @@ class StoreTransfers:
             for each in wanted:  # no call of a store names a block twice
                 self._submit([each], queue)
             return
-        outcomes: list[bool | None] = [None] * num_blocks
+        outcomes, num_open = [False] * num_blocks, [count for _, count in wanted]
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
             call, take_result = self._store.read_into, self._take_load_result
@@ -194,11 +194,12 @@ class StoreTransfers:
                 return
             outcomes[result.start : result.stop] = result.outcomes
             for at in touched:
-                job, count = wanted[at]
-                own = outcomes[stops[at] - count : stops[at]]
-                if None in own:
+                (job, count), stop = wanted[at], stops[at]
+                num_open[at] -= min(stop, result.stop) - max(stop - count, result.start)
+                if num_open[at]:
                     continue
                 self._num_open_jobs -= 1
+                own = outcomes[stop - count : stop]
                 # The outcomes are fewer than the keys where a part of the job was dropped.
                 is_good, good = count == len(job.keys) and all(own), None
                 if not is_good and any(own):
