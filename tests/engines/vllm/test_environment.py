@@ -5,10 +5,13 @@ them."""
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import sys
 from importlib.metadata import EntryPoint
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import pytest
 from kvoffload.engines.facts import COUNTS, UnclearError
 from kvoffload.engines.variables import counted
 from kvoffload.engines.vllm import environment as module
-from kvoffload.engines.vllm.environment import VARIABLES, environment, plugins, unknown_variables
+from kvoffload.engines.vllm.environment import VARIABLES, environment, kernels, plugins, unknown_variables
 from kvoffload.engines.vllm.sources import Sources
 
 SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
@@ -109,6 +112,42 @@ def test_a_harmless_variable_does_not_count(name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(name, "tcp://10.0.0.1:8000")
     assert environment() == before
     assert unknown_variables() == []
+
+
+def test_kernels_that_vllm_finds_count_with_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = ModuleType("vllm.utils.flashinfer")
+    asks.__file__ = str(tmp_path / "flashinfer.py")
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, asks.__name__, asks)
+
+    def found(has_flashinfer: bool, *files: tuple[str, str]) -> str:
+        function = lambda: has_flashinfer  # noqa: E731
+        function.__module__ = asks.__name__
+        asks.has_flashinfer = function  # type: ignore[attr-defined]
+        for file, text in files:
+            (tmp_path / file).write_text(text)
+        kernels.cache_clear()
+        return kernels()
+
+    with pytest.raises(UnclearError, match="choice of kernels is not known"):
+        found(True, ("flashinfer.py", "nothing is looked for"))
+    asked = (
+        ("flashinfer.py", 'find_spec("pytest")'),
+        ("import_utils.py", '_has_module("absent") or _has_module("vllm.x")'),
+    )
+    before = found(True, *asked)
+    assert json.loads(before) == [{"pytest": [f"pytest {pytest.__version__}"]}, True]
+    assert found(False) != before
+    monkeypatch.setattr(module, "version", lambda _: "another")
+    assert found(True) != before
+    kernels.cache_clear()
+
+
+@pytest.mark.vllm
+def test_vllm_says_which_kernels_it_looks_for() -> None:
+    kernels.cache_clear()
+    assert kernels()
 
 
 def of_packages(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, str, str, Any]) -> None:

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a process' environment changes the bytes of a block: variables, and the plug-ins that vLLM loads."""
+"""What of a process' environment changes the bytes of a block: variables, the plug-ins that vLLM loads, and the kernels
+that it finds."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import os
+import re
+import sys
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, packages_distributions, version
+from pathlib import Path
 
 from kvoffload.engines.facts import COUNTS, UnclearError
 from kvoffload.engines.variables import SERVICES, counted
@@ -155,6 +160,11 @@ _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 """Groups of entry points whose code runs in engines."""
 
 
+_ASKED_FOR = re.compile(r"(?:_has_module|_has_module_spec|find_spec)\(\s*\"(\w+)")
+_WHO_ASKS = ("import_utils.py", "flashinfer.py", "b12x.py", "hpc.py")
+"""Files of vLLM, beside each other, that look for libraries of kernels."""
+
+
 def environment() -> dict[str, str]:
     """The variables that are set and count. Values are hashed, since stores keep facts where others may read."""
     known = dict(_counted())
@@ -188,3 +198,26 @@ def plugins() -> str:
                 raise UnclearError(f"plug-in {entry.name!r} has no version")
             found.append([group, entry.name, entry.value, version])
     return json.dumps(sorted(found))
+
+
+@functools.cache
+def kernels() -> str:
+    """The libraries of kernels that vLLM looks for and finds, with their versions, and whether it may use FlashInfer,
+    which needs a compiler or compiled kernels. Where an option says ``auto``, what is there chooses how precise
+    activations of quantized layers are. Raises ``UnclearError`` if vLLM does not say what it looks for."""
+    try:
+        from vllm.utils.flashinfer import has_flashinfer
+
+        files = [Path(str(sys.modules[has_flashinfer.__module__].__file__)).with_name(name) for name in _WHO_ASKS]
+        names = {name for file in files if file.exists() for name in _ASKED_FOR.findall(file.read_text())} - {"vllm"}
+        if not names:
+            raise LookupError(f"{files[0]} names none")
+        owners = packages_distributions()
+        found = {
+            name: sorted(f"{owner} {version(owner)}" for owner in {*owners.get(name, ())})
+            for name in names
+            if importlib.util.find_spec(name) is not None
+        }
+        return json.dumps([found, bool(has_flashinfer())], sort_keys=True)
+    except Exception as exc:  # libraries may be broken, and newer versions of vLLM look elsewhere
+        raise UnclearError(f"choice of kernels is not known ({exc!r})") from exc

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of, rope_types_in, unknown_fields
-from kvoffload.engines.vllm.environment import environment, plugins, unknown_variables
+from kvoffload.engines.vllm.environment import environment, kernels, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
 from kvoffload.engines.vllm.versions import installed_version
@@ -81,6 +81,9 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
             facts["speculative_config.class"] = _class_of(draft)
             # Of the target's limit, too: vLLM bounds the drafter's by it.
             facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
+        models = [model] if drafter is None else [model, drafter.draft_model_config]
+        if vllm_config.device_config.device_type != "cpu" and any(each.quantization is not None for each in models):
+            facts["kernels"] = kernels()
         if model.multimodal_config is not None and config.media_never_change:
             facts["media are prepared by"] = _transformers()
         for prefix, part in _parts(vllm_config, config):

@@ -90,8 +90,8 @@ _ATTRIBUTES = {
     ("vllm.config.model", "ModelConfig"): (
         "model model_weights revision dtype seed trust_remote_code hf_config hf_overrides hf_text_config "
         "multimodal_config override_generation_config try_get_generation_config use_mla is_hybrid "
-        "get_total_num_kv_heads "
-        "get_total_num_hidden_layers max_model_len original_max_model_len get_and_verify_max_len registry architecture "
+        "get_total_num_kv_heads quantization max_model_len "
+        "get_total_num_hidden_layers original_max_model_len get_and_verify_max_len registry architecture "
         "enable_sleep_mode sleep_mode_backend is_diffusion pooler_config is_prefix_caching_supported"
     ),
     ("vllm.config.speculative", "SpeculativeConfig"): (
