@@ -39,6 +39,28 @@ def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
             tier.shutdown()
 
 
+def test_a_tier_without_enough_threads_is_refused_and_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, options = threading.Thread.start, {"type": "disk", "path": str(tmp_path), "max_bytes": "1MiB", "threads": 4}
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name == "kvoffload-disk-5":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    build_tier(options, view(), "ns").shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_few)
+        with pytest.raises(ConfigError, match="'disk' needs 9 threads, and only 5 could be started: lower its threads"):
+            build_tier(options, view(), "ns")
+    assert [path for _, path in root._open_under([str(tmp_path)], "self")] == []
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvoffload-disk-"):
+            thread.join(120)
+            assert not thread.is_alive(), "a thread of the tier that was refused waits for ever"
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -153,16 +153,21 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
-        tier = StoreTier(
-            primary_kv_view,
-            self.label,
-            self.open_store(shape[1], namespace),
-            self,
-            offload_policy=OffloadPolicy(self.offload_policy),
-            exclusive=self.exclusive and self.locality != "REMOTE",
-            enable_events=enable_events,
-            lost=lost,
-        )
+        store = self.open_store(shape[1], namespace)
+        try:
+            tier = StoreTier(
+                primary_kv_view,
+                self.label,
+                store,
+                self,
+                offload_policy=OffloadPolicy(self.offload_policy),
+                exclusive=self.exclusive and self.locality != "REMOTE",
+                enable_events=enable_events,
+                lost=lost,
+            )
+        except BaseException:
+            store.close()
+            raise
         tier.medium, tier.locality = self.medium, self.locality
         return tier
 

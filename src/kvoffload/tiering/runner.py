@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import ConfigError
 
 
 class IoQueue(IntEnum):
@@ -112,7 +113,7 @@ class TierRunner:
     One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns
     or raises, however late: memory that it still touches may not be reused. A slice that is queued for longer than
     ``timeout_s`` is cancelled. ``clock`` gives seconds and never goes back; only ``drain`` and ``shutdown`` wait, in
-    real time.
+    real time. Raises ``ConfigError`` if the threads cannot be had.
     """
 
     def __init__(
@@ -145,13 +146,19 @@ class TierRunner:
         self.on_ended: Callable[[], None] = lambda: None
         """Called in an I/O thread after each slice that ended there, for callers that wait for results."""
         self._next_check_s = 0.0
+        self._threads: list[threading.Thread] = []
         duties = [READS] * threads + [(IoQueue.STORE,)] * threads + [(IoQueue.UPKEEP,)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(duty,), name=f"kvoffload-{name}-{index}", daemon=True)
-            for index, duty in enumerate(duties)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for index, duty in enumerate(duties):
+            thread = threading.Thread(target=self._serve, args=(duty,), name=f"kvoffload-{name}-{index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                self.shutdown(0.0)
+                raise ConfigError(
+                    f"The tier {name!r} needs {len(duties)} threads, and only {index} could be started: lower its "
+                    "threads, or raise the limit of processes (ulimit -u, or that of the container)."
+                ) from exc
+            self._threads.append(thread)
 
     def __repr__(self) -> str:
         return f"TierRunner(threads={self.num_threads}, backlog={self._backlog}, running={len(self._running)})"
