@@ -26,11 +26,12 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 
 
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32. Keys
-    are packed alike whatever the host."""
+    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32.
+    Hosts are alike."""
     monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
     monkeypatch.setattr(identity, "cpu_build", lambda: "a build")
     monkeypatch.setattr(identity, "platform", lambda: "a platform")
+    monkeypatch.setattr(identity, "kernels", lambda: "kernels")
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)

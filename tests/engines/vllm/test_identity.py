@@ -514,13 +514,13 @@ def test_gpus_of_other_makers_and_generations_are_apart(monkeypatch: pytest.Monk
 def test_kernels_choose_the_precision_of_quantized_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs. With FlashInfer, MXFP4 has activations of eight bits on a B200, and without it of sixteen."""
     gpu = {"device_config__device_type": "cuda"}
-    quantized = {"model_config__quantization": "mxfp4"}
-    engines = PLAIN, engine(**gpu), engine(**quantized), engine(**gpu | quantized)
+    quantized, of_fp8 = {"model_config__quantization": "mxfp4"}, {"cache_config__cache_dtype": "fp8"}
+    engines = PLAIN, engine(**gpu), engine(**quantized), engine(**gpu | quantized), engine(**gpu, **of_fp8)
     names = []
     for kernels in ("with", "without"):
         monkeypatch.setattr(identity, "kernels", lambda kernels=kernels: kernels)
         names.append([each.namespace() for each in engines])
-    assert [one == other for one, other in zip(*names, strict=True)] == [True, True, True, False]
+    assert [one == other for one, other in zip(*names, strict=True)] == [True, True, True, False, False]
 
 
 def test_versions_of_vllm_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,9 @@ either, in models that take the limit for their largest position."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
+_UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
+"""Values of ``cache_dtype``. A checkpoint that makes others of ``auto`` has quantized weights."""
+
 _TRANSFORMERS = ".transformers"
 """In the names of vLLM's modules whose models are computed by code of transformers."""
 
@@ -81,8 +84,7 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
             facts["speculative_config.class"] = _class_of(draft)
             # Of the target's limit, too: vLLM bounds the drafter's by it.
             facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
-        models = [model] if drafter is None else [model, drafter.draft_model_config]
-        if vllm_config.device_config.device_type != "cpu" and any(each.quantization is not None for each in models):
+        if vllm_config.device_config.device_type != "cpu" and _is_quantized(vllm_config):
             facts["kernels"] = kernels()
         if model.multimodal_config is not None and config.media_never_change:
             facts["media are prepared by"] = _transformers()
@@ -113,6 +115,13 @@ def _class_of(model: Any) -> str:
     except (AttributeError, KeyError) as exc:
         raise UnclearError(f"class of {model.model!r} is not known ({exc!r})") from exc
     return f"{module}:{name} {_transformers()}" if _TRANSFORMERS in module else f"{module}:{name}"
+
+
+def _is_quantized(vllm_config: Any) -> bool:
+    """Weights, and then activations too; or KV, and then queries too, by some of the backends of attention."""
+    drafter, dtype = drafter_with_kv(vllm_config), vllm_config.cache_config.cache_dtype
+    models = [vllm_config.model_config, *([] if drafter is None else [drafter.draft_model_config])]
+    return dtype not in _UNQUANTIZED or any(model.quantization is not None for model in models)
 
 
 def rope_follows_batch(model: Any) -> bool:
