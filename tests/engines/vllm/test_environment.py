@@ -139,6 +139,9 @@ def test_kernels_that_vllm_finds_count_with_their_versions(tmp_path: Path, monke
     before = found(True, *asked)
     assert json.loads(before) == [{"pytest": [f"pytest {pytest.__version__}"]}, True]
     assert found(False) != before
+    owners: Any = module.packages_distributions()
+    monkeypatch.setattr(module, "packages_distributions", lambda: owners | {"pytest": ["pytest", None]})
+    assert found(True) == before, "a package that is half removed has no name"
     monkeypatch.setattr(module, "version", lambda _: "another")
     assert found(True) != before
     kernels.cache_clear()

@@ -214,7 +214,8 @@ def kernels() -> str:
             raise LookupError(f"{files[0]} names none")
         owners = packages_distributions()
         found = {
-            name: sorted(f"{owner} {version(owner)}" for owner in {*owners.get(name, ())})
+            # A distribution that is half removed has no name.
+            name: sorted(f"{owner} {version(owner)}" for owner in {*owners.get(name, ())} if owner)
             for name in names
             if importlib.util.find_spec(name) is not None
         }
