@@ -191,6 +191,23 @@ def test_a_limit_inside_a_block_is_the_cause_of_the_blocks_rest(tmp_path: Path) 
     assert explanation["missed"] == {"load limit": 3 * BT, "tail": 1}
 
 
+@pytest.mark.parametrize(("external", "cause"), [(BT, "unknown"), (BT + 1, "load failed")])
+def test_an_engine_that_loads_less_than_it_may_has_no_loss_to_blame_unless_the_load_fails(
+    external: int, cause: str, tmp_path: Path
+) -> None:
+    rig = Rig(record_trace=str(tmp_path / "t.jsonl"))
+    rig.store_prefix(4 * BT)
+    request = rig.arrive(Request("r", 4 * BT + 1))
+    assert rig.ask(request) == (4 * BT, True)
+    rig.alloc(request, range(5), external=external)
+    meta = rig.step()
+    is_lost = cause == "load failed"
+    rig.end(*(meta.lost_loads if is_lost else meta.loads), success=not is_lost)
+    (explanation,) = ended(rig, request)
+    assert explanation["found"] == {"device": 0} | ({} if is_lost else {"CPU": BT})
+    assert explanation["missed"] == {cause: 4 * BT if is_lost else 3 * BT, "tail": 1}
+
+
 def test_a_load_that_fails_after_its_request_is_not_a_part_of_the_explanation(tmp_path: Path) -> None:
     rig = Rig(record_trace=str(tmp_path / "t.jsonl"))
     rig.store_prefix(2 * BT)

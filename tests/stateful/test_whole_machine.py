@@ -245,8 +245,18 @@ class Whole:
         assert self.engine.idle, "it does not drain"
         assert self.engine.pool.num_free == self.engine.pool.num_gpu_blocks
         stats = self.engine.connector.get_stats()
-        for gauge in ("jobs_in_flight", "requests_tracked", "requests_waiting", "primary_blocks_pinned"):
+        for gauge in (
+            "jobs_in_flight", "requests_tracked", "requests_waiting", "claimed_blocks", "promotions_in_flight",
+            "cascades_parked", "primary_blocks_pinned", "primary_blocks_being_read", "primary_blocks_being_written",
+        ):  # fmt: skip
             assert stats[(gauge,)] == 0, gauge
+        moved = {
+            name: sum(len(call.keys) for tier in self.tiers for call in tier.calls(name))
+            for name in ("submit_load", "submit_store")
+        }
+        assert sum(stats["promotions", outcome] for outcome in ("ok", "failed")) == moved["submit_load"]
+        dropped = sum(count for name, count in stats.items() if name[0] == "tier_dropped_blocks")
+        assert sum(stats["cascades", outcome] for outcome in ("ok", "failed")) == moved["submit_store"] + dropped
         for tier in self.tiers:
             begun = Counter(call.req_id for call in tier.calls("on_new_request") if call.req_id not in OWN)
             assert Counter(call.req_id for call in tier.calls("on_request_finished")) == begun

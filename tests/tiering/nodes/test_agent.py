@@ -130,8 +130,21 @@ def test_a_loss_is_recorded_with_its_node() -> None:
         store.write(names[:1], slots(two, 0))
         second.discard(names)
         assert store.read_into(names[:1], slots(two, 0)) == [False]
-        NodesLosses(lost, store).record(names, Miss.REMOVED, "disk")
-    assert [loss and loss.cause for loss in lost.find(names)] == ["removed disk on node 1", "removed disk"]
+        losses = NodesLosses(lost, store)
+        losses.record(names, Miss.REMOVED, "disk")
+    for found in (lost.find(names), losses.find(names)):
+        assert [loss and loss.cause for loss in found] == ["removed disk on node 1", "removed disk"]
+
+
+def test_of_lost_blocks_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.tiering.nodes.store._MAX_REMEMBERED", 2)
+    names, second = keys_of(1, 2, 3), MemoryStore(SLOT_BYTES)
+    with opened(MemoryStore(SLOT_BYTES), second) as (store, two):
+        store.write(names, slots(two, 0, 1, 2))
+        second.discard(names)
+        for name in names:
+            store.read_into([name], slots(two, 0))
+        assert [store.bad_node(name) for name in names] == [None, None, 1]
 
 
 class Emptied(StoreWrapper):

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.tiering.stores.rig import SMALL
 
 from kvoffload.tiering.stores.fs import FileSystemStore
+
+
+@pytest.fixture(autouse=True)
+def _no_file_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "tmp_path" not in request.fixturenames:
+        yield
+        return
+    directory = f"{request.getfixturevalue('tmp_path')}/"
+    yield
+    left = set[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this list
+            left.add(os.readlink(f"/proc/self/fd/{number}"))
+    assert not [path for path in left if path.startswith(directory)]
 
 
 @pytest.fixture
