@@ -15,6 +15,7 @@ from kvoffload.connector.offers import Turnover, offer_in_portions, plan_offer, 
 from kvoffload.connector.requests import UNLIMITED, Keys
 
 CONTEXT = ReqContext("r")
+CONFIG = OffloadingConfig(cpu_bytes_to_use=1)
 
 
 @dataclass
@@ -140,6 +141,18 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
     assert source(key(7)) is None
 
 
+def test_of_several_states_of_a_step_the_first_is_offered_and_others_are_left() -> None:
+    (geometry,) = geometry_of(EngineLayout((KVGroupLayout(GroupKind.SINGLE_STATE, BT, 64),), BT, "rig"), CONFIG)
+    own = Keys(geometry, [key(n) for n in range(4)], states={3: 93, 1: 91, 0: 90, 5: 95}, next_block=1)
+    for block in (1, 3):
+        offer = plan_offer([own], BT, 0, 4 * BT, UNLIMITED)
+        assert offer is not None
+        assert (offer.blocks, offer.source.gpu_block_ids) == ([block], [90 + block])
+        assert (offer.largest, offer.is_last) == (1, block == 3)
+        del own.states[block]
+    assert plan_offer([own], BT, 0, 4 * BT, UNLIMITED) is None
+
+
 # ------------------------------------------------------------------------------------------------- turnover
 
 
@@ -159,6 +172,15 @@ def test_a_touch_is_due_once_half_of_the_cache_was_stored() -> None:
     assert not turnover.is_due(state)
     assert turnover.is_due(other), "each request counts from its own last touch"
     turnover.count(32)
+    assert turnover.is_due(state)
+
+
+def test_what_was_touched_is_paid_before_others_are_touched() -> None:
+    turnover, state = Turnover(64), Touched()
+    turnover.count(1000)
+    turnover.touched(Touched(), Turnover.MOST_KEYS)
+    assert not turnover.is_due(state)
+    turnover.count(1)
     assert turnover.is_due(state)
 
 

@@ -164,6 +164,12 @@ class Whole:
             self._drain()
         stats = self.engine.connector.get_stats()
         self.engine.connector.shutdown()
+        for tier in self.tiers:
+            assert tier.is_shut_down
+            begun = Counter(call.req_id for call in tier.calls("on_new_request"))
+            assert Counter(call.req_id for call in tier.calls("on_request_finished")) == begun
+        with pytest.raises(ValueError, match="released"):
+            memoryview(self.primary.kv_view)
         self._judge_trace()
         did: Counter[str] = Counter()
         for name, *labels in stats:
@@ -258,8 +264,8 @@ class Whole:
         dropped = sum(count for name, count in stats.items() if name[0] == "tier_dropped_blocks")
         assert sum(stats["cascades", outcome] for outcome in ("ok", "failed")) == moved["submit_store"] + dropped
         for tier in self.tiers:
-            begun = Counter(call.req_id for call in tier.calls("on_new_request") if call.req_id not in OWN)
-            assert Counter(call.req_id for call in tier.calls("on_request_finished")) == begun
+            ended = {call.req_id for call in tier.calls("on_request_finished")}
+            assert ended == {call.req_id for call in tier.calls("on_new_request")} - OWN
         self.engine.step()  # the connector knows a step until the next
         for worker in self.engine.workers:
             worker.take_load_outcome()

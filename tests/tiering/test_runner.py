@@ -90,6 +90,26 @@ def test_an_error_fails_its_slice_alone(runner: TierRunner) -> None:
     assert results[4].outcomes == [False] * 4
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_slice_takes_as_long_as_its_work(runner: TierRunner, clock: ManualClock, fails: bool) -> None:
+    took_s: list[float] = []
+
+    def work(start: int, stop: int) -> list[bool]:
+        begin_s = time.perf_counter()
+        time.sleep(0.002)
+        took_s.append(time.perf_counter() - begin_s)
+        if fails:
+            raise OSError("no")
+        return [True]
+
+    clock.advance(7)
+    begin_s = time.perf_counter()
+    runner.submit(IoTask(IoQueue.LOAD, 1, work), 1)
+    (result,) = collect(runner, 1)
+    assert took_s[0] <= result.seconds <= time.perf_counter() - begin_s
+    assert result.ended_s == clock()
+
+
 def test_too_few_outcomes_are_an_error(runner: TierRunner) -> None:
     runner.submit(IoTask(IoQueue.STORE, 3, lambda start, stop: [True]), 3)
     (result,) = collect(runner, 1)

@@ -147,6 +147,26 @@ class TestScans:
         rig.until(lambda: rig.resident == {*keys[10:], *keys_of(50)})
         assert rig.stat("tier_blocks") == 31
 
+    def test_a_store_is_not_scanned_all_the_time(self, make) -> None:
+        rig = make()
+        rig.below(keys_of(1))
+        rig.inner.rescan_s = 0
+        rig.store = FaultyStore(rig.inner)
+        rig.start()
+        rig.until_scanned()
+        for _ in range(3):
+            rig.step()
+            rig.until_idle()
+
+        def scans() -> int:
+            return [call for call, _ in rig.store.calls].count("scan")
+
+        assert scans() == 1, "it took a moment, and has a rest of several"
+        rig.clock.advance(1000)
+        rig.step()
+        rig.until_idle()
+        assert scans() == 2
+
     def test_a_block_that_is_stored_during_a_scan_is_kept(self, make) -> None:
         rig = make()
         rig.inner.rescan_s = 30

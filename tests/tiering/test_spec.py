@@ -21,7 +21,7 @@ from kvoffload.base import (
     OffloadPolicy,
     ReqContext,
 )
-from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, RankSlice, parse_config
 from kvoffload.errors import ConfigError
 from kvoffload.specs import make_spec
 from kvoffload.testing.keys import keys
@@ -237,4 +237,22 @@ def test_a_tier_that_cannot_be_built_leaves_nothing_behind(monkeypatch: pytest.M
     monkeypatch.setattr(MemoryOptions, "build", fails_once)
     with pytest.raises(OSError, match="no room"):
         made.get_manager()
+    made.shutdown()
+
+
+def test_the_first_rank_of_a_node_has_its_agent(tmp_path: Path) -> None:
+    tier = {"type": "disk", "path": str(tmp_path), "max_bytes": "8MiB"}
+    for num_ranks, rank, slices, has_one in ((2, 1, 1, True), (4, 3, 2, False), (2, 1, 2, False)):
+        part = RankSlice(rank % slices, slices)
+        made = spec(tier, of=layout(num_ranks=num_ranks, rank=rank, rank_slice=part))
+        assert (made.make_agent() is not None) is has_one
+        made.shutdown()  # its stores too, as the threads show
+
+
+def test_a_node_whose_second_store_cannot_be_opened_keeps_no_first_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers = [{"type": "disk", "path": str(tmp_path / name), "max_bytes": "8MiB"} for name in ("disk", "file")]
+    made = spec(*tiers, of=layout(num_ranks=2, rank=1, rank_slice=RankSlice(0, 1)))
+    with pytest.raises(ConfigError):
+        made.make_agent()
     made.shutdown()

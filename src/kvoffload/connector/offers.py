@@ -304,7 +304,7 @@ class StoreOffers:
         assert last is not None
         # Drafts may follow the tokens that are known.
         stores = self._offer(request, min(last.done_tokens, request.of_engine.num_tokens), last.num_computed_tokens)
-        if self.refused and request in self.refused:
+        if request in self.refused:
             self._refused_in_step = True
         return stores
 
@@ -350,8 +350,7 @@ class StoreOffers:
         limit = min(limit, most)
         request.extend_keys()
         stores: list[TransferJob] = []
-        if self.refused:
-            self.refused.pop(request, None)
+        self.refused.pop(request, None)
         if not self._offer_portions(request, computed_tokens, limit, stores):
             self.refused[request] = None
             # A new block does not wait for its turn among the refused ones.

@@ -7,6 +7,7 @@ import functools
 import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -180,6 +181,23 @@ def test_what_raises_is_a_failed_job_and_the_next_ones_go_on(queue: TransferQueu
     assert {job: result.success for job, result in results.items()} == {1: False, 2: False, 3: True}
     assert [results[job].num_bytes for job in (1, 2, 3)] == [0, 0, 7]
     assert queue.take_finished(STORE) == []
+
+
+def test_a_job_takes_as_long_as_its_parts_and_no_longer_than_it_was_there(queue: TransferQueue) -> None:
+    took_s: dict[int, float] = {}
+
+    def part(job: int) -> None:
+        begin_s = time.monotonic()
+        time.sleep(0.002)
+        took_s[job] = time.monotonic() - begin_s
+
+    begin_s = time.monotonic()
+    for job in (1, 2):
+        queue.submit(job, STORE, extent({1}, {1}), lambda job=job: CopyPlan([functools.partial(part, job)], 7))
+    queue.wait([1, 2])
+    there_s = time.monotonic() - begin_s
+    seconds = {result.job_id: result.seconds for result in queue.take_finished(STORE)}
+    assert all(took_s[job] <= seconds[job] <= there_s for job in (1, 2))
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
