@@ -259,7 +259,7 @@ def _plan_as_before(manager, earlier, plans) -> None:
     def plan(survey, key, ends, so_far=NOTHING):
         total = sum(num_blocks for _, num_blocks in survey)
         here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
-        if so_far.num_here is not None:
+        if so_far.num_paid is not None:
             stop = total if so_far.granted_s > 0 else here
             return Plan(stop, 0.0, so_far.granted_s, (), _first_sources(survey, stop), here)
         found = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
@@ -276,7 +276,6 @@ def _plan_as_before(manager, earlier, plans) -> None:
     planner.is_late = lambda plan: False
     planner.due_s = lambda plan: plan.deadline_s
     planner.adds = lambda tier, others: False
-    manager._promotions.arrival_s = lambda key: None
     patch.object(Link, "slowdown", lambda link: 1.0).start()
 
 
@@ -296,7 +295,7 @@ def _compare_plans(manager, earlier, plans) -> None:
         return found
 
     def kind_of(found, survey, key, ends, so_far):
-        if so_far.num_here is not None:
+        if so_far.num_paid is not None:
             return "made again: " + ("ends the wait" if found.is_lost else "goes on")
         before = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
         firsts = _first_sources(survey, before.stop)

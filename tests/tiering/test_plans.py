@@ -21,7 +21,7 @@ from tests.tiering.plan_rig import (
 )
 
 from kvoffload.miss import Miss
-from kvoffload.tiering.plans import RISK_S
+from kvoffload.tiering.plans import PATIENCE, RISK_S
 
 ALL = frozenset(range(400))
 NONE = frozenset[int]()
@@ -169,6 +169,8 @@ def test_a_block_whose_tier_answers_too_late_is_a_miss_for_that_reason() -> None
 
 
 @example(121823, False)  # a read that was begun for another reason has five of its blocks: they come at its end
+@example(18523521, False)  # its first reads are on time until a tier changes: 4.42 s where computing takes 3.46
+@example(8000020, False)  # reads of two speeds look like a latency of 0.34 s, which a wait may take
 @given(st.integers(0, 1 << 32), st.booleans())
 @settings(max_examples=by_size(quick=10, thorough=4000), deadline=None)
 def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> None:
@@ -177,11 +179,11 @@ def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> No
     for _ in range(5):
         world = random_world(random, len(rig.tiers), are_calm=are_calm)
         share, least_s = LATEST
-        compute_s = world.num_blocks * COMPUTE_S
-        # A read that was on time, and then is not, may cost as much again.
-        assert rig.serve(world).first_token_s <= share * compute_s + (
-            least_s if are_calm else 2 * least_s + 0.05 * compute_s
-        )
+        # Beside that, a wait may take what the tier is known to take until the first byte.
+        stats = rig.manager.get_stats()
+        first_byte_s = max(stats.get(("tier_read_latency_seconds", f"tier{at}"), 0.0) for at in range(len(rig.tiers)))
+        latest_s = share * world.num_blocks * COMPUTE_S + least_s + PATIENCE * first_byte_s
+        assert rig.serve(world).first_token_s <= latest_s
 
 
 @given(st.integers(0, 1 << 32))

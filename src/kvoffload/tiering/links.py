@@ -121,17 +121,6 @@ class Link:
         is_late = elapsed_s > LATE * usual * expected_s
         return (2 * elapsed_s - usual * expected_s) / expected_s if is_late else 1.0
 
-    def arrival_s(self, read: JobMetadata) -> float | None:
-        """Until all of ``read`` is expected; ``None``: it is not outstanding, or the tier is late."""
-        if self.speed is None or self.slowdown() > 1:
-            return None
-        before = 0
-        for each in self._due_reads():
-            before += len(each.keys)
-            if each is read:
-                return max(self.speed.seconds(before) - (self._clock() - self._reading_since_s), 0.0)
-        return None
-
     def late_s(self) -> float:
         """When the oldest read will be late, from now; ``inf``: nothing is read."""
         reads = self._due_reads()

@@ -16,7 +16,7 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.places import Places, Survey
-from kvoffload.tiering.plans import PATIENCE, Plan, SoFar
+from kvoffload.tiering.plans import Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Question, Request, Wait
 from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
@@ -217,11 +217,7 @@ class Lookups:
         if wait.deadline_s is not None:
             self.num_planned_again += 1
             seen_s = self._waits.seen_s(wait, is_news=marks(survey.segments) != wait.marks)
-            waited = next((key for key in keys if wait.answers.get(key, True) is None), keys[0])
-            granted_s = wait.deadline_s - seen_s
-            if (arrival_s := self._promotions.arrival_s(waited)) is not None:
-                granted_s = max(granted_s, self._clock() - seen_s + PATIENCE * arrival_s)
-            so_far = SoFar(len(keys), seen_s - wait.began_s, granted_s, wait.num_here)
+            so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.num_paid)
         plan = self._planner.plan(survey.segments, keys[0], useful, so_far)
         self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:

@@ -21,11 +21,11 @@ blocks that are not there. Estimates have errors, a tie gains nothing, and while
 it, which no estimate knows of."""
 RISK_SHARE = 0.05
 RISK_S = 0.04
-"""Until a wait has brought something, it may take this share of computing the prompt, and so many seconds: no first
-token comes later by more than that, whatever a tier does."""
+"""How far a wait may fall behind computing: this share of computing the prompt, and so many seconds. No first token
+comes later by more than that, whatever a tier does, but for what ``PATIENCE`` allows."""
 PATIENCE = 1.25
-"""A tier that is known to have the first block may take this many times as long for it as expected, and a wait this
-many times as long as computing the prompt, however rarely the engine asks."""
+"""The first byte of a wait may take this many times as long as expected, and its first block this many times as long
+as reading or computing a block takes, whichever is quicker."""
 _LEAST_READ_S = RISK_S / 16
 """A read is no shorter, however little a request has left."""
 PORTION_S = 0.1
@@ -81,8 +81,9 @@ class SoFar(NamedTuple):
     """It has waited for its blocks, ..."""
     granted_s: float = 0.0
     """... and may for so long whatever comes, by the plan before."""
-    num_here: int | None = None
-    """Leading blocks that were here when it was planned for first; ``None``: it is now."""
+    num_paid: int | None = None
+    """Leading blocks that pay for no wait: those that were here when it was planned for first, less those that were
+    here behind what it waits for. ``None``: that is now."""
 
 
 NOTHING = SoFar()
@@ -111,8 +112,8 @@ class Plan(NamedTuple):
     """The tier, the reason and the blocks of what is found below and not loaded, and all tiers that have them."""
     segments: tuple[Segment, ...] = ()
     """The first ``stop`` blocks with their sources."""
-    num_here: int = 0
-    """Leading blocks that are here."""
+    num_paid: int = 0
+    """As in ``SoFar``."""
     is_lost: bool = False
     """It ends a wait before all that was planned has come."""
     chosen: tuple[Chosen, ...] = ()
@@ -126,22 +127,24 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     With ``ends``, which rise, a part of the hit is of use only if it has that many blocks; all of it always is. Blocks
     in host memory are never declined.
 
-    A wait must not cost what it may not bring. Until blocks arrive it takes at most what the request can afford
-    (``RISK_SHARE``), or a little longer than a tier that has the first of them is expected to take, if that saves as
-    much. Each block that has arrived pays for the time that computing it would take.
+    A wait must not cost what it may not bring. It falls behind computing by no more than a request can afford
+    (``RISK_SHARE``): each leading block that has arrived pays for the time that computing it would take, and so do
+    blocks in host memory behind what is read. What would come later than that is not begun, though all of it would save
+    time: if the tier stands still then, all of it was in vain.
     """
     total = sum([num_blocks for _, num_blocks in survey])
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
     compute_s = max(so_far.num_blocks, total) * speeds.block_compute_s
-    earned_s = speeds.queue_s - so_far.spent_s
-    if so_far.num_here is not None:
-        earned_s += max(here - so_far.num_here, 0) * speeds.block_compute_s
+    num_paid = so_far.num_paid
+    if num_paid is None:
+        num_paid = 2 * here - sum([num_blocks for place, num_blocks in survey if place == HERE])
+    earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * speeds.block_compute_s
     afford_s = earned_s + RISK_SHARE * compute_s + RISK_S
     reads_s = min(afford_s, earned_s + LEAST_GAIN * compute_s)
     rest_s = speeds.queue_s - so_far.spent_s + here * speeds.block_compute_s + RISK_SHARE * compute_s + RISK_S
     """For what makes the blocks that are here of use: a state, say."""
     if here == total:
-        return Plan(total, 0.0, rest_s, (), tuple(survey), num_here=here)
+        return Plan(total, 0.0, rest_s, (), tuple(survey), num_paid=num_paid)
     useful = None if ends is None else [*ends[: bisect_left(ends, total)], total]
     begun = sum(segment.num_blocks for segment in itertools.takewhile(lambda each: not each.place.is_below, survey))
     pieces = survey
@@ -149,7 +152,15 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         pieces, useful = gathered(survey, (here, begun), useful)
     # What is left brings four reads, whatever has been earned.
     portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
-    options = _Options(pieces, speeds, useful, so_far)
+    # Until the first read ends: a tier that is faster than computing has its latency, and one block, whatever comes.
+    head = next((place for place, _ in survey if place.is_below), HERE)
+    paces = [speeds.links[tier].pace for tier in head.tiers or head.unknown]
+    pace = min([pace for pace in paces if pace is not None], default=Pace())
+    begins = not any(place.is_arriving for place, _ in survey)
+    latency_s = pace.first_s if begins else 0.0
+    first_s = max(afford_s, PATIENCE * min(pace.block_s, speeds.block_compute_s)) + PATIENCE * latency_s
+    slack_s = first_s - here * speeds.block_compute_s if begins else math.inf
+    options = _Options(pieces, speeds, useful, so_far, slack_s)
     waited: tuple[int, ...] = ()
     best = options.choose(waited)
     for answer_s, tier in options.unknown():
@@ -168,12 +179,11 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         if first.tiers or link.answer_s is None:
             deadline_s = max(reads_s, so_far.granted_s)
         if first.tiers and link.pace is not None and not first.is_arriving and deadline_s > 0:
-            due_s = PATIENCE * (link.pace.first_s + min(max(portion_s, link.pace.block_s), link.portion_s))
+            due_s = PATIENCE * (latency_s + min(max(portion_s, link.pace.block_s), link.portion_s))
             if due_s > deadline_s and best.saved_s < due_s + so_far.spent_s:
                 stop = here
-            deadline_s = max(deadline_s, due_s)
-    most_s = PATIENCE * (speeds.queue_s + compute_s)
-    is_late = stop > here and (deadline_s <= 0 or so_far.spent_s > most_s)
+            deadline_s = max(deadline_s, min(due_s, first_s))
+    is_late = stop > here and deadline_s <= 0
     if is_late or stop == here:
         stop, segments, deadline_s = here, tuple(survey[:1]) if here else (), rest_s
     declined: list[tuple[int, Declined, Sequence[int], tuple[int, ...]]] = []
@@ -181,14 +191,14 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         stop -= 1
         declined = [(probed, "unmeasured", range(stop, stop + 1), (probed,))]
         segments = options.sources(waited, stop, best.wait_s, portion_s)
-    is_lost = so_far.num_here is not None and (is_late or stop < begun)
+    is_lost = so_far.num_paid is not None and (is_late or stop < begun)
     return Plan(
         stop,
         best.wait_s if stop > here else 0.0,
         deadline_s,
         (*declined, *_declined(survey, stop + len(declined), speeds, is_lost=is_lost, is_late=is_late)),
         segments if pieces is survey else scattered(survey, pieces, segments),
-        here,
+        num_paid,
         is_lost,
         options.chosen(segments),
         portion_s,
@@ -199,10 +209,12 @@ class _Options:
     """What may be loaded of a survey. Sources are the tiers, by number, then what arrives from each of them, then host
     memory."""
 
-    def __init__(self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, so_far: SoFar) -> None:
-        self._survey, self._speeds, self._ends = survey, speeds, ends
+    def __init__(
+        self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, so_far: SoFar, slack_s: float
+    ) -> None:
+        self._survey, self._speeds, self._ends, self._slack_s = survey, speeds, ends, slack_s
         links = speeds.links
-        self._begun = 2 * len(links) if so_far.num_here is None else len(links)
+        self._begun = 2 * len(links) if so_far.num_paid is None else len(links)
         """The first source that needs no new wait. For a request that waits already that is what arrives, for another
         one host memory."""
         self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - so_far.spent_s) for link in links]
@@ -274,7 +286,11 @@ class _Options:
         """The best choice, or what is begun already if waiting for more gains too little."""
         runs = self._runs(waited)
         pick = partial(
-            choose, sources=self._paces, block_compute_s=self._speeds.block_compute_s, queue_s=self._speeds.queue_s
+            choose,
+            sources=self._paces,
+            block_compute_s=self._speeds.block_compute_s,
+            queue_s=self._speeds.queue_s,
+            slack_s=self._slack_s,
         )
         best = pick(runs, ends=self._ends)
         if not best.wait_s:
@@ -322,7 +338,15 @@ class _Options:
             max(1, int(min(portion_s, link.portion_s) / pace.block_s) if pace.block_s else stop)
             for link, pace in zip(links, self._paces)
         ]
-        chosen = spread(runs, self._paces, wait_s, [*portions, *[stop] * (self._num + 1)], self._late)
+        chosen = spread(
+            runs,
+            self._paces,
+            wait_s,
+            [*portions, *[stop] * (self._num + 1)],
+            self._late,
+            block_compute_s=self._speeds.block_compute_s,
+            slack_s=self._slack_s,
+        )
         return tuple(
             Segment(_from(place, names[0]) if place.is_below else place, num_blocks)
             for place, names, num_blocks in side_by_side(self._survey, chosen)

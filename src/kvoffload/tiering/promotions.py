@@ -71,11 +71,6 @@ class Promotions:
         job = self._job_of.get(key)
         return HERE if job is None else _place(job.tier.index, job.is_overdue)
 
-    def arrival_s(self, key: OffloadKey) -> float | None:
-        """Until a block that is being promoted is expected; ``None``: its tier is late, or does not read it."""
-        job = self._job_of.get(key)
-        return None if job is None else self._planner.link(job.tier.index).arrival_s(job)
-
     def are_waited_for(self) -> bool:
         """Whether a request that is not a prefetch waits for a block that is being promoted."""
         return any(key in self._job_of for key in self._waits.open_keys())

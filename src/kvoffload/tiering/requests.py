@@ -106,8 +106,8 @@ class Wait:
     """The blocks that it was made for, ..."""
     marks: Sequence[Segment] = ()
     """... and what was known of those that are not on their way."""
-    num_here: int = 0
-    """Leading ones of them that were here at the first plan."""
+    num_paid: int = 0
+    """Leading ones of them that pay for no wait (``SoFar``)."""
     planned_s: float = 0.0
     """Since when it waits by a plan, ..."""
     expected_s: float = 0.0

@@ -68,8 +68,8 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
     """The line through samples of (blocks, seconds): Tukey's resistant line, through the medians of the smallest third
     and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
 
-    No block is faster than in the fastest sample. If the sizes hardly differ, the latency is taken for a part of what a
-    block takes.
+    No block is faster than in the fastest sample, and no sample than the latency. If the sizes hardly differ, the
+    latency is taken for a part of what a block takes.
     """
     ordered = sorted(samples)
     third = (len(ordered) + 2) // 3
@@ -80,7 +80,8 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
         return Pace(0.0, median(per_block))
     rise_s = median([seconds for _, seconds in large]) - median([seconds for _, seconds in small])
     block_s = max(rise_s / (high - low), min(per_block))
-    return Pace(max(0.0, median([seconds - size * block_s for size, seconds in ordered])), block_s)
+    first_s = median([seconds - size * block_s for size, seconds in ordered])
+    return Pace(min(max(0.0, first_s), *[seconds for _, seconds in ordered]), block_s)
 
 
 def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:

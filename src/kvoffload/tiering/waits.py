@@ -194,7 +194,7 @@ class Waits:
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """A plan was made for ``keys``, of which ``marks`` are not begun. Its times count from ``seen_s``."""
         if wait.plan is None:
-            wait.num_here = plan.num_here
+            wait.num_paid = plan.num_paid
         wait.plan, wait.planned, wait.marks = plan, frozenset(keys), marks
         wait.chosen += plan.chosen
         if wait.has_begun:

@@ -61,11 +61,13 @@ def choose(
     *,
     block_compute_s: float,
     queue_s: float = 0.0,
+    slack_s: float = math.inf,
     ends: Sequence[int] | None = None,
 ) -> Choice:
     """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
 
-    With ``ends``, which rise, k is one of them, or 0.
+    With ``ends``, which rise, k is one of them, or 0. No leading blocks arrive later than ``slack_s`` after the time
+    in which they would be computed.
     Sources work side by side, and share the blocks that several of them have as is best. The engine is busy with other
     work for ``queue_s``, during which loading costs nothing. Then it computes the other blocks in ``block_compute_s``
     each. So the first token comes
@@ -82,10 +84,16 @@ def choose(
     work = _Work(runs, sources)
     best = Choice(0, 0.0, 0.0)
     before, arrived_s = 0, 0.0
+
+    def latest_s(num_blocks: int) -> float:
+        return max(slack_s + num_blocks * block_compute_s, 0.0)
+
     for names, num_blocks in runs:
         if not names:
             break
         loads = work.loads_with(names)
+        if max(load.seconds(1) for load in loads) > latest_s(before):
+            break
         level_s = max(arrived_s, queue_s)
         bends = {min(max(math.floor(load.room_by(level_s, num_blocks)), 0), num_blocks) for load in loads}
         if any(len(load.paces) > 1 for load in loads):
@@ -101,27 +109,34 @@ def choose(
             own_s = max([arrived_s, *(load.seconds(at) for load in loads)])
             loaded = before + at
             saved_s = loaded * block_compute_s - (max(own_s, queue_s) - queue_s)
-            if saved_s >= best.saved_s:
+            if saved_s >= best.saved_s and own_s <= latest_s(loaded - 1):
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
         for load in loads:
             load.num_blocks += num_blocks
             arrived_s = max(arrived_s, load.seconds(0))
-        if arrived_s == math.inf:
+        if arrived_s > latest_s(before - 1) or arrived_s == math.inf:
             break
     return best
 
 
 def spread(
-    runs: Sequence[Run], sources: Sequence[Pace], wait_s: float, portions: Sequence[int], last: Collection[int] = ()
+    runs: Sequence[Run],
+    sources: Sequence[Pace],
+    wait_s: float,
+    portions: Sequence[int],
+    last: Collection[int] = (),
+    *,
+    block_compute_s: float = 0.0,
+    slack_s: float = math.inf,
 ) -> list[Run]:
     """Each of ``runs`` cut into one run for each of its sources, so that all end by ``wait_s``, the time that
     ``choose`` found, as nearly as portions allow: by index, a source gets so many blocks at once.
 
     Each portion goes to the source that would end it first, the first of equals, unless that source has no time left
-    beside the blocks that only it and other busy ones have. The fastest source has the head, so that most of what is
-    there is of use if another one is late. The sources ``last`` may not have the blocks, and say so with their first:
-    they have the tail.
+    beside the blocks that only it and other busy ones have, or ends it more than ``slack_s`` after all blocks up to the
+    end of the run would be computed. The fastest source has the head, so that most of what is there is of use if
+    another one is late. The sources ``last`` may not have the blocks, and say so with their first: they have the tail.
     """
     if all(len(run.sources) < 2 for run in runs):
         return [*runs]
@@ -130,15 +145,23 @@ def spread(
     for names, num_blocks in runs:
         for load in work.loads_with(names):
             load.num_blocks += num_blocks
-    taken, found = [0] * len(sources), list[Run]()
+    taken, found, latest_s = [0] * len(sources), list[Run](), slack_s
     for names, num_blocks in runs:
+        latest_s += num_blocks * block_compute_s
         left, shares = num_blocks, Counter[int]()
         while left:
             most = max(least, left // _SHARE) if len(names) > 1 else left
             counts = {name: min(max(portions[name], most), left) for name in names}
             ends_s = {name: sources[name].seconds(taken[name] + count) for name, count in counts.items()}
             order = sorted(names, key=ends_s.__getitem__)
-            best = next((name for name in order if work.can_take(name, names, counts[name], taken, wait_s)), order[0])
+            best = next(
+                (
+                    name
+                    for name in order
+                    if ends_s[name] <= latest_s and work.can_take(name, names, counts[name], taken, wait_s)
+                ),
+                order[0],
+            )
             taken[best] += counts[best]
             shares[best] += counts[best]
             left -= counts[best]
