@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def problems_of(config: Any) -> list[str]:
 
 def golden() -> list[tuple[Any, list[str]]]:
     return [tuple(json.loads(line)) for line in GOLDEN.read_text().splitlines()]
+
+
+def test_a_disk_that_hangs_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, real = threading.Event(), os.path.lexists
+    monkeypatch.setattr("kvoffload.cli.check_config._ANSWER_S", 0.01)
+    monkeypatch.setattr(os.path, "lexists", lambda path: go_on.wait(20) if str(path) == "/nfs/kv" else real(path))
+    tier = {"type": "fs", "path": "/nfs/kv", "max_bytes": "1GiB"}
+    file = tmp_path / "kv.json"
+    file.write_text(json.dumps({"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}))
+    try:
+        code, _, err = run(capsys, file)
+    finally:
+        go_on.set()
+    assert (code, "'fs' tier, /nfs/kv, does not answer within 0.01 s: look at its disk" in err) == (1, True), err
 
 
 @pytest.mark.parametrize(("config", "messages"), golden())

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Prob
 from kvoffload.specs import read_config
 from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tiers
 from kvoffload.tiering.stores.disk.options import DiskOptions
+from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.units import format_bytes
 
@@ -29,6 +31,8 @@ _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
 _LEAST_BYTES = 1 << 20
 """Less host memory than this is a unit that was forgotten."""
+_ANSWER_S = 10.0
+"""How long a tier's disks may take to say what they are. A mount may hang for ever."""
 
 
 def check_config(
@@ -103,11 +107,14 @@ def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, probl
             if isinstance(options, SealedOptions):
                 options.read_keys()
             if options.directories:
-                for directory in options.directories:
-                    _probe_directory(options, directory)
-                if isinstance(options, DiskOptions):
-                    options.check_place(config.cpu_bytes)
-                _probe_quota(options)
+                (outcome,) = in_time([partial(_probe_directories, options, config.cpu_bytes)], _ANSWER_S)
+                if isinstance(outcome, TimeoutError):
+                    raise ConfigError(
+                        f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s: "
+                        "look at its disk, or choose another directory."
+                    )
+                if outcome is not None:
+                    raise outcome
             elif isinstance(options, RemoteOptions):
                 _probe_remote(options, block_bytes or 1 << 20, connect)
 
@@ -119,6 +126,15 @@ def _check_unit(name: str, size_bytes: int) -> None:
             f"{name} is {format_bytes(size_bytes)}, too little for the blocks of any model: a number without a unit is "
             "bytes; write '8GiB' for example."
         )
+
+
+def _probe_directories(options: StoreOptions, beside_bytes: int) -> None:
+    """Raises ``ConfigError`` if the tier's directories cannot be used, beside so much host memory."""
+    for directory in options.directories:
+        _probe_directory(options, directory)
+    if isinstance(options, DiskOptions):
+        options.check_place(beside_bytes)
+    _probe_quota(options)
 
 
 def _probe_directory(options: StoreOptions, path: str) -> None:
