@@ -42,6 +42,20 @@ def test_a_stored_prefix_comes_back_by_an_asynchronous_load() -> None:
     rig.assert_drained()
 
 
+def test_blocks_that_come_after_a_load_are_no_second_admission() -> None:
+    rig = Rig()
+    rig.store_prefix(12)
+    request = Request("r", 14)
+    rig.end(start_load(rig, request, [7, 8, 9], 12))
+    stats, touches = rig.scheduler.get_stats(), len(rig.manager.touched)
+    rig.alloc(request, [7, 8, 9, 10])
+    assert rig.scheduler.get_stats() == stats
+    assert len(rig.manager.touched) == touches
+    assert rig.scheduler.hit_tokens_by_tier(request) == {"CPU": 12}
+    rig.finish(request)
+    rig.assert_drained()
+
+
 def test_tokens_at_which_no_hit_can_end_are_a_failed_load() -> None:
     """An engine with room for fewer tokens than it was promised: two of the last ten would be in no loaded block."""
     rig = Rig()
