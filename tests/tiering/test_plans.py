@@ -102,6 +102,18 @@ def test_an_answer_that_came_within_a_long_step_leaves_time_to_read(pace: float)
     assert rig.serve(World(20, [frozenset(range(20))])).num_hit == 20
 
 
+def test_a_slow_tier_gets_no_head_that_would_hold_up_what_a_fast_one_has_behind_it() -> None:
+    """All ended at once so, but three of its blocks in, the wait was further behind computing than it may be."""
+    rig = PlanRig([(2.86 * COMPUTE_S, None), (0.42 * COMPUTE_S, None)])
+    assert rig.serve(World(131, [frozenset(range(11)), frozenset(range(131))])).first_token_s <= 0.42 * 131 * COMPUTE_S
+
+
+def test_what_falls_behind_computing_by_more_than_a_wait_may_is_not_begun() -> None:
+    """It would take 2.9 s instead of 4 s, and 1.6 s longer if the slow tier stood still at its last block."""
+    rig = PlanRig([(1.7 * COMPUTE_S, None), (0.02 * COMPUTE_S, None)])
+    assert rig.serve(World(400, [frozenset(range(170)), ALL - frozenset(range(170))])).waited_s == 0.0
+
+
 @pytest.mark.parametrize("num_blocks", [120, 8])
 @pytest.mark.parametrize("pace", [0.02, 0.5, 2.0, 20.0])
 @pytest.mark.parametrize("answer_s", [None, 0.05, 0.2])

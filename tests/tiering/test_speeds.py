@@ -48,6 +48,11 @@ def test_no_link_is_faster_than_it_was_seen() -> None:
     assert fit_link([(10, 1.0), (10, 1.0), (1000, 1.0), (1000, 0.9)]).block_s == pytest.approx(0.0009)
 
 
+def test_no_sample_is_shorter_than_the_latency() -> None:
+    """It became slow after the first one. The line through them has 0.44 s at nothing."""
+    assert fit_link([(32, 0.341), (9, 0.808), (4, 0.487)]).first_s <= 0.341
+
+
 def test_a_stall_does_not_count() -> None:
     clock = ManualClock()
     link = LinkSpeedEstimator(clock)
