@@ -67,6 +67,25 @@ def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
         slab.file.read_changes()
 
 
+def test_blocks_of_a_dropped_slab_of_which_nobody_will_hear_are_not_looked_at(
+    slabs: Slabs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of millions of blocks whose directory went looked at each of them."""
+    put(slabs, slabs.by_name["a"], 0, 1, 2, 3)
+    monkeypatch.setattr(slabs_module, "_MAX_LOST", 2)
+    monkeypatch.setattr(slabs_module, "_KEYS_AT_ONCE", 1)
+    find, asked = slabs._index.find, list[HashedKey]()
+
+    def counted(key: HashedKey) -> int:
+        asked.append(key)
+        return find(key)
+
+    monkeypatch.setattr(slabs._index, "find", counted)
+    slabs.drop([slabs.by_name["a"]], "evicted")
+    assert (len(asked), slabs.num_evicted) == (2, 4)
+    assert set(slabs.take_lost().values()) == {"evicted"}
+
+
 def test_slots_of_a_slab_that_is_being_taken_in_are_free_when_their_blocks_are_discarded(
     slabs: Slabs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,12 +364,15 @@ class Slabs:
             dropped.append(slab)
         self._close_unused()
         for slab in dropped:
-            held = np.flatnonzero(slab.view()["length"]).tolist()
-            for first in range(0, len(held), _KEYS_AT_ONCE):
+            held = np.flatnonzero(slab.view()["length"])
+            if cause == "evicted":
                 with self._lock:
-                    if cause == "evicted":
-                        self.num_evicted += len(held[first : first + _KEYS_AT_ONCE])
-                    for index in held[first : first + _KEYS_AT_ONCE]:
+                    self.num_evicted += len(held)
+            for first in range(0, len(held), _KEYS_AT_ONCE):
+                if len(self._lost) >= _MAX_LOST and not self._long_keys:
+                    break  # nobody would hear of the others
+                with self._lock:
+                    for index in held[first : first + _KEYS_AT_ONCE].tolist():
                         entry = slab.entry(index)
                         self._note_lost(entry, hashed_in(entry), cause)
         return dropped
