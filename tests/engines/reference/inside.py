@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from tests.leaks import kept
 
 from kvoffload.base import OffloadingHandler
 from kvoffload.connector import OffloadingConnectorScheduler, OffloadingConnectorWorker
@@ -64,3 +65,13 @@ def pools_of(engine: Engine) -> tuple[torch.Tensor, ...]:
 def num_free(engine: Engine) -> list[int]:
     """GPU blocks of each group."""
     return [pool.num_free for pool in engine._kv_cache._pools]
+
+
+def kept_requests(engine: Engine) -> dict[str, str]:
+    """What an idle engine still knows of requests that it numbered. It takes the ends of loads from the scheduler side,
+    and leaves those of the worker."""
+    connector, worker = sides_of(engine)
+    engine.step()  # the connector knows a step until the next
+    worker.take_load_outcome()
+    ids = {f"request-{number}" for number in range(next(engine._ids))}
+    return kept(ids, connector, worker, engine._scheduler, engine._requests)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.reference.inside import begin_step, end_step, num_free, pools_of, wrap_handlers
+from tests.engines.reference.inside import begin_step, end_step, kept_requests, num_free, pools_of, wrap_handlers
 from tests.engines.reference.zoo import FAMILIES, VOCAB, random_prompts, tiny_model
 from tests.sizes import by_size
 
@@ -59,6 +59,7 @@ def assert_nothing_leaks(engine: Engine) -> None:
     stats = engine.get_stats()
     assert stats["jobs_in_flight",] == stats["requests_tracked",] == stats["primary_blocks_pinned",] == 0
     assert {*num_free(engine)} == {engine.options.num_blocks}
+    assert not kept_requests(engine)
 
 
 @pytest.mark.parametrize("factor", by_size([2], [1, 2, 4]))
