@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of requests that have ended can still be reached."""
+"""What stays: requests that have ended and can still be reached, and files that are open."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Collection
+from contextlib import suppress
 from logging import Logger
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 _STRANGE = (type, ModuleType, Logger)
@@ -33,3 +36,12 @@ def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
         parts = (each.__closure__, each.__defaults__) if isinstance(each, FunctionType) else gc.get_referents(each)
         todo += [(part, way) for part in parts]
     return found
+
+
+def open_in(directory: Path) -> set[str]:
+    """What this process has open of a directory, gone files included."""
+    found = set[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this list
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {path for path in found if path.startswith(f"{directory}/")}

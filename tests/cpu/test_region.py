@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.cpu import partner
 from tests.forks import Fork
+from tests.leaks import open_in
 from tests.users import NOBODY, as_user, needs_root
 
 from kvoffload.cpu.memory_limits import available_bytes
@@ -33,6 +34,7 @@ def own_mount() -> Iterator[None]:
     SHM.mkdir()
     yield
     assert leftovers() == []
+    assert not open_in(SHM)
     SHM.rmdir()
 
 
@@ -272,8 +274,10 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
     victim.chmod(0o600)
     segment = segment_of(name)
     link = LOCK if suffix == ".lock" else segment.with_suffix(suffix)
+    other = os.open(os.devnull, os.O_RDONLY)
     if suffix in (".joined", ".draft"):
         # Only beside a segment in use is it not just removed.
+        os.close(other)
         other = os.open(segment, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(other, fcntl.LOCK_SH)
         os.truncate(segment, 4096)
@@ -284,6 +288,7 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
     with pytest.raises(ConfigError, match="not a file of this user's alone"):
         join(name, 1, 4096, num_processes=3)
     assert victim.read_bytes() == b"p" * 4096
+    os.close(other)
     for path in SHM.iterdir():
         path.unlink()
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.leaks import open_in
 from tests.tiering.stores.rig import SMALL
 
 from kvoffload.tiering.stores.fs import FileSystemStore
@@ -17,13 +16,9 @@ def _no_file_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
     if "tmp_path" not in request.fixturenames:
         yield
         return
-    directory = f"{request.getfixturevalue('tmp_path')}/"
+    directory = request.getfixturevalue("tmp_path")
     yield
-    left = set[str]()
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of this list
-            left.add(os.readlink(f"/proc/self/fd/{number}"))
-    assert not [path for path in left if path.startswith(directory)]
+    assert not open_in(directory)
 
 
 @pytest.fixture
