@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.handler_contract import Bytes, HandlerContract, HandlerRig, collect
 from tests.fakes.manual_handler import ManualHandler
 
-from kvoffload.base import BlockIDsLoadStoreSpec, LoadStoreSpec, OffloadingHandler, TransferResult
+from kvoffload.base import BlockIDsLoadStoreSpec, LoadStoreSpec, TransferResult
 
 NUM_GPU_BLOCKS, NUM_SLOTS, PAGE_BYTES, FACTOR = 16, 8, 32, 2
 
@@ -91,7 +91,10 @@ def test_wrong_handlers_fail(handler: type[ManualHandler], test: str) -> None:
 
 
 def test_collect_refuses_results_that_nobody_asked_for() -> None:
-    handler: OffloadingHandler = AtOnceHandler(np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.uint8), (1,), 1)
-    handler._finished.append(TransferResult(7, success=True))  # type: ignore[attr-defined]
+    class Chatty(AtOnceHandler):
+        def get_finished(self) -> list[TransferResult]:
+            return [TransferResult(7, success=True)]
+
+    handler = Chatty(np.zeros((1, 1), np.uint8), np.zeros((1, 1), np.uint8), (1,), 1)
     with pytest.raises(AssertionError, match="never asked for"):
         collect(handler, [1])
