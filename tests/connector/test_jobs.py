@@ -131,6 +131,7 @@ def test_an_engine_that_says_so_has_the_sources_of_its_stores_held() -> None:
     assert pool.held == {4: 1, 2: 1}
     rig.end(*meta.stores)
     assert pool.released == [(4, 2)]
+    assert rig.scheduler.get_stats()["store_blocks", "full_attention"] == 2
 
 
 def test_a_load_holds_nothing(table: JobTable, request_state: OwnRequest) -> None:
@@ -175,6 +176,8 @@ def test_a_load_that_is_cancelled_is_not_sent_and_others_are(
     assert table.cancel_load(first.job_id) is first
     assert {*table.in_flight} == request_state.job_ids == {second.job_id}
     meta = table.take(())
-    assert [job.job_id for job in (meta.lost_loads if is_lost else meta.loads)] == [second.job_id]
+    (sent,) = meta.lost_loads if is_lost else meta.loads
+    assert (sent.job_id, sent.source) == (second.job_id, sent.destination if is_lost else source)
+    assert sent.destination.block_ids.tolist() == [2]
     assert table.cancel_load(second.job_id) is None, "the workers have it"
     assert table.take(()) == ConnectorMeta()
