@@ -33,7 +33,9 @@ def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
         if kind.__module__.startswith(("tests.", "kvoffload.testing")):
             continue
         way = f"{way[-200:]} > {kind.__qualname__}"
-        parts = (each.__closure__, each.__defaults__) if isinstance(each, FunctionType) else gc.get_referents(each)
+        parts = [each.__closure__, each.__defaults__] if isinstance(each, FunctionType) else gc.get_referents(each)
+        if isinstance(each, dict):
+            parts += each  # where all keys are texts, its referents are the values alone
         todo += [(part, way) for part in parts]
     return found
 
