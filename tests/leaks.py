@@ -41,9 +41,9 @@ def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
 
 
 def open_in(directory: Path) -> set[str]:
-    """What this process has open of a directory, gone files included."""
+    """What this process has open of a directory, itself and gone files included."""
     found = set[str]()
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of this list
             found.add(os.readlink(f"/proc/self/fd/{number}"))
-    return {path for path in found if path.startswith(f"{directory}/")}
+    return {path for path in found if f"{path}/".startswith(f"{directory}/")}
