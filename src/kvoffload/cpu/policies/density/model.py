@@ -341,6 +341,10 @@ class UseCounts:
     def __repr__(self) -> str:
         return f"UseCounts({len(self._young)} of {self.size} in the young generation)"
 
+    def __len__(self) -> int:
+        """Keys in memory, forgotten ones that are still there included."""
+        return len(self._young) + len(self._old) + len(self._leaving)
+
     def remember(self, keys: Sequence[OffloadKey], classes: Sequence[int]) -> None:
         if len(self._young) >= self.size:
             self._young, self._old, self._leaving = {}, self._young, self._old
