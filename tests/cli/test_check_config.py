@@ -196,6 +196,14 @@ def test_what_this_machine_cannot_give_is_a_problem(tmp_path: Path, capsys: pyte
     assert "host memory" in lines[0] and "file is a file" in lines[1] and "lower it" in lines[2]
 
 
+def test_a_tier_without_a_bound_is_smaller_than_no_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.json"
+    tier = {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "unlimited"}
+    file.write_text(json.dumps({"cpu_bytes_to_use": "64Mi", "secondary_tiers": [tier]}))
+    code, _, err = run(capsys, file)
+    assert (code, err) == (0, "")
+
+
 def test_a_path_that_this_user_may_not_see_is_a_problem() -> None:
     """Of the home of root, seen by nobody, in a process of its own."""
     if Path("/root").stat().st_mode & 0o001:

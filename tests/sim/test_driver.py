@@ -9,9 +9,11 @@ from itertools import takewhile
 import pytest
 from tests.sizes import by_size
 
+from kvoffload.base import ReqContext
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.disk import Contents
+from kvoffload.sim.driver import Machine, SimConfig, simulate
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
@@ -55,6 +57,22 @@ def test_a_block_comes_back_from_disk(trace_of: Callable[..., Trace]) -> None:
     assert result.disk_read_bytes == 1000
     assert result.ttft_s["p50"] == pytest.approx(17 / 16)
     assert result.ttft_s["max"] == pytest.approx(1.25 + 0.6 + 1 / 16)
+
+
+def test_a_machine_that_dies_loses_what_it_is_writing(trace_of: Callable[..., Trace]) -> None:
+    """Whoever takes its disk over does not find it later either."""
+    trace, contents = trace_of([[0, 1]]), Contents(5)
+    keys = trace.keys()
+    machine = Machine(trace, replace(MachineTimes, disk_blocks=5, cascade="on_store"), keys, contents=contents)
+    for _ in machine.steps(0):
+        pass
+    assert machine.disk is not None and machine.disk.has_pending_work()
+    machine.die()
+    heir = Machine(trace, replace(MachineTimes, disk_blocks=5), keys, contents=contents)
+    assert heir.disk is not None
+    heir.clock.advance_to(1000.0)
+    assert list(heir.disk.get_finished_jobs()) == []
+    assert not heir.disk.lookup(keys[0], ReqContext("r"))
 
 
 def plain_lru(trace: Trace, capacity: int, chunk: int) -> list[int]:

@@ -46,6 +46,12 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     assert draw_sweeps([report], is_page=True).count(b"<tr>") == 7
 
 
+def test_a_curve_has_the_largest_disk(trace_of: Callable[..., Trace]) -> None:
+    trace = trace_of([[0, 1, 2], [3, 4, 5]] * 3)
+    report = sweep(trace, [SimConfig(2, 2**30, policy="lru", disk_blocks=size) for size in (4, 16, 8)], processes=1)
+    assert [(run.cpu_blocks, run.disk_blocks) for run, _ in curve(report, "lru")] == [(2, 16)]
+
+
 def test_replays_give_operators_no_advice(trace_of: Callable[..., Trace], caplog: pytest.LogCaptureFixture) -> None:
     trace = trace_of([[3 * number, 3 * number + 1, 3 * number + 2] for number in range(4)] * 5)
     slow = SimConfig(5, 10**6, disk_blocks=16, disk_read_bytes_per_s=1e8, cascade="on_store")

@@ -13,6 +13,7 @@ import pytest
 
 from kvoffload.base import NextUse
 from kvoffload.errors import MissingExtraError
+from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError
 from kvoffload.sim.trace_files import load_trace
 
@@ -60,6 +61,7 @@ def test_the_device_of_our_own_traces_and_other_fields_of_that_name(tmp_path: Pa
     for machine, device_blocks in (({"device_blocks": 5}, 5), ({"device_blocks": 5.0}, 0), ({}, 0), ("host-1", 0)):
         path = write(tmp_path / "trace.jsonl", line(machine=machine))
         assert load_trace(path).device_blocks == device_blocks
+    assert synthesize("chat", 4).device_blocks == 0
 
 
 def test_bailian_form_chains_single_block_hashes(tmp_path: Path) -> None:

@@ -144,6 +144,19 @@ def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
     assert rig.manager.get_stats()["plans_made_again",] - before < 100
 
 
+def test_answers_to_others_cost_no_plan() -> None:
+    """The tier knows more, and nothing of what this request asked."""
+    rig = PlanRig([(COMPUTE_S / 10, 0.2)])
+    rig.ask(World(400, [ALL]))
+    rig.clock.advance(0.05)
+    context, keys = rig.ask(World(400, [ALL])), rig.keys
+    assert None in rig.manager.lookup_prefix(keys, context)
+    before = rig.manager.get_stats()["plans_made_again",]
+    rig.clock.advance(0.16)
+    assert None in rig.manager.lookup_prefix(keys, context)
+    assert rig.manager.get_stats()["plans_made_again",] == before
+
+
 def test_tiers_that_have_the_same_blocks_are_all_measured() -> None:
     """All blocks are written to both, so no block of the second one was ever declined, and it was never read."""
     rig = PlanRig([(COMPUTE_S / 2, None), (COMPUTE_S / 2, None)], are_measured=False)

@@ -278,6 +278,7 @@ def test_a_drain_waits_for_results(make) -> None:
     job = rig.submit(keys, range(40), load=False)
     rig.tier.drain_jobs()
     assert rig.inner.contains(keys) == [True] * 40
+    assert rig.stat("tier_blocks_stored") == 40, "taken in already"
     assert [result.job_id for result in rig.tier.get_finished_jobs()] == [job]
 
 
