@@ -111,7 +111,7 @@ def test_a_long_mixed_trace_is_the_papers() -> None:
 
 
 def test_a_batch_of_new_blocks_is_its_keys_one_by_one() -> None:
-    """Tail first, none being written out before all are in. Batches with ghosts may differ: see the policy."""
+    """Tail first, none being written out before all are in."""
     rng = random.Random(5)
     capacity = 24
     one, many = (PolicyDriver(ARCCachePolicy(capacity)) for _ in range(2))
@@ -165,6 +165,31 @@ def test_a_batch_of_ghosts_comes_back_as_frequent_and_moves_the_target_for_each(
     assert {*policy.frequent} >= {*keys(3, 4)}
     assert not policy.recent_ghosts.keys() & {*keys(3, 4)}
     policy.check_invariants()
+
+
+def test_a_batch_of_ghosts_evicts_what_the_paper_evicts_one_by_one() -> None:
+    """Tail first."""
+    rng, sizes = random.Random(8), set[int]()
+    for _ in range(by_size(quick=150, thorough=2_000)):
+        capacity = rng.randint(4, 12)
+        paper, policy = PaperARC(capacity), ARCCachePolicy(capacity)
+        driver = PolicyDriver(policy)
+        for _ in range(80):
+            number = int(rng.paretovariate(0.4)) % (3 * capacity)
+            assert access(driver, capacity, number) == paper.access(number)
+        ghosts = paper.b1 + paper.b2
+        if len(policy) < capacity or not ghosts:
+            continue
+        batch = rng.sample(ghosts, rng.randint(1, min(3, len(ghosts))))
+        for number in reversed(batch):
+            paper.access(number)
+        if not {*batch} <= {*paper.t2}:
+            continue  # it evicts one of them again
+        driver.store(keys(*batch), evict=len(batch))
+        sizes.add(len(batch))
+        assert {*policy.recent, *policy.frequent} == {key(number) for number in (*paper.t1, *paper.t2)}
+        assert policy.target == pytest.approx(paper.p)
+    assert sizes == {1, 2, 3}
 
 
 def test_uses_by_the_request_that_writes_a_block_do_not_make_it_frequent() -> None:
