@@ -130,10 +130,11 @@ def test_a_request_that_asks_again_before_it_waits_still_ends_its_wait_in_time()
     assert served.first_token_s <= LATEST[0] * 97 * COMPUTE_S + LATEST[1]
 
 
-def test_a_request_waits_for_no_read_of_others_that_gains_too_little() -> None:
+@pytest.mark.parametrize("num_blocks", [20, 300])
+def test_a_request_waits_for_no_read_of_others_that_gains_too_little(num_blocks: int) -> None:
     """Its first ask declines a tier that saves it a twentieth, and has it probed. The second one waited for that."""
     rig = PlanRig([(0.95 * COMPUTE_S, None)])
-    assert rig.serve(World(20, [frozenset(range(20))])).waited_s == 0.0
+    assert rig.serve(World(num_blocks, [frozenset(range(num_blocks))])).waited_s == 0.0
 
 
 def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
