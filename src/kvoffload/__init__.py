@@ -83,16 +83,47 @@ if TYPE_CHECKING:
     from kvoffload.tiering.spec import TieringOffloadingSpec
     from kvoffload.tiering.stores import BlockStore, Checksummed, FileSystemStore
 else:
-    # Those that load least come first: a name is that of the first module that has it.
-    _MODULES = ("base", "errors", "config", "specs", "cpu", "tiering.stores", "tiering", "tiering.spec", "connector")
+    _NAMES = {
+        "base": (
+            "CanonicalKVCacheRef",
+            "CanonicalKVCacheTensor",
+            "CanonicalKVCaches",
+            "OffloadKey",
+            "OffloadPolicy",
+            "OffloadingManager",
+            "OffloadingSpec",
+            "ReqContext",
+            "make_offload_key",
+        ),
+        "config": ("EngineLayout", "GroupKind", "KVGroupLayout", "OffloadingConfig", "parse_config"),
+        "connector": (
+            "EngineStep",
+            "GuardedManager",
+            "OffloadingConnectorScheduler",
+            "OffloadingConnectorWorker",
+            "ScheduledRequest",
+        ),
+        "cpu": ("CPUOffloadingManager", "CPUOffloadingSpec", "SharedOffloadRegion"),
+        "errors": ("ConfigError", "KVOffloadError"),
+        "specs": ("make_spec",),
+        "tiering": (
+            "CPUPrimaryTierOffloadingManager",
+            "SecondaryTierManager",
+            "StoreOptions",
+            "StoreTier",
+            "TieringOffloadingManager",
+        ),
+        "tiering.spec": ("TieringOffloadingSpec",),
+        "tiering.stores": ("BlockStore", "Checksummed", "FileSystemStore"),
+    }
+    _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        for module in _MODULES if name in __all__ else ():
-            found = getattr(importlib.import_module(f"{__name__}.{module}"), name, None)
-            if found is not None:
-                globals()[name] = found
-                return found
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
