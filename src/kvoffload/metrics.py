@@ -127,9 +127,15 @@ def _histogram(name: str, buckets: tuple[float, ...], help: str, **labels: tuple
     return replace(_counter(name, help, **labels), kind=Kind.HISTOGRAM, buckets=buckets)
 
 
-METRICS = {
-    row.name: row
-    for row in (
+def _by_name(rows: Sequence[Metric]) -> dict[str, Metric]:
+    table = {row.name: row for row in rows}
+    if len(table) < len(rows):
+        raise ValueError("a metric is listed twice")
+    return table
+
+
+METRICS = _by_name(
+    (
         # primary tier
         _gauge("primary_blocks", "Slots in the primary tier."),
         _gauge("primary_blocks_used", "Slots that hold a block or are being written."),
@@ -308,7 +314,7 @@ METRICS = {
         _counter("cascades", "Blocks cascaded to secondary tiers, by outcome.", outcome=(*OUTCOMES, "dropped")),
         _gauge("cascades_parked", "Blocks of request-level tiers that wait to become ready before their cascade."),
     )
-}
+)
 
 
 JOIN: dict[str, Callable[[float, float], float]] = {
