@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
+from tests.testing.broken import EndsOnce, failures_of
 
 from kvoffload.base import OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -135,12 +136,8 @@ class NeedsKeys(Manager):
         return super().prepare_store(keys, req_context) if keys else None
 
 
-class EndsOnce(Manager):
-    has_ended = False
-
-    def shutdown(self) -> None:
-        assert not self.has_ended
-        self.has_ended = True
+class OneEnd(EndsOnce, Manager):
+    pass
 
 
 class IsUnsound(Manager):
@@ -157,14 +154,7 @@ def failures(make: type[Manager]) -> set[str]:
             assert isinstance(manager, Manager)
             manager.check_invariants()
 
-    failed = set()
-    for name in dir(Contract):
-        if name.startswith("test_"):
-            try:
-                getattr(Contract(), name)()
-            except Exception:  # noqa: BLE001 - whatever it raises, it is noticed
-                failed.add(name)
-    return failed
+    return failures_of(Contract)
 
 
 READY, PEEK = (
@@ -190,7 +180,7 @@ def test_a_right_manager_passes() -> None:
         (StoresAPart, {LARGER}), (PinsNothing, {PINNED, LATE}), (KeepsPins, {PINNED, LATE}),
         (KeepsWhatFailed, {FAILED}), (TouchesTailFirst, {HEAD}), (TouchesNothing, {HEAD}),
         (AnnouncesNothing, {EVENTS}), (AnnouncesTwice, {EVENTS}), (KeepsAtReset, {EVENTS, LATE}),
-        (GivesSlotsInUse, {LATE}), (NeedsKeys, {NONE}), (EndsOnce, {TWICE}),
+        (GivesSlotsInUse, {LATE}), (NeedsKeys, {NONE}), (OneEnd, {TWICE}),
         (IsUnsound, {READY, PEEK, HERE, PINNED, LARGER, FAILED, HEAD, EVENTS, LATE, NONE}),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.testing.broken import failures_of
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
@@ -217,14 +218,7 @@ def failures(
         def reopen(self, directory: Path) -> BlockStore:
             return again(opened[directory])
 
-    failed = set()
-    for name in dir(Contract):
-        if name.startswith("test_"):
-            try:
-                getattr(Contract(), name)()
-            except Exception:  # noqa: BLE001 - whatever it raises, it is noticed
-                failed.add(name)
-    return failed
+    return failures_of(Contract)
 
 
 def test_a_right_store_passes() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import pytest
+from tests.testing.broken import EndsOnce, failures_of
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.metrics import Stats
@@ -161,12 +162,8 @@ class TouchForgets(Tier):
         self.blocks.clear()
 
 
-class EndsOnce(Tier):
-    has_ended = False
-
-    def shutdown(self) -> None:
-        assert not self.has_ended
-        self.has_ended = True
+class OneEnd(EndsOnce, Tier):
+    pass
 
 
 class EndsWhenIdle(Tier):
@@ -201,14 +198,7 @@ def failures(make: type[Tier]) -> set[str]:
         def progress(self, tier: SecondaryTierManager) -> None:
             return
 
-    failed = set()
-    for name in dir(Contract):
-        if name.startswith("test_"):
-            try:
-                getattr(Contract(), name)()
-            except Exception:  # noqa: BLE001 - whatever it raises, it is noticed
-                failed.add(name)
-    return failed
+    return failures_of(Contract)
 
 
 FOUND, AGAIN = "test_stored_blocks_are_found_and_loaded", "test_blocks_load_in_any_order_and_again"
@@ -237,7 +227,7 @@ def test_a_right_tier_passes() -> None:
         (LoadsOnce, {AGAIN}), (AllOrNothing, {ALONE, LOST}), (SaysThatAllWent, {ALONE, LOST}), (NamesOthers, {FOUND}),
         (EndsTwice, {FOUND, MANY, IDLE}), (EndsNothing, {FOUND, MANY, DRAIN}), (EndsOthers, {FOUND, MANY}),
         (Late, {REUSED, DRAIN}), (DrainsNothing, {DRAIN}), (IsNeverDone, {IDLE}), (IsNeverBusy, {FOUND, MANY}),
-        (WantsAll, {WANTS}), (NoTouch, {TOUCH}), (NoEmptyTouch, {TOUCH}), (TouchForgets, {TOUCH}), (EndsOnce, {END}),
+        (WantsAll, {WANTS}), (NoTouch, {TOUCH}), (NoEmptyTouch, {TOUCH}), (TouchForgets, {TOUCH}), (OneEnd, {END}),
         (EndsWhenIdle, {END}), (CountsWhatNobodyKnows, {STATS}), (CountsBackwards, {STATS}),
     ],
 )  # fmt: skip

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of the shipped contracts share: implementations that break them must fail."""
+
+from __future__ import annotations
+
+
+def failures_of(
+    contract: type, prefix: str = "test_", raised: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> set[str]:
+    """The tests of ``contract`` that fail, of those whose names begin with ``prefix``: that raise one of ``raised``."""
+    failed = set()
+    for name in dir(contract):
+        if name.startswith(prefix):
+            try:
+                getattr(contract(), name)()
+            except raised:
+                failed.add(name)
+    return failed
+
+
+class EndsOnce:
+    """A second ``shutdown`` raises."""
+
+    has_ended = False
+
+    def shutdown(self) -> None:
+        assert not self.has_ended
+        self.has_ended = True
