@@ -329,8 +329,9 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         for cause, tokens in summary.missed.items()
     ]
     waits = [
-        [phase, f"{len(seconds):,}", *(format_seconds(quantiles(seconds)[name]) for name in ("p50", "p90", "max"))]
+        [phase, f"{len(seconds):,}", *(format_seconds(found[name]) for name in ("p50", "p90", "max"))]
         for phase, seconds in sorted(summary.waits_s.items(), key=lambda item: -sum(item[1]))
+        for found in [quantiles(seconds)]
     ]
     sources = [
         [tier, f"{len(by_place[tier]):,}", format_seconds(median(by_place[tier])), _beaten(tier, by_place)]

@@ -153,10 +153,8 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     # What is left brings four reads, whatever has been earned.
     portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
     # Until the first read ends: a tier that is faster than computing has its latency, and one block, whatever comes.
-    head = next((place for place, _ in survey if place.is_below), HERE)
-    paces = [speeds.links[tier].pace for tier in head.tiers or head.unknown]
-    pace = min([pace for pace in paces if pace is not None], default=Pace())
     begins = not any(place.is_arriving for place, _ in survey)
+    pace = _first_read(survey, speeds.links)
     latency_s = pace.first_s if begins else 0.0
     first_s = max(afford_s, PATIENCE * min(pace.block_s, speeds.block_compute_s)) + PATIENCE * latency_s
     slack_s = first_s - here * speeds.block_compute_s if begins or so_far.num_paid is None else math.inf
@@ -203,6 +201,14 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         options.chosen(segments),
         portion_s,
     )
+
+
+def _first_read(survey: Sequence[Segment], links: Sequence[LinkState]) -> Pace:
+    """How the first block comes that may have to be read: from the fastest of the tiers that have it, or of those that
+    must find out."""
+    head = next((place for place, _ in survey if place.is_below), HERE)
+    paces = [links[tier].pace for tier in head.tiers or head.unknown]
+    return min([pace for pace in paces if pace is not None], default=Pace())
 
 
 class _Options:
