@@ -24,8 +24,8 @@ RISK_S = 0.04
 """How far a wait may fall behind computing: this share of computing the prompt, and so many seconds. No first token
 comes later by more than that, whatever a tier does, but for what ``PATIENCE`` allows."""
 PATIENCE = 1.25
-"""The first byte of a wait may take this many times as long as expected, and its first block this many times as long
-as reading or computing a block takes, whichever is quicker."""
+"""By this factor the first read of a wait may be slower than expected: its latency and queue, and one block, which
+counts no more than computing it."""
 _LEAST_READ_S = RISK_S / 16
 """A read is no shorter, however little a request has left."""
 PORTION_S = 0.1
@@ -82,8 +82,8 @@ class SoFar(NamedTuple):
     granted_s: float = 0.0
     """... and may for so long whatever comes, by the plan before."""
     num_paid: int | None = None
-    """Leading blocks that pay for no wait: those that were here when it was planned for first, less those that were
-    here behind what it waits for. ``None``: that is now."""
+    """Each leading block that is here beyond this number pays for the wait. At the first plan so many were here, less
+    those that lay in host memory behind what is read. ``None``: this is the first plan."""
 
 
 NOTHING = SoFar()
@@ -129,8 +129,8 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
 
     A wait must not cost what it may not bring. It falls behind computing by no more than a request can afford
     (``RISK_SHARE``): each leading block that has arrived pays for the time that computing it would take, and so do
-    blocks in host memory behind what is read. What would come later than that is not begun, though all of it would save
-    time: if the tier stands still then, all of it was in vain.
+    blocks in host memory behind what is read. What is expected later than that is not begun, even if all of it would
+    save time: a tier that stands still before the end would make all of it vain.
     """
     total = sum([num_blocks for _, num_blocks in survey])
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
@@ -152,7 +152,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         pieces, useful = gathered(survey, (here, begun), useful)
     # What is left brings four reads, whatever has been earned.
     portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
-    # Until the first read ends: a tier that is faster than computing has its latency, and one block, whatever comes.
+    # The first read may take its latency, and one block if the tier is faster than computing, whatever that costs.
     begins = not any(place.is_arriving for place, _ in survey)
     pace = _first_read(survey, speeds.links)
     latency_s = pace.first_s if begins else 0.0

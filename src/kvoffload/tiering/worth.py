@@ -66,8 +66,8 @@ def choose(
 ) -> Choice:
     """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
 
-    With ``ends``, which rise, k is one of them, or 0. No leading blocks arrive later than ``slack_s`` after the time
-    in which they would be computed.
+    With ``ends``, which rise, k is one of them, or 0. Each of the k blocks arrives at most ``slack_s`` after those
+    before it would be computed.
     Sources work side by side, and share the blocks that several of them have as is best. The engine is busy with other
     work for ``queue_s``, during which loading costs nothing. Then it computes the other blocks in ``block_compute_s``
     each. So the first token comes
