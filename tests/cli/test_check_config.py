@@ -312,7 +312,7 @@ def test_a_pool_in_memory_must_fit_beside_the_host_memory(
         tier = {"type": "disk", "path": str(pool / "kv")}
         for max_bytes, message in (
             (None, "is memory (tmpfs): give max_bytes"),
-            ("60MiB", "100 MiB of memory are available, beside 64 MiB of host memory; lower max_bytes"),
+            ("60MiB", "in addition to 64 MiB of host memory; lower max_bytes"),
             ("30MiB", ""),
         ):
             tiers = [tier if max_bytes is None else tier | {"max_bytes": max_bytes}]

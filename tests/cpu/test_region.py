@@ -16,7 +16,6 @@ from tests.forks import Fork
 from tests.leaks import open_in
 from tests.users import NOBODY, as_user, needs_root
 
-from kvoffload.cpu.memory_limits import available_bytes
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError, ConfigError
 
@@ -357,51 +356,6 @@ def test_the_lock_of_another_user_is_another_lock(name: str) -> None:
         assert as_user(NOBODY, start) == 1
     join(name, 1, 4096, num_processes=2).close()
     region.close()
-
-
-def test_available_memory_is_the_least_of_host_and_container(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
-    assert available_bytes(tmp_path, tmp_path / "none") == 50 * 1024
-    group = tmp_path / "group"
-    group.mkdir()
-    (group / "memory.max").write_text("30000\n")
-    (group / "memory.current").write_text("10000\n")
-    assert available_bytes(tmp_path, group) == 20_000
-    (group / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path, group) == 50 * 1024
-    assert available_bytes(tmp_path / "none", tmp_path / "none") is None
-    assert available_bytes() is not None
-    old = tmp_path / "old" / "memory"
-    old.mkdir(parents=True)
-    (old / "memory.limit_in_bytes").write_text("5000\n")
-    (old / "memory.usage_in_bytes").write_text("6000\n")
-    assert available_bytes(tmp_path, tmp_path / "old") == 0
-
-
-@pytest.mark.parametrize(
-    ("folder", "limit", "usage", "rows"),
-    [
-        ("", "memory.max", "memory.current", "active_file 3000\ninactive_file 4000\n"),
-        (
-            "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_active_file 3000\ntotal_inactive_file 4000\n",
-        ),
-    ],
-)
-def test_files_that_a_container_has_cached_take_no_memory_from_it(
-    folder: str, limit: str, usage: str, rows: str, tmp_path: Path
-) -> None:
-    group = tmp_path / folder
-    group.mkdir(exist_ok=True)
-    (group / limit).write_text("10000\n")
-    (group / usage).write_text("9000\n")
-    assert available_bytes(tmp_path, tmp_path) == 1000
-    (group / "memory.stat").write_text("anon 2000\nfile 9000\nshmem 2000\nactive_anon 2000\n" + rows)
-    assert available_bytes(tmp_path, tmp_path) == 8000
-    (group / usage).write_text("5000\n")  # read later than the rows
-    assert available_bytes(tmp_path, tmp_path) == 10_000
 
 
 def mapping_of(address: int) -> dict[str, str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.cgroup_files import VERSIONS
+
 import kvoffload
 from kvoffload.doctor.system import device_facts, host_facts, versions
 
@@ -18,8 +20,6 @@ FILES = {
     "sys/devices/system/node/node0/cpulist": "0-7\n",
     "sys/devices/system/node/node1/cpulist": "8-15\n",
     "sys/devices/system/node/possible": "0-1\n",
-    "sys/fs/cgroup/memory.max": "3145728\n",
-    "sys/fs/cgroup/memory.current": "1048576\n",
     "sys/module/nvidia/version": "570.86.15\n",
     "sys/bus/pci/devices/0000:65:00.0/numa_node": "1\n",
     "sys/bus/pci/devices/0000:65:00.0/current_link_speed": "2.5 GT/s PCIe\n",
@@ -44,22 +44,13 @@ def driver() -> Any:
 
 
 def test_a_host(tmp_path: Path) -> None:
-    host = host_facts(machine(tmp_path, FILES))
+    machine(tmp_path, FILES)
+    VERSIONS[1].mount(tmp_path, own="/pod/engine")
+    VERSIONS[1].group(tmp_path, "/pod", limit=3 << 20, usage=1 << 20)
+    host = host_facts(tmp_path)
     assert (host.memory_bytes, host.available_bytes, host.limit_bytes) == (8 << 20, 2 << 20, 3 << 20)
     assert (host.huge_pages, host.numa_nodes, host.allowed_nodes) == ("madvise", 2, "0-1")
     assert host.cores >= 1
-
-
-def test_a_limit_that_is_none(tmp_path: Path) -> None:
-    unlimited = {"sys/fs/cgroup/memory.max": "max\n"}
-    assert host_facts(machine(tmp_path / "v2", FILES | unlimited)).limit_bytes is None
-    first_version = {
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1048576\n",
-        "proc/meminfo": FILES["proc/meminfo"],
-    }
-    host = host_facts(machine(tmp_path / "v1", first_version))
-    assert (host.limit_bytes, host.available_bytes) == (None, 4 << 20)
 
 
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ def host_facts(root: Path = Path("/")) -> Host:
     allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", _text(root / "proc/self/status") or "", re.MULTILINE)
     return Host(
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=memory_bytes(root / "proc"),
-        available_bytes=available_bytes(root / "proc", root / "sys/fs/cgroup"),
-        limit_bytes=limit_bytes(root / "sys/fs/cgroup"),
+        memory_bytes=memory_bytes(root),
+        available_bytes=available_bytes(root),
+        limit_bytes=limit_bytes(root),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else None,
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,

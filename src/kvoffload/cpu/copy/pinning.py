@@ -97,7 +97,7 @@ class PinnedRegion:
 def _refusal(pinned_bytes: int, wanted_bytes: int, error: CudaError) -> CapacityError:
     limit, available = limit_bytes(), available_bytes()
     memory = "" if available is None else f" {format_bytes(available)} of memory are available"
-    memory += "" if limit is None else f" of the container's {format_bytes(limit)}"
+    memory += "" if limit is None else f" below a limit of {format_bytes(limit)}"
     advice = f"Lower cpu_bytes_to_use to {format_bytes(pinned_bytes)}" if pinned_bytes else "Lower cpu_bytes_to_use"
     return CapacityError(
         f"The CUDA driver pinned {format_bytes(pinned_bytes)} of the {format_bytes(wanted_bytes)} of host memory for "

@@ -149,12 +149,12 @@ class TestMemory:
 
     def test_more_than_is_available_is_refused(self, pool: Path, available: list[int]) -> None:
         available[0] = 1 << 20
-        with pytest.raises(CapacityError, match=r"lower max_bytes, free memory, or raise the container's limit"):
+        with pytest.raises(CapacityError, match=r"lower max_bytes, free memory, or raise the limit"):
             open_tier(pool, (1 << 20) + 1)
         assert not pool.exists()
         open_tier(pool, 1 << 20).close()
         check_memory(str(pool), 1 << 19, beside_bytes=1 << 19)
-        with pytest.raises(CapacityError, match="available, beside 512 KiB of host memory"):
+        with pytest.raises(CapacityError, match=r"available.*in addition to 512 KiB of host memory"):
             check_memory(str(pool), 1 << 20, beside_bytes=1 << 19)
 
     def test_more_than_the_mount_has_is_refused(self, pool: Path, available: list[int]) -> None:
