@@ -8,11 +8,12 @@ loads neither torch nor an engine. The names here are stable: engines, tiers and
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +139,15 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
     def block_ids(self) -> npt.NDArray[np.int64]:
         self._ids = ids = np.asarray(self._ids, dtype=np.int64)
         return ids
+
+    def in_order(self, order: Sequence[int]) -> Self | None:
+        """Return a spec of the same kind with the block ids at these indices, in this order. ``None`` if there are more
+        or fewer ids than indices."""
+        if len(self._ids) != len(order):
+            return None
+        other = copy.copy(self)
+        other._ids = [self._ids[at] for at in order]
+        return other
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"

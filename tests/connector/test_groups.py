@@ -14,7 +14,14 @@ from tests.sizes import by_size
 from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import NO_BLOCK
-from kvoffload.connector.groups import GroupGeometry, find_hit, geometry_of, hit_unit_tokens, possible_hit
+from kvoffload.connector.groups import (
+    GroupGeometry,
+    by_position,
+    find_hit,
+    geometry_of,
+    hit_unit_tokens,
+    possible_hit,
+)
 from kvoffload.errors import ConfigError
 
 Answers = list[list[bool | None]]
@@ -420,3 +427,19 @@ def test_what_is_stored_of_a_run_of_blocks_is_what_is_stored_of_each(data: st.Da
     blocks, gpu_ids = group.blocks_to_store(run, ids, computed, unit)
     assert list(blocks) == [block for block, own in sources.items() if own is not None]
     assert gpu_ids == [each for own in sources.values() if own is not None for each in own]
+
+
+# ---------------------------------------------------------------------------------------------- the order of blocks
+
+
+@given(st.lists(st.tuples(st.sampled_from((2, 4, 6)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4))
+def test_keys_are_sorted_by_the_last_tokens_of_their_blocks(parts: list[tuple[int, int, int]]) -> None:
+    groups = geometry(*(full(tokens) for tokens, _, _ in parts))
+    blocks = [range(first, first + number) for _, first, number in parts]
+    ends = {
+        make_offload_key(bytes([block]), group.index): ((block + 1) * group.block_tokens, group.index)
+        for group, own in zip(groups, blocks, strict=True)
+        for block in own
+    }
+    for each in (blocks, [[*own] for own in blocks]):
+        assert by_position(groups, each, [*ends]) == sorted(ends, key=ends.__getitem__)

@@ -96,7 +96,7 @@ def test_only_the_head_of_a_request_is_stored(policy: OffloadPolicy, most: int, 
 def test_of_every_group_only_the_head_is_stored() -> None:
     rig = Rig(groups=(FULL, SLIDING))
     rig.admit(Request("r", 16, kv_transfer_params={"max_offload_tokens": 8}), range(4), range(10, 14))
-    assert rig.manager.offered == [[key(0), key(1), key(0, 1), key(1, 1)]]
+    assert rig.manager.offered == [[key(0), key(0, 1), key(1), key(1, 1)]]
 
 
 def test_the_limit_holds_for_generated_tokens_and_beside_prompt_only() -> None:

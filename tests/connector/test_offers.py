@@ -127,18 +127,25 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
     ]
     offer = plan_offer(groups, BT, 0, 6 * BT, UNLIMITED)
     assert offer is not None
-    assert offer.keys == [key(0), key(1), key(2), key(5, 1), key(1, 2), key(2, 2)]
+    assert offer.grouped == [key(0), key(1), key(2), key(5, 1), key(1, 2), key(2, 2)]
+    assert offer.keys == [key(0), key(1), key(1, 2), key(2), key(5, 1), key(2, 2)], "by position"
     assert (offer.next_blocks, offer.largest, offer.is_last) == ([3, 0, 3], 3, True)
 
     def source(*keys: OffloadKey) -> tuple[list[int], list[int], list[int]] | None:
-        return select_source(geometry, offer, keys)
+        selected = select_source(geometry, offer, keys)
+        if selected is None:
+            return None
+        own, order = selected
+        assert [keys[at] for at in order] == [each for each in offer.grouped if each in keys]
+        return own
 
     everything = [10, 11, 12, 13, 14, 15, 90, 22, 23, 24, 25], [6, 1, 4], [0, 5, 2]
-    assert source(*offer.keys) == select_source(geometry, offer, list(offer.keys)) == everything
+    assert source(*offer.keys) == source(*offer.grouped) == everything
+    assert select_source(geometry, offer, offer.grouped) == (everything, range(6))
     assert source(key(1), key(2, 2)) == ([12, 13, 24, 25], [2, 0, 2], [2, 0, 4])
     assert source(key(0), key(2), key(5, 1)) == ([10, 11, 14, 15, 90], [4, 1, 0], [0, 5, 0])
-    assert source(key(2), key(1)) is None, "another order than was offered"
-    assert source(key(7)) is None
+    assert source(key(2), key(1)) == ([12, 13, 14, 15], [4, 0, 0], [2, 0, 0]), "whatever order the manager prefers"
+    assert source(key(7)) is source(key(1), key(7)) is source(key(1), key(1)) is None
 
 
 def test_of_several_states_of_a_step_the_first_is_offered_and_others_are_left() -> None:

@@ -130,7 +130,7 @@ def test_groups_are_loaded_by_their_own_needs() -> None:
     assert load.destination.block_ids.tolist() == [0, 1, 2, 3, 12, 13, 23]
     assert load.destination.group_sizes == (4, 2, 1)
     assert load.destination.block_indices == (0, 2, 3)
-    assert rig.manager.touched == [[key(0), key(1), key(2), key(3), key(2, 1), key(3, 1), key(3, 2)]]
+    assert rig.manager.touched == [[key(0), key(1), key(2), key(2, 1), key(3), key(3, 1), key(3, 2)]]
 
 
 def test_a_deferred_block_makes_the_request_wait() -> None:

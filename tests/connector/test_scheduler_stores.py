@@ -9,6 +9,7 @@ from tests.connector.rig import BT, FULL, SLIDING, STATE, Request, Rig, key
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK, BoundaryState
+from kvoffload.cpu.common import CPULoadStoreSpec
 
 
 def stored(meta: object) -> list[list[int]]:
@@ -620,15 +621,62 @@ def test_a_full_tier_costs_few_calls_each_of_one_block() -> None:
 def test_a_manager_that_prepares_what_was_not_offered_loses_nothing_but_the_store() -> None:
     rig = Rig()
     prepare = rig.manager.prepare_store
-
-    def backwards(keys: object, req_context: object) -> object:
-        return prepare(list(keys)[::-1], req_context)
-
-    rig.manager.prepare_store = backwards  # type: ignore[method-assign]
+    rig.manager.prepare_store = lambda keys, req_context: prepare([*keys, key(7)], req_context)  # type: ignore
     request = Request("r", 12)
     assert rig.admit(request, [0, 1, 2]).stores == ()
     rig.finish(request)
     rig.assert_drained()
+
+
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_a_manager_that_names_another_number_of_slots_loses_nothing_but_the_store(num_slots: int) -> None:
+    rig = Rig(groups=(FULL, SLIDING))
+    prepare = rig.manager.prepare_store
+
+    def prepare_store(keys: object, req_context: object) -> object:
+        output = prepare(keys, req_context)
+        output.store_spec = CPULoadStoreSpec(range(num_slots))
+        return output
+
+    rig.manager.prepare_store = prepare_store  # type: ignore[method-assign]
+    request = Request("r", 8)
+    assert rig.admit(request, [0, 1], [10, 11]).stores == ()
+    rig.finish(request)
+    rig.assert_drained()
+
+
+# --------------------------------------------------------------------------------------------------- several groups
+
+
+def test_each_block_of_several_groups_is_stored_in_its_own_slot() -> None:
+    """Blocks are offered by position, and copied group after group."""
+    rig = Rig(groups=(FULL, SLIDING, STATE))
+    (store,) = rig.admit(Request("r", 12), [0, 1, 2], [10, 11, 12], [NO_BLOCK, NO_BLOCK, 22]).stores
+    offered = [key(0), key(0, 1), key(1), key(1, 1), key(2), key(2, 1), key(2, 2)]
+    assert rig.manager.offered == [offered]
+    gpu = store.source.block_ids.tolist()
+    slots = store.destination.block_ids.tolist()
+    assert gpu == [0, 1, 2, 10, 11, 12, 22]
+    keys_of_gpu_blocks = [key(0), key(1), key(2), key(0, 1), key(1, 1), key(2, 1), key(2, 2)]
+    assert [rig.manager.slots.get(each).block_id for each in keys_of_gpu_blocks] == slots
+
+
+@pytest.mark.parametrize("groups", [(FULL, *[SLIDING] * 5), (*[SLIDING] * 5, FULL)])
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "running"])
+def test_eviction_shortens_the_hit_of_a_model_with_several_groups_instead_of_ending_it(
+    groups: tuple[KVGroupLayout, ...], is_finished: bool
+) -> None:
+    rig = Rig(groups=groups, num_blocks=96, eviction_policy="lru")
+    request = Request("r", 64)
+    rig.end(*rig.admit(request, *[range(100 * n, 100 * n + 16) for n in range(6)]).stores)
+    if is_finished:
+        rig.finish(request)
+    others = ReqContext("others")
+    for n in range(4):  # 24 of the 96 blocks, those of the last four positions
+        keys = [key(each, stem=f"other{n}") for each in range(6)]
+        rig.manager.complete_store(rig.manager.prepare_store(keys, others).keys_to_store)
+    later = rig.arrive(Request("later", 65))
+    assert rig.ask(later) == (48, True)
 
 
 # ------------------------------------------------------------------------------------------------------------ fences

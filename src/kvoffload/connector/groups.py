@@ -205,6 +205,27 @@ def finest_of(groups: Iterable[GroupGeometry]) -> GroupGeometry:
     return min(groups, key=lambda group: group.block_tokens)
 
 
+def by_position(
+    groups: Iterable[GroupGeometry], blocks: Iterable[Sequence[int]], keys: list[OffloadKey]
+) -> list[OffloadKey]:
+    """Sort the keys of some blocks of a request by the blocks' last tokens. Blocks that end together keep their order.
+
+    ``blocks`` are the blocks' indices by group; ``keys`` lists their keys group after group. A hit needs blocks of all
+    groups up to its end. So whoever evicts the tail of this order first shortens a hit, where the tail of a group alone
+    would end it.
+    """
+    ends: list[int] = []
+    num_groups = 0
+    for group, own in zip(groups, blocks, strict=True):
+        if own:
+            num_groups += 1
+            size = group.block_tokens
+            ends += [(block + 1) * size for block in own]
+    if num_groups < 2:
+        return keys
+    return [keys[at] for at in sorted(range(len(keys)), key=ends.__getitem__)]
+
+
 @functools.cache
 def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
     """Hits end at multiples of this: a boundary of every group."""

@@ -10,7 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from kvoffload.base import Direction, GPULoadStoreSpec, LoadStoreSpec, NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import NO_BLOCK
-from kvoffload.connector.groups import AskBlocks, GroupGeometry, find_hit, finest_of, hit_unit_tokens, possible_hit
+from kvoffload.connector.groups import (
+    AskBlocks,
+    GroupGeometry,
+    by_position,
+    find_hit,
+    finest_of,
+    hit_unit_tokens,
+    possible_hit,
+)
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.observer import Observer
 from kvoffload.connector.requests import UNKNOWN, Request
@@ -158,12 +166,10 @@ class Hits:
                 self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
                 self._load(request)
-            keys: list[OffloadKey] = []
-            for own in request.groups:
-                blocks = own.group.blocks_to_find(0, hit.tokens)
-                keys += own.keys[blocks.start : blocks.stop]
+            blocks = [group.blocks_to_find(0, hit.tokens) for group in self._geometry]
+            keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
             if keys:
-                self._manager.touch(keys, request.context)
+                self._manager.touch(by_position(self._geometry, blocks, keys), request.context)
         if self._observer is not None:
             self._observer.admitted(request)
 

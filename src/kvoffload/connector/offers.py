@@ -7,13 +7,16 @@ manager, for the connector and the simulator alike. ``StoreOffers`` applies it t
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvoffload.base import (
+    BlockIDsLoadStoreSpec,
     Direction,
     GPULoadStoreSpec,
+    LoadStoreSpec,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -23,7 +26,7 @@ from kvoffload.base import (
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import ScheduledRequest
 from kvoffload.connector.epochs import Epochs
-from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
+from kvoffload.connector.groups import GroupGeometry, by_position, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
 from kvoffload.connector.requests import UNLIMITED, Keys, Request
@@ -37,12 +40,14 @@ _STORE = Direction.STORE
 
 
 class Offer(NamedTuple):
-    """A portion of a request's blocks, group after group, each head to tail."""
+    """A portion of a request's blocks."""
 
     keys: list[OffloadKey]
-    """Of the blocks whose bytes are on the device, and that a hit can need."""
+    """Of the blocks whose bytes are on the device and that a hit can need, by position across groups."""
+    grouped: list[OffloadKey]
+    """The same keys group after group, each head to tail. A transfer moves blocks in this order."""
     blocks: list[int]
-    """Their indices in the request."""
+    """The indices of ``grouped`` in the request."""
     source: Source
     """The GPU blocks to copy them from: ``factor`` for each block."""
     next_blocks: list[int]
@@ -90,8 +95,8 @@ def plan_offer(
                     is_last = False
                     offered_tokens = min(offered_tokens, stop * group.block_tokens)
         next_blocks.append(stop)
-    keys: list[OffloadKey] = []
-    blocks: list[int] = []
+    grouped: list[OffloadKey] = []
+    blocks: list[Sequence[int]] = []
     source = Source([], [], [])
     for own, stop in zip(groups, next_blocks):
         group = own.group
@@ -107,12 +112,15 @@ def plan_offer(
             is_last &= len(states) <= 1
             found = states[:1]
             ids = [own.states[block] for block in found]
-        keys += map(own.keys.__getitem__, found)
-        blocks += found
+        grouped += map(own.keys.__getitem__, found)
+        blocks.append(found)
         source.gpu_block_ids.extend(ids)
         source.group_sizes.append(len(ids))
         source.block_indices.append(found[0] * group.factor if found else 0)
-    return Offer(keys, blocks, source, next_blocks, largest, is_last) if largest else None
+    if not largest:
+        return None
+    keys = by_position((own.group for own in groups), blocks, grouped)
+    return Offer(keys, grouped, [*itertools.chain(*blocks)], source, next_blocks, largest, is_last)
 
 
 def _states_to_offer(own: Keys, stop: int, unit_tokens: int) -> list[int]:
@@ -127,29 +135,32 @@ def _states_to_offer(own: Keys, stop: int, unit_tokens: int) -> list[int]:
 
 def select_source(
     geometry: Sequence[GroupGeometry], offer: Offer, keys_to_store: Sequence[OffloadKey]
-) -> Source | None:
-    """The GPU blocks of ``keys_to_store``; ``None`` if they are not a subsequence of what was offered."""
-    if keys_to_store == offer.keys:
-        return offer.source
+) -> tuple[Source, Sequence[int]] | None:
+    """Return the GPU blocks of ``keys_to_store``, group after group, and the index in ``keys_to_store`` of each block.
+
+    ``None`` if one of the keys was not offered or is there twice.
+    """
+    if keys_to_store == offer.grouped:
+        return offer.source, range(len(keys_to_store))
     source = Source([], [], [])
-    wanted = iter(keys_to_store)
-    key = next(wanted, None)
+    order: list[int] = []
+    wanted = {key: at for at, key in enumerate(keys_to_store)}
     first = first_id = 0
     for group, size in zip(geometry, offer.source.group_sizes):
         begin = len(source.gpu_block_ids)
         index = 0
         for at in range(first, first + size // group.factor):
-            if offer.keys[at] == key:
+            if (position := wanted.get(offer.grouped[at])) is not None:
+                order.append(position)
                 if len(source.gpu_block_ids) == begin:
                     index = offer.blocks[at] * group.factor
                 own_id = first_id + (at - first) * group.factor
                 source.gpu_block_ids.extend(offer.source.gpu_block_ids[own_id : own_id + group.factor])
-                key = next(wanted, None)
         source.group_sizes.append(len(source.gpu_block_ids) - begin)
         source.block_indices.append(index)
         first += size // group.factor
         first_id += size
-    return source if key is None else None
+    return (source, order) if len(order) == len(keys_to_store) else None
 
 
 class Offering(Protocol):
@@ -210,7 +221,7 @@ class Portion(Protocol):
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """Head to tail, group after group; empty if no block of the portion can be stored."""
+        """By position, head to tail; empty if no block of the portion can be stored."""
 
     @property
     def largest(self) -> int:
@@ -405,13 +416,23 @@ class StoreOffers:
         self, request: Request, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
     ) -> None:
         keys = output.keys_to_store
-        source = select_source(self._geometry, offer, keys)
-        if source is None:
-            logger.error("A manager prepared blocks that were not offered, or in another order; they are not stored.")
+        selected = select_source(self._geometry, offer, keys)
+        destination = None if selected is None else _in_order(output.store_spec, selected[1])
+        if selected is None or destination is None:
+            logger.error("A manager prepared blocks that were not offered, or no slot for each; they are not stored.")
             self._manager.complete_store(keys, request.context, success=False)
             return
         if not request.context.reads_cache:
             request.stored.update(keys)
         self._turnover.count(len(keys))
-        job = self._jobs.begin(_STORE, request, keys, source.gpu_block_ids)
-        stores.append(TransferJob(job.job_id, request.context.req_id, GPULoadStoreSpec(*source), output.store_spec))
+        source = GPULoadStoreSpec(*selected[0])
+        job = self._jobs.begin(_STORE, request, keys, selected[0].gpu_block_ids)
+        stores.append(TransferJob(job.job_id, request.context.req_id, source, destination))
+
+
+def _in_order(spec: LoadStoreSpec, order: Sequence[int]) -> LoadStoreSpec | None:
+    """``spec`` with its blocks in this order, which names each once. ``None`` if a manager's own spec cannot do that or
+    names another number of blocks."""
+    if all(at == place for place, at in enumerate(order)):
+        return spec
+    return spec.in_order(order) if isinstance(spec, BlockIDsLoadStoreSpec) else None

@@ -10,7 +10,7 @@ from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import BlockIds, EngineRequest, ScheduledRequest
 from kvoffload.connector.epochs import Epoch
-from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.groups import GroupGeometry, by_position
 from kvoffload.connector.limits import RequestLimits
 
 UNLIMITED = 1 << 60
@@ -203,8 +203,10 @@ class Request:
                 self.next_offer_tokens = end
 
     def keys_in_use(self) -> list[OffloadKey]:
-        """What to touch when the whole prefix was used. A request that reads no cache uses only what it stored."""
-        keys = [key for own in self.groups for key in own.keys]
+        """Return the keys to touch when the whole prefix was used, by position. A request that reads no cache uses only
+        the blocks that it stored."""
+        blocks = [range(len(own.keys)) for own in self.groups]
+        keys = by_position((own.group for own in self.groups), blocks, [key for own in self.groups for key in own.keys])
         return keys if self.context.reads_cache else [key for key in keys if key in self.stored]
 
     def _leave_out(self) -> None:

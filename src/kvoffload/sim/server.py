@@ -88,8 +88,13 @@ class _Prompt:
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """Group after group, without those of states that were not kept."""
-        return [*self.path, *(group[end - 1] for group in self.states for end in self.ends)]
+        """By position, without the states that were not kept."""
+        keys: list[OffloadKey] = []
+        begin = 0
+        for end in self.ends:
+            keys += [*self.path[begin:end], *self.states_at(end)]
+            begin = end
+        return keys + self.path[begin:]
 
     def states_at(self, num_blocks: int) -> list[OffloadKey]:
         return [group[num_blocks - 1] for group in self.states] if num_blocks else []
