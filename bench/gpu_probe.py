@@ -31,16 +31,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import Direction
 from kvoffload.cpu.copy.driver import CudaError, Driver, Stream, load_driver
-from kvoffload.cpu.copy.gather import GATHER_BELOW, Gatherer
-from kvoffload.cpu.copy.lane import PIECE_BYTES, PIECE_RUNS
-from kvoffload.cpu.copy.plan import Runs
+from kvoffload.cpu.copy.lane import OPEN_PIECES, PIECE_RUNS
 from kvoffload.cpu.memory_limits import available_bytes
 from kvoffload.cpu.populate import populate
 from kvoffload.doctor.findings import least_ratio
 
 MIB = 1 << 20
+_BLOCKED_S = 0.005
+"""A call that takes longer than this has waited for the device."""
 Int64s = npt.NDArray[np.int64]
 
 
@@ -53,12 +52,13 @@ class Sizes:
     compute_bytes: int = 1 << 30
     """Some 150 ms of a device's time, together."""
     pinned_bytes: int = 8 << 30
+    most_pinned_bytes: int = 64 << 30
     counts: tuple[int, ...] = (1024, 4096, 8192, 16_384, 51_828, 131_072)
     pages: tuple[int, ...] = tuple(kib << 10 for kib in (4, 8, 16, 28, 32, 64, 128, 256, 1024))
     repeats: int = 5
 
 
-SMALL = Sizes(4 * MIB, 8, MIB, 8 * MIB, (16, 64), (4 << 10, 64 << 10), 2)
+SMALL = Sizes(4 * MIB, 8, MIB, 8 * MIB, 16 * MIB, (16, 64), (4 << 10, 64 << 10), 2)
 
 
 class Probe:
@@ -223,6 +223,68 @@ def behind_compute(probe: Probe) -> None:
             driver.synchronize(probe.stream)
 
 
+def queue(probe: Probe) -> None:
+    """How many launches a stream behind compute takes until a call blocks, by kind of launch."""
+    driver, most = probe.driver, 4 * max(probe.sizes.counts)
+    host, _ = probe.host(MIB)
+    device, scratch = driver.allocate(MIB), driver.allocate(probe.sizes.compute_bytes)
+    compute, done = driver.create_stream(), driver.create_event(is_timed=False)
+    one = np.array([4096], dtype=np.int64)
+    kinds: dict[str, Callable[[], None]] = {
+        "single copies": lambda: driver.copy(device, host, 4096, probe.stream),
+        "batches of one copy": lambda: driver.copy_runs(np.array([device]), np.array([host]), one, probe.stream),
+        "memsets": lambda: driver.fill(device, 0, 1, probe.stream),
+    }
+    for kind, launch in kinds.items():
+        driver.synchronize(compute)
+        driver.synchronize(probe.stream)
+        probe.compute(compute, scratch)
+        driver.record(done, compute)
+        driver.wait_event(probe.stream, done)
+        num, blocked_s = 0, 0.0
+        while num < most and blocked_s < _BLOCKED_S and not driver.is_done(done):
+            began_s = time.perf_counter()
+            launch()
+            blocked_s = time.perf_counter() - began_s
+            num += 1
+        probe.say(kind=kind, launches=num, blocked_ms=round(blocked_s * 1e3, 2), has_blocked=blocked_s >= _BLOCKED_S)
+        driver.synchronize(probe.stream)
+
+
+def spacers(probe: Probe) -> None:
+    """Seconds for pieces of copies while another stream computes, by the operation between two pieces."""
+    driver, size = probe.driver, probe.sizes.large_bytes
+    host, _ = probe.host(size)
+    device, scratch, spacer = driver.allocate(size), driver.allocate(probe.sizes.compute_bytes), driver.allocate(4)
+    compute = driver.create_stream()
+    write = driver._resolve(
+        "cuStreamWriteValue32", 12_000, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    )
+
+    def write_value() -> None:
+        if code := write(probe.stream, spacer, 0, 0):
+            raise driver._error("cuStreamWriteValue32", code)
+
+    between: dict[str, Callable[[], None]] = {
+        "nothing": lambda: None,
+        "memset": lambda: driver.fill(spacer, 0, 1, probe.stream),
+        "write value": write_value,
+    }
+    piece = max(1, size // 16)
+    for is_busy in (False, True):
+        for name, space in between.items():
+
+            def submit() -> None:
+                if is_busy:  # noqa: B023
+                    probe.compute(compute, scratch)
+                for start in range(0, size, piece):
+                    driver.copy(host + start, device + start, min(piece, size - start), probe.stream)
+                    space()  # noqa: B023
+
+            probe.say(between=name, beside_compute=is_busy, ms=round(probe.seconds(submit)[2] * 1e3, 2))
+            driver.synchronize(compute)
+
+
 def beside(probe: Probe) -> None:
     """A small copy of the engine's, while a large job runs the same way: whole, and in pieces with and without a tiny
     operation between two."""
@@ -276,50 +338,24 @@ def speed(probe: Probe) -> None:
                 probe.say(way=way, page=page, copies=driver.copies_by, ratio=ratio, processor_us_per_copy=us)
 
 
-def gather(probe: Probe) -> None:
-    """Small pages of a slot through a buffer in device memory, against batched and single copies of the same pages: are
-    the bytes right, and is it faster?"""
-    driver, size = probe.driver, probe.sizes.large_bytes // 4
-    (source, sent), (target, back) = probe.host(size), probe.host(size)
-    device = driver.allocate(2 * size)
-    gatherer = Gatherer(driver, PIECE_BYTES, below=1 << 30)
-    no_borders = np.empty(0, dtype=np.int64)
+def both_ways(probe: Probe) -> None:
+    """Bandwidth of stores and loads that run at the same time, by size of page."""
+    driver, size = probe.driver, probe.sizes.large_bytes
+    host, _ = probe.host(4 * size)
+    device, other = driver.allocate(4 * size), driver.create_stream()
+    for page in probe.sizes.pages:
+        count = min(4096, size // page)
+        pool = 2 * size // page
+        on_device, on_host, lengths = scattered(device, host, page, count, pool)
+        loaded_device, loaded_host, _ = scattered(device + 2 * size, host + 2 * size, page, count, pool, seed=1)
 
-    def copy(runs: Runs, direction: Direction, how: str) -> None:
-        driver.copies_per_call = 1 if how == "single" else 4096
-        for piece in runs.pieces(PIECE_BYTES, PIECE_RUNS):
-            rest = piece
-            if how == "gathered":
-                rest = gatherer.copy(piece, direction, no_borders, probe.stream)
-                assert not len(rest.lengths), "the driver refused the kernel"
-            ends = (rest.host, rest.device) if direction is Direction.STORE else (rest.device, rest.host)
-            driver.copy_runs(*ends, rest.lengths, probe.stream)
+        def submit() -> None:
+            driver.copy_runs(on_host, on_device, lengths, probe.stream)  # noqa: B023
+            driver.copy_runs(loaded_device, loaded_host, lengths, other)  # noqa: B023
+            driver.synchronize(other)
 
-    for page in (page for page in probe.sizes.pages if page <= 64 << 10):
-        layers = min(64, size // page // 2)
-        slots, random = size // page // layers, np.random.default_rng(page)
-        on_host = (random.permutation(slots)[:, None] * (layers * page) + np.arange(layers) * page).ravel()
-        on_device = random.permutation(2 * size // page)[: len(on_host)].astype(np.int64) * page
-        runs = Runs(device + on_device, source + on_host, np.full(len(on_host), page, dtype=np.int64))
-        runs = runs.in_order_of(runs.host)
-        returning = Runs(runs.device, runs.host - source + target, runs.lengths)
-        for loaded_how, stored_how in (("gathered", "batched"), ("batched", "gathered")):
-            sent[:] = random.integers(0, 256, size, dtype=np.uint8)
-            back[:] = 0
-            copy(runs, Direction.LOAD, loaded_how)
-            copy(returning, Direction.STORE, stored_how)
-            driver.synchronize(probe.stream)
-            num_bytes = runs.num_bytes
-            wrong = int((sent[:num_bytes] != back[:num_bytes]).sum())
-            probe.say(page=page, loaded=loaded_how, stored=stored_how, wrong=wrong)
-        for direction in Direction:
-            ends = (target, device) if direction is Direction.STORE else (device, target)
-            large_s = probe.seconds(lambda: driver.copy(*ends, size, probe.stream))[2]  # noqa: B023
-            for how in ("gathered", "batched", "single"):
-                processor_s, total_s, _ = probe.seconds(lambda: copy(returning, direction, how))  # noqa: B023
-                ratio = round(returning.num_bytes / total_s / (size / large_s), 2)
-                us = round(processor_s * 1e6 / len(on_host), 2)
-                probe.say(way=direction.value, page=page, how=how, ratio=ratio, processor_us_per_copy=us)
+        total_s = probe.seconds(submit)[1]
+        probe.say(page=page, gb_per_s=round(2 * count * page / total_s / 1e9, 2))
 
 
 def pinning(probe: Probe) -> None:
@@ -327,6 +363,7 @@ def pinning(probe: Probe) -> None:
     available = available_bytes()
     size = min(probe.sizes.pinned_bytes, (available or probe.sizes.pinned_bytes) // 4) // (2 * MIB) * 2 * MIB
     gib = size / (1 << 30)
+    _pin_much(probe, available)
     for huge in (True, False):
         for num_threads in (0, 1, 8):
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -361,6 +398,21 @@ def pinning(probe: Probe) -> None:
         name.unlink(missing_ok=True)
 
 
+def _pin_much(probe: Probe, available: int | None) -> None:
+    """As much as a server would pin, in huge pages that eight threads make."""
+    most = probe.sizes.most_pinned_bytes
+    size = min(most, (available or most) // 2) // (2 * MIB) * 2 * MIB
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    view = ctypes.c_char.from_buffer(memory)
+    began_s = time.perf_counter()
+    populate(ctypes.addressof(view), size, 8)
+    seconds = round((time.perf_counter() - began_s) / (size / (1 << 30)), 3)
+    _pin(probe, ctypes.addressof(view), size, huge=True, threads=8, much=True, populate_s_per_gib=seconds)
+    del view
+    memory.close()
+
+
 def _pin(probe: Probe, address: int, size: int, **what: Any) -> None:
     gib = size / (1 << 30)
     began_s = time.perf_counter()
@@ -392,10 +444,12 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "bytes": (bytes_are_right, 40),
     "limits": (limits, 130),
     "behind": (behind_compute, 40),
+    "queue": (queue, 30),
+    "spacers": (spacers, 30),
     "beside": (beside, 60),
     "speed": (speed, 90),
-    "gather": (gather, 60),
-    "pinning": (pinning, 60),
+    "both_ways": (both_ways, 40),
+    "pinning": (pinning, 75),
     "leaving": (leaving, 40),
 }
 """In this order, each with its seconds at the most."""
@@ -451,7 +505,7 @@ def run_child(
 
 def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, str, str]]:
     """What, expected, seen, what to change. Expectations: note 2, from reports of others."""
-    rows = found.get("bytes", []) + found.get("gather", [])
+    rows = found.get("bytes", [])
     if rows:
         wrong = sum(row.get("wrong", 0) for row in rows)
         yield "wrong bytes", "0", str(wrong), "" if not wrong else "serve without kvoffload; report this file"
@@ -471,6 +525,25 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             is_slow = row["ms"] > 50 and not row["still"]
             seen = f"{row['ms']} ms for 64 jobs" + (", until compute ended" if is_slow else "")
             yield f"submitting behind compute, {row['copies']}", "any: a thread pays", seen, ""
+    ours = OPEN_PIECES * (PIECE_RUNS + 2)
+    for row in found.get("queue", []):
+        seen = f"{row['launches']:,}" + (f", then {row['blocked_ms']} ms" if row["has_blocked"] else " and more")
+        advice = f"lane.py: PIECE_RUNS below {row['launches'] // OPEN_PIECES - 2}" if row["has_blocked"] else ""
+        yield (
+            f"launches until a call blocks, {row['kind']}",
+            f"> {ours}",
+            seen,
+            advice if row["launches"] <= ours else "",
+        )
+    rows = [row for row in found.get("spacers", []) if row["beside_compute"]]
+    if rows:
+        best = min(rows, key=lambda row: row["ms"])
+        memset = next((row for row in rows if row["between"] == "memset"), best)
+        advice = "" if memset["ms"] <= 1.1 * best["ms"] else f"lane.py: {best['between']} between pieces"
+        seen = ", ".join(f"{row['between']} {row['ms']} ms" for row in rows)
+        yield "between pieces, beside compute", "memset as fast as any", seen, advice
+    for row in found.get("both_ways", []):
+        yield f"both ways at once, pages of {row['page'] >> 10} KiB", "2x one way", f"{row['gb_per_s']} GB/s", ""
     for way in ("store", "load"):
         rows = [row for row in found.get("beside", []) if row["way"] == way]
         if rows:
@@ -497,10 +570,10 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
                 str(row["ratio"]),
                 advice,
             )
-    yield from _gathering(found.get("gather", []))
     for row in found.get("pinning", []):
         if "register_s_per_gib" in row:
             what = "shared" if row.get("shared") else f"huge={row['huge']}, {row['threads']} threads"
+            what = f"{row['gib']:.0f} GiB, {what}" if row.get("much") else what
             yield (
                 f"pinning, {what}",
                 "0.1 s/GiB",
@@ -509,22 +582,6 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             )
     for row in found.get("leaving", []):
         yield "a process ends amid copies", "well", row["ended"], "" if row["ended"] == "well" else "report this file"
-
-
-def _gathering(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
-    """By page, the worse of both ways. It pays for pages up to the first that it does not make faster by a fifth."""
-    ratios: dict[tuple[int, str], float] = {}
-    for row in rows:
-        if "how" in row:
-            key = row["page"], row["how"]
-            ratios[key] = min(row["ratio"], ratios.get(key, row["ratio"]))
-    pays = True
-    for page in sorted({page for page, _ in ratios}):
-        gathered, batched, single = (ratios.get((page, how), 0.0) for how in ("gathered", "batched", "single"))
-        pays &= gathered >= 1.2 * max(batched, single)
-        seen = f"{gathered}, batched {batched}, single {single} of a large copy"
-        advice = f"{GATHER_BELOW}={page + 1}" if pays else ""
-        yield f"gathered pages of {page >> 10} KiB", "faster below 28 KiB", seen, advice
 
 
 def main() -> None:

@@ -80,6 +80,7 @@ class FakeCuda:
             "fake_disown": (ctypes.c_size_t,),
             "fake_hold": (ctypes.c_void_p, ctypes.c_int),
             "fake_fail": (ctypes.c_char_p, ctypes.c_int, ctypes.c_long),
+            "fake_fail_often": (ctypes.c_long,),
             "fake_limit_registrations": (ctypes.c_size_t, ctypes.c_size_t),
             "fake_limit_queue": (ctypes.c_void_p, ctypes.c_size_t),
             "fake_limit_batch": (ctypes.c_size_t,),
@@ -87,8 +88,8 @@ class FakeCuda:
         }.items():
             getattr(self.calls, name).argtypes = types
         counts = (
-            "faults batches copies fills kernels pageable registrations narrow_registrations streams engine_copies "
-            "engine_waits"
+            "faults batches copies fills pageable registrations narrow_registrations streams engine_copies "
+            "engine_waits invalidated"
         )
         for name in counts.split():
             getattr(self.calls, f"fake_num_{name}").restype = ctypes.c_long
@@ -141,9 +142,22 @@ class FakeCuda:
         """Returns when no stream can go on."""
         self.calls.fake_settle()
 
-    def fail(self, call: str, code: int = 1, after: int = 0) -> None:
-        """The next such call fails, or the one ``after`` so many."""
+    def fail(self, call: str, code: int = 1, after: int = 0, times: int = 1) -> None:
+        """Make the next ``times`` such calls fail, after ``after`` that succeed."""
         self.calls.fake_fail(call.encode(), code, after)
+        self.calls.fake_fail_often(times)
+
+    def stop_failing(self) -> None:
+        self.fail("")
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture a graph on this thread, in the default mode."""
+        self.calls.fake_capture(1)
+        try:
+            yield
+        finally:
+            self.calls.fake_capture(0)
 
     def break_device(self) -> None:
         self.calls.fake_break(BROKEN)
@@ -177,8 +191,8 @@ class FakeCuda:
         self.driver = Driver(str(self.path))
 
     def count(self, what: str) -> int:
-        """Of faults, batches, copies, fills, kernels, pageable, registrations, streams; of registrations that not every
-        context can use; of the copies or waits that the thread pays that is ``engine``."""
+        """Return the number of faults, batches, copies, fills, pageable copies, registrations, streams, registrations
+        that not every context can use, invalidated captures, or copies or waits on the thread that is ``engine``."""
         return int(getattr(self.calls, f"fake_num_{what}")())
 
 

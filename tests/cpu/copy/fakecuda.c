@@ -12,10 +12,11 @@
  *              pays that a test marked as the engine's is counted: its copies, and its waits.
  *   limits     A batch of more copies than the driver takes fails. A device with other addresses for registered memory
  *              than the host breaks when a batch names it.
- *   kernels    Of a program in PTX the one that the backend ships is known, and what it does is done, page by page in any
- *              order. One that reaches outside of device memory breaks the device. Its arguments are read in the call.
  *   errors     A call fails when a test says so, and an illegal address breaks the device. A broken device fails all calls from then on, and runs nothing.
- *   contexts   A thread without a current context gets an error.
+ *   contexts   A thread without a current context gets an error. Streams and events belong to the context that was
+ *              current when they were created; a stream does not record another context's event.
+ *   captures   While one thread captures a graph in the default mode, a call of another thread that CUDA calls unsafe
+ *              fails and invalidates the capture, unless that thread chose the relaxed mode.
  *   faults     What CUDA leaves undefined is counted: memory that goes away under a copy, a batch that writes a byte
  *              twice, a handle after its end.
  *
@@ -41,6 +42,7 @@ typedef struct Event {
     unsigned flags;
     uint64_t recorded, done; /* how often */
     double at_ms;
+    CUcontext context;
 } Event;
 
 typedef struct Copy {
@@ -68,6 +70,7 @@ typedef struct Stream {
     pthread_cond_t may_go_on;
     Op *head, *tail;
     uint64_t random;
+    CUcontext context;
     struct Stream *next;
 } Stream;
 
@@ -84,12 +87,20 @@ static uint64_t seed = 1;
 static long longest_pause_us, faults;
 static size_t largest_registration = SIZE_MAX, most_registered = SIZE_MAX, total_registered;
 static int driver_version = 13000, broken;
-static struct { char call[64]; int code; long after; } failing;
-static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits, kernels, fills, narrow_registrations; } counts;
+static struct { char call[64]; int code; long after, times; } failing;
+static struct { long batches, copies, pageable, registrations, engine_copies, engine_waits, fills, narrow_registrations; } counts;
 static size_t largest_batch = SIZE_MAX;
 static int has_one_address = 1, holds_new_streams;
-static __thread CUcontext current;
+enum { MOST_DEVICES = 2, DEEPEST = 16 };
+static char contexts[MOST_DEVICES];
+static int num_devices = 1;
+static __thread CUcontext current, stack[DEEPEST];
+static __thread int depth;
 static __thread int is_engine;
+static __thread CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+static __thread int captures_here;
+static int is_capturing;
+static long invalidated;
 
 /* ------------------------------------------------------------------------------------------------ small parts */
 
@@ -175,9 +186,9 @@ static void outlive_copies(uintptr_t low, uintptr_t high, const char *what) {
 static CUresult begin_without_context(const char *call) {
     pthread_mutex_lock(&lock);
     if (broken) return (CUresult)broken;
-    if (failing.code && !strcmp(failing.call, call) && failing.after-- == 0) {
+    if (failing.code && !strcmp(failing.call, call) && failing.after-- <= 0) {
         int code = failing.code;
-        failing.code = 0;
+        if (--failing.times <= 0) failing.code = 0;
         if (code == CUDA_ERROR_ILLEGAL_ADDRESS) broken = code; /* sticky: all calls fail from now on */
         return (CUresult)code;
     }
@@ -195,6 +206,15 @@ static CUresult end(CUresult code) {
 }
 
 #define BEGIN(call) do { CUresult code_ = begin(call); if (code_) return end(code_); } while (0)
+
+static CUresult begin_unsafe(const char *call) {
+    CUresult code = begin(call);
+    if (code || !is_capturing || captures_here || capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return code;
+    invalidated++;
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+#define BEGIN_UNSAFE(call) do { CUresult code_ = begin_unsafe(call); if (code_) return end(code_); } while (0)
 
 /* ---------------------------------------------------------------------------------------------------- streams */
 
@@ -282,6 +302,7 @@ static Stream *make_stream(void) {
     Stream *stream = calloc(1, sizeof *stream);
     stream->alive = ALIVE;
     stream->is_held = holds_new_streams;
+    stream->context = current;
     stream->random = draw(&seed) | 1;
     pthread_cond_init(&stream->may_go_on, NULL);
     stream->next = streams;
@@ -407,73 +428,31 @@ EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t
     return cuMemcpyBatchAsync(to, from, sizes, count, attributes, first, num_attributes, NULL, stream);
 }
 
-EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream handle) {
-    BEGIN("cuMemsetD8Async");
+static CUresult set(CUstream handle, CUdeviceptr to, unsigned char value, size_t size) {
     Stream *stream = stream_of(handle);
-    if (!stream || place_of((char *)to, size) != KNOWN) return end(CUDA_ERROR_INVALID_VALUE);
+    if (!stream || place_of((char *)to, size) != KNOWN) return CUDA_ERROR_INVALID_VALUE;
     Copy *copy = calloc(1, sizeof *copy);
     *copy = (Copy){(char *)to, NULL, NULL, size};
     counts.fills++;
     push(stream, (Op){.kind = FILL, .copies = copy, .count = 1, .value = value});
-    return end(CUDA_SUCCESS);
+    return CUDA_SUCCESS;
 }
 
-/* ---------------------------------------------------------------------------------------------------- kernels */
-
-/* The arguments of gather.py's kernel: where its buffer is, which way, and a table of pages. */
-typedef struct PageEntry {
-    uint64_t page;
-    uint32_t offset, length;
-} PageEntry;
-enum { KERNEL_PAGES = 254, VECTOR = 16, MOST_THREADS = 1024 };
-static int module_of_pages, kernel_of_pages;
-
-EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    BEGIN("cuModuleLoadData");
-    if (!strstr(image, ".visible .entry move_pages(")) return end(CUDA_ERROR_INVALID_PTX);
-    *module = (CUmodule)&module_of_pages;
-    return end(CUDA_SUCCESS);
+EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size, CUstream stream) {
+    BEGIN("cuMemsetD8Async");
+    return end(set(stream, to, value, size));
 }
 
-EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    BEGIN("cuModuleGetFunction");
-    if (module != (CUmodule)&module_of_pages) return end(CUDA_ERROR_INVALID_HANDLE);
-    if (strcmp(name, "move_pages")) return end(CUDA_ERROR_NOT_FOUND);
-    *function = (CUfunction)&kernel_of_pages;
-    return end(CUDA_SUCCESS);
-}
-
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned width, unsigned height, unsigned depth, unsigned threads,
-                               unsigned threads_y, unsigned threads_z, unsigned shared_bytes, CUstream stream,
-                               void **arguments, void **extra) {
-    BEGIN("cuLaunchKernel");
-    if (function != (CUfunction)&kernel_of_pages || !arguments || extra) return end(CUDA_ERROR_INVALID_HANDLE);
-    if (!width || height != 1 || depth != 1 || !threads || threads > MOST_THREADS || threads_y != 1 || threads_z != 1 ||
-        shared_bytes)
-        return end(CUDA_ERROR_INVALID_VALUE);
-    char *buffer = *(char **)arguments[0];
-    int is_store = *(uint32_t *)arguments[1] != 0;
-    const PageEntry *pages = arguments[2];
-    int is_legal = width <= KERNEL_PAGES; /* the table has no more */
-    for (unsigned i = 0; i < width && is_legal; i++) {
-        uintptr_t page = pages[i].page, inside = (uintptr_t)buffer + pages[i].offset, length = pages[i].length;
-        is_legal = (page | inside | length) % VECTOR == 0 && holds(device_memory, page, page + length) &&
-                   holds(device_memory, inside, inside + length);
-    }
-    if (!is_legal) return end((CUresult)(broken = CUDA_ERROR_ILLEGAL_ADDRESS));
-    Copy *copies = calloc(width, sizeof *copies);
-    for (unsigned i = 0; i < width; i++) {
-        char *page = (char *)pages[i].page, *inside = buffer + pages[i].offset;
-        copies[i] = (Copy){is_store ? inside : page, is_store ? page : inside, NULL, pages[i].length};
-    }
-    counts.kernels++;
-    return end(enqueue(stream, copies, width, ORDER_STREAM, NULL));
+/* Of a value whose four bytes are equal. */
+EXPORT CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr to, cuuint32_t value, unsigned flags) {
+    BEGIN("cuStreamWriteValue32");
+    return end(flags ? CUDA_ERROR_INVALID_VALUE : set(stream, to, (unsigned char)value, sizeof value));
 }
 
 /* ----------------------------------------------------------------------------------------------------- memory */
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
-    BEGIN("cuMemAlloc");
+    BEGIN_UNSAFE("cuMemAlloc");
     void *memory = aligned_alloc(512, (size + 511) / 512 * 512);
     memset(memory, 0xCD, size);
     add(&device_memory, (uintptr_t)memory, size);
@@ -482,7 +461,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) {
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
-    BEGIN("cuMemFree");
+    BEGIN_UNSAFE("cuMemFree");
     size_t size = take_out(&device_memory, address);
     outlive_copies(address, address + size, "device memory is freed under a copy");
     free(size ? (void *)address : NULL);
@@ -490,7 +469,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 
 EXPORT CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags) {
-    BEGIN("cuMemHostRegister");
+    BEGIN_UNSAFE("cuMemHostRegister");
     uintptr_t low = (uintptr_t)address / PAGE * PAGE, high = ((uintptr_t)address + size + PAGE - 1) / PAGE * PAGE;
     if (flags & ~7u || !size) return end(CUDA_ERROR_INVALID_VALUE);
     counts.registrations++;
@@ -503,7 +482,7 @@ EXPORT CUresult cuMemHostRegister_v2(void *address, size_t size, unsigned flags)
 }
 
 EXPORT CUresult cuMemHostUnregister(void *address) {
-    BEGIN("cuMemHostUnregister");
+    BEGIN_UNSAFE("cuMemHostUnregister");
     size_t size = take_out(&registered, (uintptr_t)address);
     if (!size) return end(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
     outlive_copies((uintptr_t)address, (uintptr_t)address + size, "host memory is unregistered under a copy");
@@ -532,14 +511,14 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream handle) {
 }
 
 EXPORT CUresult cuStreamQuery(CUstream handle) {
-    BEGIN("cuStreamQuery");
+    BEGIN_UNSAFE("cuStreamQuery");
     Stream *stream = stream_of(handle);
     if (!stream) return end(CUDA_ERROR_INVALID_HANDLE);
     return end(stream->head ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
 EXPORT CUresult cuStreamSynchronize(CUstream handle) {
-    BEGIN("cuStreamSynchronize");
+    BEGIN_UNSAFE("cuStreamSynchronize");
     Stream *stream = stream_of(handle);
     return end(stream ? drain(stream) : CUDA_ERROR_INVALID_HANDLE);
 }
@@ -559,6 +538,7 @@ EXPORT CUresult cuEventCreate(CUevent *handle, unsigned flags) {
     Event *event = calloc(1, sizeof *event);
     event->alive = ALIVE;
     event->flags = flags;
+    event->context = current;
     *handle = (CUevent)event;
     return end(CUDA_SUCCESS);
 }
@@ -575,20 +555,20 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     BEGIN("cuEventRecord");
     Event *event = event_of(handle);
     Stream *stream = stream_of(stream_handle);
-    if (!event || !stream) return end(CUDA_ERROR_INVALID_HANDLE);
+    if (!event || !stream || event->context != stream->context) return end(CUDA_ERROR_INVALID_HANDLE);
     push(stream, (Op){.kind = RECORD, .event = event, .generation = ++event->recorded});
     return end(CUDA_SUCCESS);
 }
 
 EXPORT CUresult cuEventQuery(CUevent handle) {
-    BEGIN("cuEventQuery");
+    BEGIN_UNSAFE("cuEventQuery");
     Event *event = event_of(handle);
     if (!event) return end(CUDA_ERROR_INVALID_HANDLE);
     return end(event->done < event->recorded ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS);
 }
 
 EXPORT CUresult cuEventSynchronize(CUevent handle) {
-    BEGIN("cuEventSynchronize");
+    BEGIN_UNSAFE("cuEventSynchronize");
     Event *event = event_of(handle);
     if (!event) return end(CUDA_ERROR_INVALID_HANDLE);
     event->users++;
@@ -620,10 +600,10 @@ EXPORT CUresult cuInit(unsigned flags) {
 }
 
 EXPORT CUresult cuDriverGetVersion(int *version) { return *version = driver_version, CUDA_SUCCESS; }
-EXPORT CUresult cuDeviceGetCount(int *count) { return *count = 1, CUDA_SUCCESS; }
+EXPORT CUresult cuDeviceGetCount(int *count) { return *count = num_devices, CUDA_SUCCESS; }
 
 EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal) {
-    return *device = ordinal, ordinal ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
+    return *device = ordinal, ordinal < num_devices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -643,12 +623,35 @@ EXPORT CUresult cuDeviceGetPCIBusId(char *name, int size, CUdevice device) {
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-    (void)device;
-    return *context = (CUcontext)&current, CUDA_SUCCESS;
+    return *context = (CUcontext)&contexts[device], CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context) { return *context = current, CUDA_SUCCESS; }
+
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context) {
+    if (broken) return (CUresult)broken;
+    if (depth == DEEPEST) {
+        fault("contexts are pushed and not popped");
+        return CUDA_ERROR_UNKNOWN;
+    }
+    stack[depth++] = current;
+    current = context;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context) {
+    if (broken) return (CUresult)broken;
+    if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
+    *context = current;
+    current = stack[--depth];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    CUstreamCaptureMode before = capture_mode;
+    return capture_mode = *mode, *mode = before, CUDA_SUCCESS;
+}
 
 EXPORT CUresult cuGetErrorName(CUresult code, const char **name) {
     return *name = code == CUDA_ERROR_OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE", CUDA_SUCCESS;
@@ -668,12 +671,15 @@ static const struct { const char *name; int since; void *function; } exported[] 
     ROW(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010),
     ROW(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000),
     ROW(cuCtxGetCurrent, cuCtxGetCurrent, 4000),
+    ROW(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000),
+    ROW(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000),
     ROW(cuCtxSetCurrent, cuCtxSetCurrent, 4000),
     ROW(cuGetErrorName, cuGetErrorName, 6000),
     ROW(cuGetErrorString, cuGetErrorString, 6000),
     ROW(cuMemAlloc, cuMemAlloc_v2, 3020),
     ROW(cuMemFree, cuMemFree_v2, 3020),
     ROW(cuMemsetD8Async, cuMemsetD8Async, 3020),
+    ROW(cuStreamWriteValue32, cuStreamWriteValue32_v2, 11070),
     ROW(cuMemHostRegister, cuMemHostRegister_v2, 6050),
     ROW(cuMemHostUnregister, cuMemHostUnregister, 4000),
     ROW(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050),
@@ -690,9 +696,7 @@ static const struct { const char *name; int since; void *function; } exported[] 
     ROW(cuEventElapsedTime, cuEventElapsedTime_v2, 12080),
     ROW(cuMemcpyAsync, cuMemcpyAsync, 4000),
     ROW(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020),
-    ROW(cuModuleLoadData, cuModuleLoadData, 2000),
-    ROW(cuModuleGetFunction, cuModuleGetFunction, 2000),
-    ROW(cuLaunchKernel, cuLaunchKernel, 4000),
+    ROW(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010),
     ROW(cuMemcpyBatchAsync, cuMemcpyBatchAsync, 12080),
     ROW(cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2, 13000),
 };
@@ -734,7 +738,7 @@ EXPORT void fake_reset(void) {
     faults = broken = failing.code = 0;
     driver_version = 13000;
     largest_registration = most_registered = largest_batch = SIZE_MAX;
-    has_one_address = 1, holds_new_streams = 0;
+    has_one_address = num_devices = 1, holds_new_streams = is_capturing = 0, invalidated = 0;
     memset(&counts, 0, sizeof counts);
     pthread_mutex_unlock(&lock);
 }
@@ -780,6 +784,7 @@ EXPORT void fake_fail(const char *call, int code, long after) {
     snprintf(failing.call, sizeof failing.call, "%s", call);
     failing.code = code;
     failing.after = after;
+    failing.times = 1;
     pthread_mutex_unlock(&lock);
 }
 
@@ -809,6 +814,13 @@ EXPORT void fake_hold_new_streams(int holds) { holds_new_streams = holds; }
 EXPORT void fake_limit_batch(size_t largest) { largest_batch = largest; }
 EXPORT void fake_set_one_address(int has) { has_one_address = has; }
 
+EXPORT void fake_fail_often(long times) { failing.times = times; }
+EXPORT void fake_set_num_devices(int num) { num_devices = num; }
+
+/* This thread captures a graph in the default mode, or has done so. */
+EXPORT void fake_capture(int begins) { is_capturing = captures_here = begins; }
+EXPORT long fake_num_invalidated(void) { return invalidated; }
+
 /* What this thread pays from now on is counted. */
 EXPORT void fake_be_engine(int is) {
     is_engine = is;
@@ -822,7 +834,6 @@ EXPORT int fake_has_failed(void) { return !failing.code; }
 EXPORT long fake_num_faults(void) { return faults; }
 EXPORT long fake_num_batches(void) { return counts.batches; }
 EXPORT long fake_num_copies(void) { return counts.copies; }
-EXPORT long fake_num_kernels(void) { return counts.kernels; }
 EXPORT long fake_num_fills(void) { return counts.fills; }
 EXPORT long fake_num_narrow_registrations(void) { return counts.narrow_registrations; }
 EXPORT long fake_num_pageable(void) { return counts.pageable; }

@@ -117,6 +117,38 @@ def compute_waits_on_the_device_for_flushed_stores(rig: CudaRig) -> None:
     assert rig.in_block(1) == {9}
 
 
+@scenario
+def compute_reads_the_blocks_that_a_flushed_load_writes(rig: CudaRig) -> None:
+    """A hit that is served within the step: the step's own kernels read it."""
+    rig.slots[2] = 6
+    seen = torch.zeros(PAGES[0], dtype=torch.uint8)
+    rig.cuda.adopt(seen)
+    with rig.cuda.held(rig.stream_of(rig.load)):
+        rig.put(1, rig.load, [5], [2])
+        rig.load.flush([1])  # returns although the load cannot end
+        rig.cuda.copy_on_device(seen, rig.tensors[0][5, : PAGES[0]], rig.compute)
+    rig.load.wait([1])
+    rig.cuda.settle()
+    rig.cuda.disown(seen)
+    assert seen.unique().tolist() == [6]
+
+
+@scenario
+def compute_reads_a_flushed_load_that_follows_a_store_into_its_slot(rig: CudaRig) -> None:
+    rig.tensors[0][1] = 7
+    seen = torch.zeros(PAGES[0], dtype=torch.uint8)
+    rig.cuda.adopt(seen)
+    with rig.cuda.held(rig.stream_of(rig.store)):
+        rig.put(1, rig.store, [1], [2])
+        rig.put(2, rig.load, [5], [2])
+        rig.load.flush([2])
+        rig.cuda.copy_on_device(seen, rig.tensors[0][5, : PAGES[0]], rig.compute)
+    rig.load.wait([2])
+    rig.cuda.settle()
+    rig.cuda.disown(seen)
+    assert seen.unique().tolist() == [7]
+
+
 # -------------------------------------------------------------------------------------------- jobs among each other
 
 

@@ -20,7 +20,6 @@ from kvoffload.base import (
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.driver import load_driver
-from kvoffload.cpu.copy.gather import GATHER_BELOW
 from kvoffload.cpu.copy.pinning import PinnedRegion
 from kvoffload.cpu.gpu_worker import make_handlers
 from kvoffload.cpu.region import SharedOffloadRegion
@@ -122,9 +121,7 @@ def test_the_next_use_of_a_slot_waits_for_the_transfer_before(rig: Rig) -> None:
     assert rig.pool[2].unique().tolist() == [7]
 
 
-@pytest.mark.parametrize("below", [0, 8192])
-def test_small_pages_come_back_gathered_and_one_by_one(monkeypatch: pytest.MonkeyPatch, below: int) -> None:
-    monkeypatch.setenv(GATHER_BELOW, str(below))
+def test_small_pages_come_back() -> None:
     layers, page = 64, 4096
     pools = [torch.randint(0, 256, (16, page), dtype=torch.uint8, device="cuda") for _ in range(layers)]
     refs = [CanonicalKVCacheRef(layer, page) for layer in range(layers)]

@@ -156,13 +156,23 @@ def test_errors_name_the_call_and_the_code(cuda: FakeCuda) -> None:
 
 
 def test_a_thread_has_a_context_only_once_it_asked_for_one(cuda: FakeCuda) -> None:
-    def ask() -> tuple[bool, bool]:
-        before = cuda.driver.has_context()
+    def can_allocate() -> bool:
+        try:
+            cuda.driver.free(cuda.driver.allocate(8))
+        except CudaError:
+            return False
+        return True
+
+    def ask() -> tuple[bool, bool, bool, bool]:
+        before = can_allocate()
+        with cuda.driver.on_device(0):
+            within = can_allocate()
+        after = can_allocate()
         cuda.driver.use_device(0)
-        return before, cuda.driver.has_context()
+        return before, within, after, can_allocate()
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(ask).result() == (False, True)
+        assert pool.submit(ask).result() == (False, True, False, True)
 
 
 def test_a_driver_without_a_device_is_refused(cuda: FakeCuda) -> None:

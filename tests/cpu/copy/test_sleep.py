@@ -4,7 +4,6 @@ goes away under a copy is a fault."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tests.cpu.copy.cuda_rig import CudaRig, make_rig
 from tests.cpu.copy.fake_cuda import FakeCuda, cuda
@@ -14,7 +13,6 @@ from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandle
 from kvoffload.connector.messages import ConnectorMeta, TransferJob
 from kvoffload.connector.worker import OffloadingConnectorWorker
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.gather import GATHER_BELOW
 from kvoffload.cpu.manager import CPUOffloadingManager
 
 __all__ = ["cuda"]
@@ -36,11 +34,7 @@ def _job(job_id: int, block: int, slot: int, is_store: bool) -> TransferJob:
     return TransferJob(job_id, "r", gpu, cpu) if is_store else TransferJob(job_id, "r", cpu, gpu)
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-def test_copies_have_ended_when_memory_goes_and_find_it_where_it_comes_back(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, gathers: bool
-) -> None:
-    monkeypatch.setenv(GATHER_BELOW, str(16_384 * gathers))
+def test_copies_have_ended_when_memory_goes_and_find_it_where_it_comes_back(cuda: FakeCuda) -> None:
     rig = make_rig(cuda, layered=True)
     worker = OffloadingConnectorWorker()
     worker.register_kv_caches(_Spec(rig), CanonicalKVCaches())

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies runs between a CUDA device and the region, on a lane for each direction (``lane.py``).
+"""Copies runs between a CUDA device and the region, with one lane for each direction (``lane.py``).
 
-Order is kept on the device's own timeline. There a job waits for the compute that wrote the blocks that it reads, or
-that may still read the blocks that it overwrites, and for every open job of the other direction that touches the same
-slots or GPU blocks. The stream itself orders the jobs of one direction. The engine's thread waits in ``wait``, whose
-caller is about to use the memory, and in ``shutdown``, which has a bound.
+The device's own timeline keeps the order. There, a job waits for the compute that wrote the blocks it reads or that may
+still read the blocks it overwrites, and for every open job of the other direction that touches the same slots or GPU
+blocks. The stream orders the jobs of one direction. The engine's thread waits only in ``wait``, whose caller is about
+to use the memory, and in ``shutdown``, which has a time limit.
 
-A failure ends a job, once its copies have. A broken device, on which nothing runs any more, ends all jobs at once, and
-all that come later: every block is a miss.
+A job that fails is reported once its copies have ended. If the device is broken, all later jobs fail at once and every
+block is a miss. Stores that it may still be copying are never reported, so nobody reuses their slots.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,6 @@ from kvoffload.base import (
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.driver import CudaError, Driver, Stream, load_driver
-from kvoffload.cpu.copy.gather import gather_below
 from kvoffload.cpu.copy.lane import DeviceHealth, EventPools, Job, Lane, Moment
 from kvoffload.cpu.copy.numa import node_of_device
 from kvoffload.cpu.copy.pinning import PinnedRegion
@@ -43,23 +43,26 @@ from kvoffload.logs import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 _MEMORY_OF_HUNG_DEVICES: list[object] = []
-"""Copies may still run, so it is neither freed nor unpinned before the process ends."""
+"""Memory that copies may still use, so it is neither freed nor unpinned before the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """Where an engine computes."""
+    """The device on which an engine computes."""
 
     driver: Driver
     number: int
-    """Among the devices that this process sees."""
+    """Its index among the devices that this process sees."""
     compute_stream: Callable[[], Stream]
-    """The stream that the engine submits to now. Called on the worker's thread."""
+    """Returns the stream to which the engine submits now. Called on the worker's thread."""
 
     @classmethod
     def of(cls, device: torch.device) -> CudaDevice:
-        """``device`` is a tensor's. Raises ``ConfigError`` without NVIDIA's driver, and ``LayoutError`` for a device of
-        AMD, which torch calls CUDA too."""
+        """Return the device of a tensor.
+
+        Raises ``ConfigError`` without NVIDIA's driver, and ``LayoutError`` for an AMD device, which torch also calls
+        CUDA.
+        """
         if torch.version.hip is not None:
             raise LayoutError(
                 "KV caches on AMD devices cannot be offloaded, since copies go through NVIDIA's driver; serve without "
@@ -72,18 +75,20 @@ class CudaDevice:
 def make_cuda_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, device: CudaDevice | None = None
 ) -> dict[tuple[str, str], OffloadingHandler]:
-    """Handlers for both directions of one worker, on its thread. They share the pinned region, and wait for each
-    other's jobs. ``device`` is where the KV caches lie.
+    """Return the handlers for both directions of one worker, to be used on its thread.
 
-    Pins all of ``kv_view``, which takes some 0.1 s a GB. Copies some blocks out and back, and leaves them as they were.
-    Raises ``CapacityError`` where host memory cannot be pinned, and ``TransferError`` where copies come back wrong.
+    The handlers share the pinned region and wait for each other's jobs. ``device`` holds the KV caches. Pins all of
+    ``kv_view``, which takes about 0.1 s per GB, then copies some blocks out and back, which leaves them unchanged.
+    Raises ``CapacityError`` if host memory cannot be pinned, and ``TransferError`` if copies come back wrong.
     """
-    copies = _Copies(kv_caches, kv_view, layout, device or CudaDevice.of(kv_caches.tensors[0].tensor.device))
+    device = device or CudaDevice.of(kv_caches.tensors[0].tensor.device)
+    with device.driver.on_device(device.number):
+        copies = _Copies(kv_caches, kv_view, layout, device)
     store, load = CudaHandler(copies, Direction.STORE), CudaHandler(copies, Direction.LOAD)
     try:
         check_copies(store, load, kv_view, layout)
     except CopiesHang:
-        _MEMORY_OF_HUNG_DEVICES.append(copies)  # what was waited for is not waited for again
+        _MEMORY_OF_HUNG_DEVICES.append(copies)  # a shutdown would wait once more
         raise
     except BaseException:
         store.shutdown()
@@ -93,10 +98,8 @@ def make_cuda_handlers(
 
 
 class _Copies:
-    """Shared by both directions of one worker: the memory on both sides, the jobs in flight, and the device's health.
-
-    On the worker's thread.
-    """
+    """The state that both directions of one worker share: the memory on both sides, the jobs in flight, and the
+    device's health. Used on the worker's thread, inside ``here``."""
 
     def __init__(
         self, kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, device: CudaDevice
@@ -110,31 +113,31 @@ class _Copies:
         self._device = device
         self._kv_caches: CanonicalKVCaches | None = kv_caches
         self._mark: Moment | None = None
-        below = gather_below()  # before pinning, which takes minutes
-        self.use_device()
         if not self.driver.has_one_address(device.number) and self.driver.has_batch:
-            logger.warning("This device has other addresses for pinned memory than the host; copies are made singly.")
+            logger.warning(
+                "This device uses other addresses for pinned memory than the host, so kvoffload makes single copies."
+            )
             self.driver.copies_per_call = 1
         node = node_of_device(self.driver.pci_bus_id(device.number))
         self.region = PinnedRegion(self.driver, kv_view, node)
         self._spacer = self.driver.allocate(1)
         self.lanes = {
             direction: Lane(
-                self.driver, device.number, direction, self.health, self.pools, self._spacer, self.region.borders, below
+                self.driver, device.number, direction, self.health, self.pools, self._spacer, self.region.borders
             )
             for direction in Direction
         }
         self.lanes[Direction.STORE].other = self.lanes[Direction.LOAD]
         self.lanes[Direction.LOAD].other = self.lanes[Direction.STORE]
 
-    def use_device(self) -> None:
-        if not self.driver.has_context():
-            self.driver.use_device(self._device.number)
+    def here(self) -> AbstractContextManager[None]:
+        """Make this device current. The engine's thread may be using another one, to which new events would belong."""
+        return self.driver.on_device(self._device.number)
 
     # ----------------------------------------------------------------------------------------------------- order
 
     def conflicting(self, direction: Direction, extent: Extent) -> list[Job]:
-        """Open jobs that must end before a job on ``extent`` starts. The stream orders the jobs of one direction."""
+        """Return the open jobs of the other direction that must end before a job on ``extent`` starts."""
         other = Direction.LOAD if direction is Direction.STORE else Direction.STORE
         return [
             job
@@ -143,7 +146,7 @@ class _Copies:
         ]
 
     def compute_before(self, direction: Direction) -> Moment:
-        """The end of the compute submitted so far, or, for a load, of that before the mark."""
+        """Return the end of the compute submitted so far, or, for a load, of the compute before the mark."""
         if direction is Direction.LOAD and self._mark is not None:
             return self._mark.share()
         now = self.pools.untimed.moment()
@@ -162,11 +165,13 @@ class _Copies:
         self.driver.record(mark.event, self._device.compute_stream())
         self._mark = mark
 
-    def hold_compute(self, job: Job) -> bool:
-        """Compute submitted from now on starts after ``job``, which is submitted. ``False`` if its end is not known."""
-        if job.has_end:
+    def hold_compute(self, lane: Lane, job: Job) -> bool:
+        """Make compute that is submitted from now on start after the submitted ``job``. Returns ``False`` if CUDA
+        cannot record the job's end."""
+        has_end = lane.record_end(job)
+        if has_end:
             self.driver.wait_event(self._device.compute_stream(), job.ended.event)
-        return job.has_end
+        return has_end
 
     def take_addresses(self) -> None:
         caches = self._kv_caches
@@ -177,20 +182,24 @@ class _Copies:
             )
 
     def retire(self, job: Job) -> None:
-        """It has ended."""
+        """Give back the events of a job that has ended."""
         if job.started is not None:
             self.pools.timed.give_back(job.started)
         job.ended.release()
 
     def close(self, direction: Direction, is_over: bool) -> None:
-        """With the second direction all is given back, if the copies of both are over."""
+        """Close one direction. After the second one, give all memory back if all copies of both are over."""
         lane = self.lanes.pop(direction)
         if is_over:
             lane.release()
         elif self not in _MEMORY_OF_HUNG_DEVICES:
-            logger.error("The CUDA device does not end its copies; their memory is kept until the process ends.")
+            logger.error("The CUDA device may still be copying, so its memory is kept until the process ends.")
             _MEMORY_OF_HUNG_DEVICES.append(self)
-        if self.lanes or self in _MEMORY_OF_HUNG_DEVICES:
+        if self.lanes:
+            return
+        if self in _MEMORY_OF_HUNG_DEVICES:
+            if self.health.is_broken:
+                self._kv_caches = None  # nobody can use the device's memory again
             return
         self.region.unpin()
         if self._mark is not None:
@@ -202,7 +211,7 @@ class _Copies:
 
 
 class CudaHandler(OffloadingHandler):
-    """One direction between a CUDA device and the region."""
+    """Copies in one direction between a CUDA device and the region."""
 
     def __init__(self, copies: _Copies, direction: Direction) -> None:
         self._copies = copies
@@ -221,44 +230,52 @@ class CudaHandler(OffloadingHandler):
 
     def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
         try:
-            self._put(job_id, spec)
+            with self._copies.here():
+                self._put(job_id, spec)
         except Exception as exc:
-            # The boundary to the engine's step: a transfer that cannot be started is a miss.
+            # This is the boundary to the engine's step: a transfer that cannot be started is a miss.
             self._copies.log.exception(f"transfer {job_id} could not be started")
             if isinstance(exc, CudaError):
                 self._lane.check()
             self._finished.append(TransferResult(job_id, success=False))
 
     def get_finished(self) -> list[TransferResult]:
-        while self._open and (result := self._result_of(self._open[0])):
-            self._copies.retire(self._open.popleft())
-            self._finished.append(result)
+        with self._copies.here():
+            for job in [*self._open]:
+                if (result := self._result_of(job)) is not None:
+                    self._open.remove(job)
+                    self._copies.retire(job)
+                    self._finished.append(result)
+                elif not self._copies.health.is_broken:
+                    break  # the stream ends its jobs in order
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
-        for job in self._named(job_ids):
-            self._lane.wait(job)
+        with self._copies.here():
+            for job in self._named(job_ids):
+                self._lane.wait(job)
 
     def flush(self, job_ids: Collection[int]) -> None:
-        jobs = self._named(job_ids)
         try:
-            for job in jobs:
-                self._lane.hurry(job)
-                if not self._copies.hold_compute(job):
-                    self._lane.wait(job)
+            with self._copies.here():
+                for job in self._named(job_ids):
+                    self._lane.hurry(job)
+                    if not self._copies.hold_compute(self._lane, job):
+                        self._lane.wait(job)
         except CudaError:
-            self._copies.log.exception("compute could not be made to wait for transfers")
+            self._copies.log.exception("could not make compute wait for transfers")
             self.wait(job_ids)
 
     def mark_compute(self) -> None:
         # Both directions share the mark, and only loads use it.
         if self._direction is Direction.LOAD and not self._closed and not self._copies.health.is_broken:
-            try:
-                self._copies.mark_compute()
-            except CudaError:
-                self._copies.log.exception("the start of compute could not be recorded")
-                self._lane.check()
+            with self._copies.here():
+                try:
+                    self._copies.mark_compute()
+                except CudaError:
+                    self._copies.log.exception("could not record the start of compute")
+                    self._lane.check()
 
     def take_addresses(self) -> None:
         self._copies.take_addresses()
@@ -267,17 +284,16 @@ class CudaHandler(OffloadingHandler):
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(CudaError):
-            self._copies.use_device()
-        is_over = self._lane.close()
-        self._finished = self.get_finished()
-        self._copies.close(self._direction, is_over)
+        with self._copies.here():
+            is_over = self._lane.close()
+            self._finished = self.get_finished()
+            self._copies.close(self._direction, is_over and not self._open)
 
     def _named(self, job_ids: Collection[int]) -> list[Job]:
         return [job for job in self._open if job.job_id in job_ids]
 
     def _result_of(self, job: Job) -> TransferResult | None:
-        """``None`` while it runs."""
+        """Return the result of ``job``, or ``None`` while it may run."""
         if not self._lane.has_ended(job):
             return None
         if not job.failed and not self._copies.health.is_broken:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's driver API through ctypes, as much of it as copying needs: addresses, sizes, streams, events, kernels.
+"""The part of CUDA's driver API that copying needs, through ctypes: addresses, sizes, streams and events.
 
-Why the driver and not the runtime library: an error of a driver call is its return value and nothing else, while the
-runtime keeps it as the "last error" for the engine's next kernel. And whole batches of copies can be given to it as the
-arrays that ``plan.py`` makes.
+We call the driver and not the runtime library for two reasons. A driver call reports an error only as its return value,
+but the runtime keeps it as the "last error" for the engine's next kernel. And the driver accepts whole batches of
+copies as the arrays that ``plan.py`` makes.
 
-Calls release the GIL. They act on the context of the calling thread: a thread that is not the engine's own calls
-``use_device`` first. No torch here.
+Calls release the GIL and act on the calling thread's context. A thread of our own calls ``use_device`` once; the
+engine's thread, which may be using another device, makes its calls inside ``on_device``. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NewType
 
 import numpy as np
@@ -36,11 +38,12 @@ _COPIES_PER_CALL = 4096
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
-Kernel = NewType("Kernel", int)
 Int64s = npt.NDArray[np.int64]
 
+_INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _NOT_READY = 600
 _CAPTURING = range(900, 909)  # somebody captures a graph, and some calls are refused meanwhile
+_CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC = 1  # a waiting thread sleeps; without it, it spins
 _EVENT_DISABLE_TIMING = 2
@@ -83,7 +86,8 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetName": (_P, _I, _I),
     "cuDeviceGetPCIBusId": (_P, _I, _I),
     "cuDevicePrimaryCtxRetain": (_P, _I),
-    "cuCtxGetCurrent": (_P,),
+    "cuCtxPopCurrent": (_P,),
+    "cuCtxPushCurrent": (_P,),
     "cuCtxSetCurrent": (_P,),
     "cuGetErrorName": (_I, _P),
     "cuMemAlloc": (_P, _N),
@@ -103,9 +107,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (_P,),
     "cuEventElapsedTime": (_P, _P, _P),
     "cuMemcpyAsync": (_P, _P, _N, _P),
-    "cuModuleLoadData": (_P, _S),
-    "cuModuleGetFunction": (_P, _P, _S),
-    "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
+    "cuThreadExchangeStreamCaptureMode": (_P,),
 }
 """Argument types as of ``_BASE_VERSION``. All return an ``int``."""
 
@@ -151,7 +153,6 @@ class Driver:
         self._attributes = _CopyAttributes(source_order=_ORDER_STREAM)
         self._first_copy = _N(0)  # from which copy on the attributes hold
         self._contexts: dict[int, int] = {}  # by device
-        self._modules: dict[tuple[int, str], int] = {}  # by context and text
         self.library = library
 
     def __repr__(self) -> str:
@@ -179,20 +180,42 @@ class Driver:
         return self._get_text("cuDeviceGetPCIBusId", device).lower()
 
     def use_device(self, device: int) -> None:
-        """Makes the primary context of ``device`` current in this thread: the one that torch uses. The process keeps it
-        until it ends."""
+        """Make the primary context of ``device``, which torch also uses, current in this thread. The process keeps the
+        context until it ends."""
+        self._call("cuCtxSetCurrent", self._context(device))
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make the primary context of ``device`` current in this thread for a while, then restore the previous one.
+
+        If a broken device rejects this, the calls inside fail and report the error.
+        """
+        has_failed = self._calls["cuCtxPushCurrent"](self._context(device))
+        try:
+            yield
+        finally:
+            if not has_failed:
+                popped = _P()
+                self._calls["cuCtxPopCurrent"](ctypes.addressof(popped))
+
+    def _context(self, device: int) -> int:
         if device not in self._contexts:
             self._contexts[device] = self._get_handle("cuDevicePrimaryCtxRetain", self._get_int("cuDeviceGet", device))
-        self._call("cuCtxSetCurrent", self._contexts[device])
+        return self._contexts[device]
+
+    def allow_captures(self) -> None:
+        """Let other threads capture CUDA graphs while this thread calls the driver.
+
+        Without this, a call of this thread that CUDA considers unsafe, such as the query of an event, invalidates a
+        capture that another thread made in CUDA's default mode. Applies to the calling thread.
+        """
+        mode = _I(_CAPTURE_MODE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def has_one_address(self, device: int) -> bool:
         """Whether a batch may name registered host memory by its address on the host. Elsewhere (WSL 2) that is an
         illegal address, which breaks the device; a single copy finds the memory all the same."""
         return bool(self._get_int("cuDeviceGetAttribute", _CAN_USE_HOST_POINTER, self._get_int("cuDeviceGet", device)))
-
-    def has_context(self) -> bool:
-        """Whether this thread has a current context."""
-        return bool(self._get_handle("cuCtxGetCurrent"))
 
     # --------------------------------------------------------------------------------------------------- memory
 
@@ -304,9 +327,12 @@ class Driver:
             self.copy(destination, source, length, stream)
 
     def _copy_batch(self, batch: Callable[..., int], columns: list[Int64s], stream: Stream) -> None:
-        """A driver that refuses the batch and then takes its copies one by one is asked for single copies from now on.
-        Copies that it began all the same are made twice, which does no harm: nobody touches either side before all of
-        them have ended."""
+        """Make the copies in one call.
+
+        If the driver does not support the batch, but accepts its copies one by one, use single copies from now on. A
+        copy that had started is then made twice, which is harmless, because nobody touches either side until all copies
+        have ended. Any other error, such as a lack of memory, says nothing about batches and is raised.
+        """
         failed = _N(0)
         destinations, sources, lengths = (column.ctypes.data for column in columns)
         attributes, first, num_attributes = ctypes.addressof(self._attributes), ctypes.addressof(self._first_copy), 1
@@ -316,33 +342,16 @@ class Driver:
         if not code:
             return
         error = self._error(f"cuMemcpyBatchAsync (copy {failed.value} of {num})", code)
+        if code not in (_INVALID_VALUE, _NOT_SUPPORTED):
+            raise error
         try:
             self._copy_singly(columns, stream)
         except CudaError:
             raise error from None
         logger.warning(
-            "%s Single copies work on this machine, and are made from now on; small pages copy slower.", error
+            "%s Single copies work on this machine, so kvoffload uses them from now on; small pages copy slower.", error
         )
         self._batch = None
-
-    # -------------------------------------------------------------------------------------------------- kernels
-
-    def load_kernel(self, text: str, name: str) -> Kernel:
-        """A kernel of a program in PTX, which the driver compiles for the current device, once. It stays until the
-        process ends."""
-        key = self._get_handle("cuCtxGetCurrent"), text
-        if key not in self._modules:
-            self._modules[key] = self._get_handle("cuModuleLoadData", text.encode())
-        return Kernel(self._get_handle("cuModuleGetFunction", self._modules[key], name.encode()))
-
-    def launch(
-        self, kernel: Kernel, num_groups: int, group_threads: int, arguments: Sequence[int], stream: Stream
-    ) -> None:
-        """Runs a kernel in stream order. ``arguments`` are the addresses of its arguments, in host memory, which may go
-        when the call returns."""
-        where = (_P * len(arguments))(*arguments)
-        shape = num_groups, 1, 1, group_threads, 1, 1, 0
-        self._call("cuLaunchKernel", kernel, *shape, stream, ctypes.addressof(where), 0)
 
     # ---------------------------------------------------------------------------------------------------- calls
 

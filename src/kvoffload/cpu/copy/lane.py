@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One direction of copies between a CUDA device and the region: a stream, and the thread that submits to it.
 
-The engine's thread only records what a job waits for and queues it. Half a microsecond of processor time a copy, and
-the wait that a full queue of the driver costs, are paid by the lane's thread. It submits a job when the compute before
-it is done, so that nothing queues up in the driver, and in pieces, so that others' small copies come in between.
+The engine's thread only records the events that a job waits for, and queues the job. The lane's thread pays half a
+microsecond of CPU time for each copy, and waits if the driver's queue is full. It submits a job once the compute before
+it is done, so that nothing queues up in the driver, and in pieces, so that other streams' small copies get in between.
 
-The order does not depend on the thread: on the device's own timeline each job waits for the compute and for the jobs
-that it must come after. So whoever needs a job submitted now (``hurry``) submits it.
+The order does not depend on this thread: on the device's own timeline, each job waits for the compute and for the jobs
+that must come before it. So a caller that needs a job submitted immediately (``hurry``) submits it itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from kvoffload.base import Direction
 from kvoffload.cpu.copy.driver import CudaError, Driver, Event
-from kvoffload.cpu.copy.gather import Gatherer
 from kvoffload.cpu.copy.plan import Extent, Runs
 from kvoffload.errors import TransferError
 from kvoffload.logs import RateLimitedLog
@@ -34,20 +33,22 @@ logger = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 
 PIECE_BYTES = 16 << 20
-"""A copy engine does the copies of one stream back to back, and everybody else's small ones wait until it looks up
+"""A copy engine makes the copies of one stream back to back, so other streams' small copies wait until there is a gap
 between two pieces (torchrec issues 4303 and 4373: 32 MiB with a tiny operation between). To be measured on a device."""
-PIECE_RUNS = 4096
+PIECE_RUNS = 256
+"""A channel seems to hold about 1,024 launches (undocumented; the probe measures it). The next call then blocks and may
+hold the context's lock, which stalls the engine's own launches. ``OPEN_PIECES`` of these stay below that."""
 OPEN_PIECES = 3
-"""Submitted and not done. Two keep the copy engine busy while the thread wakes up."""
+"""Pieces that are submitted and not done. Two keep the copy engine busy while the thread wakes up."""
 DRAIN_S = 30.0
-"""A stream that has not ended by then is not waited for at shutdown."""
+"""Seconds that a shutdown waits for a stream."""
 
 _ATTEMPTS = 3
 _POLL_S = 100e-6
 
 
 class Events:
-    """A pool of events of one kind. Any thread."""
+    """A pool of events of one kind. Any thread may use it."""
 
     def __init__(self, driver: Driver, is_timed: bool) -> None:
         self._driver = driver
@@ -61,11 +62,11 @@ class Events:
             return self._driver.create_event(self._is_timed)
 
     def moment(self) -> Moment:
-        """A new one, of one user."""
+        """Return a new moment with one user."""
         return Moment(self, self.take())
 
     def give_back(self, event: Event) -> None:
-        """Nothing will be asked of it any more. Streams that wait for it do so for what it meant so far."""
+        """Return an event that nobody will query again. Streams that wait for it are not affected by its next use."""
         self._spare.append(event)
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class EventPools:
 
 
 class Moment:
-    """An event with users: it goes back to its pool when the last has let go, and means the same until then."""
+    """An event with users. It keeps its meaning until the last user releases it, and then returns to its pool."""
 
     __slots__ = ("_events", "_lock", "_users", "event")
 
@@ -110,7 +111,7 @@ class Moment:
 
 
 class DeviceHealth:
-    """Whether the device still runs anything. Once it does not, every job has failed."""
+    """Whether the device is broken: every call fails, and so does every job."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -118,7 +119,7 @@ class DeviceHealth:
     def set_broken(self) -> None:
         if not self.is_broken:
             self.is_broken = True
-            logger.error("The CUDA device is broken; nothing is offloaded or loaded any more.")
+            logger.error("The CUDA device is broken, so kvoffload stops offloading and loading.")
 
 
 @dataclass(eq=False, slots=True)
@@ -129,25 +130,28 @@ class Job:
     extent: Extent
     make_runs: Callable[[], Runs]
     awaited: list[Moment]
-    """The compute before it, and the ends of ``blockers``. Let go when it is submitted."""
+    """The compute before this job, and the ends of ``blockers``. Released when the job is submitted."""
     blockers: list[Job]
-    """Jobs of the other lane that must end before it starts."""
+    """Jobs of the other lane that must end before this one starts."""
     ended: Moment
-    """Recorded when it is submitted."""
+    """Recorded after the job's last copy, if ``has_end``."""
     started: Event | None = None
     num_bytes: int = 0
+    has_copies: bool = False
+    """The driver may have accepted some of its copies."""
     is_submitted: bool = False
-    """All that it does is in the stream, or as much of it as the driver took."""
+    """All of its work, or as much as the driver accepted, is in the stream."""
     has_end: bool = False
-    """``ended`` tells when nothing of it runs. Without, only a stream that is idle does."""
+    """``ended`` was recorded. A wait for an event that was never recorded has no effect, so other jobs must not rely on
+    ``ended`` before."""
     failed: bool = False
 
 
 class Lane:
-    """The engine's thread makes it, and calls the methods without an underscore."""
+    """The engine's thread creates it and calls its public methods, with the device's context current."""
 
     other: Lane
-    """That of the other direction."""
+    """The lane of the other direction."""
 
     def __init__(
         self,
@@ -158,10 +162,9 @@ class Lane:
         pools: EventPools,
         spacer: int,
         borders: Int64s,
-        gather_below: int,
     ) -> None:
-        """``spacer`` is a byte of device memory that nobody reads. No copy may cross ``borders``, host addresses. Pages
-        of fewer than ``gather_below`` bytes may be gathered."""
+        """``spacer`` is a byte of device memory that nobody reads. No copy may cross one of the host addresses
+        ``borders``."""
         self.direction = direction
         self.stream = driver.create_stream()
         self._driver = driver
@@ -170,14 +173,13 @@ class Lane:
         self._pools = pools
         self._spacer = spacer
         self._borders = borders
-        self._gatherer = Gatherer.if_wanted(driver, PIECE_BYTES, gather_below)
         self._log = RateLimitedLog(logger)
         self._submitting = threading.Lock()
-        """Held by whoever submits."""
+        """Held by the thread that submits."""
         self._changed = threading.Condition()
-        """Of what follows, and of ``is_submitted``."""
+        """Guards the fields below and ``Job.is_submitted``."""
         self._queue: deque[Job] = deque()
-        """Not submitted. Jobs are submitted in this order."""
+        """Jobs to submit, in this order."""
         self._num_hurries = 0
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -186,7 +188,7 @@ class Lane:
         return f"Lane({self.direction.value}, queued={len(self._queue)})"
 
     def put(self, job: Job) -> None:
-        """Queues a job. Raises ``RuntimeError`` if no thread can be had, with nothing queued."""
+        """Queue a job. Raises ``RuntimeError``, with nothing queued, if no thread can be started."""
         with self._changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=f"kvoffload-cuda-{self.direction.value}", daemon=True)
@@ -196,14 +198,14 @@ class Lane:
             self._changed.notify_all()
 
     def hurry(self, job: Job) -> None:
-        """Returns when ``job`` and all before it are submitted. Waits for no copy."""
+        """Submit ``job`` and all jobs before it now. Does not wait for copies."""
         if job.is_submitted:
             return
         self._num_hurries += 1
         with self._changed:
             queue = [*self._queue]
         for each in queue:
-            for blocker in [*each.blockers]:  # which came earlier than each
+            for blocker in [*each.blockers]:  # all of which are older than each
                 self.other.hurry(blocker)
             self._submit(each, is_paced=False)
             if each is job:
@@ -211,7 +213,7 @@ class Lane:
         self._num_hurries -= 1
 
     def check(self) -> None:
-        """After an error: is it that of one call, or is the device broken?"""
+        """Find out, after an error, whether the device is broken or only one call failed."""
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(CudaError):
                 self._driver.is_idle(self.stream)
@@ -219,26 +221,48 @@ class Lane:
         self._health.set_broken()
 
     def has_ended(self, job: Job) -> bool:
-        """Whether nothing of ``job`` runs, and nothing of it will. Does not block."""
-        if self._health.is_broken or not job.is_submitted:
-            return self._health.is_broken
+        """Whether nothing of ``job`` runs or will run. Does not block.
+
+        CUDA does not promise that copies into host memory have stopped once a broken device reports its error. So the
+        slots of such a store are in use until the process ends.
+        """
+        if not job.is_submitted:
+            return False
+        if self._health.is_broken:
+            return self.direction is Direction.LOAD or not job.has_copies
         try:
-            return self._driver.is_done(job.ended.event) if job.has_end else self._driver.is_idle(self.stream)
+            if self.record_end(job):
+                return self._driver.is_done(job.ended.event)
+            return self._driver.is_idle(self.stream)
         except CudaError:
-            self._log.exception(f"the end of transfer {job.job_id} cannot be seen")
+            self._log.exception(f"cannot see the end of transfer {job.job_id}")
             job.failed, job.has_end = True, False
             self.check()
-            return self._health.is_broken
+            return False
+
+    def record_end(self, job: Job) -> bool:
+        """Record ``job.ended`` after all copies of ``job``, unless that was done. Returns whether it is recorded.
+
+        A later attempt also covers jobs that were submitted meanwhile, which is harmless.
+        """
+        if not job.has_end:
+            with contextlib.suppress(CudaError):
+                self._driver.record(job.ended.event, self.stream)
+                job.has_end = True
+        return job.has_end
 
     def wait(self, job: Job) -> None:
-        """Returns when ``job`` has ended: somebody is about to use its memory."""
+        """Return when ``job`` has ended, because a caller is about to use its memory, or when the device is broken."""
         self.hurry(job)
-        while not self.has_ended(job):
+        while not self.has_ended(job) and not self._health.is_broken:
             time.sleep(_POLL_S)
 
     def close(self) -> bool:
-        """Waits until what is queued is submitted and has ended, but not for ever. ``False`` if something of it may
-        still run. Does not submit: with a device that hangs that may never return."""
+        """Wait, within a time limit, until all queued jobs are submitted and have ended.
+
+        Returns ``False`` if some of them may still run. The lane's thread submits them, because a device that hangs may
+        never return from that.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -254,11 +278,9 @@ class Lane:
         return True
 
     def release(self) -> None:
-        """After ``close``, if nothing runs any more."""
+        """Destroy the stream. Call it after ``close``, if nothing runs."""
         with contextlib.suppress(CudaError):
             self._driver.destroy_stream(self.stream)
-        if self._gatherer is not None:
-            self._gatherer.close()
 
     def _is_idle(self) -> bool:
         try:
@@ -267,11 +289,12 @@ class Lane:
             self.check()
             return self._health.is_broken
 
-    # What follows runs on the lane's thread, or in ``hurry``.
+    # The methods below run on the lane's thread or in ``hurry``.
 
     def _run(self) -> None:
-        with contextlib.suppress(CudaError):  # then submitting fails, and says so
+        with contextlib.suppress(CudaError):  # submitting then fails and reports it
             self._driver.use_device(self._device)
+            self._driver.allow_captures()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
@@ -283,10 +306,14 @@ class Lane:
             self._submit(job, is_paced=True)
 
     def _await(self, blockers: list[Job], awaited: list[Moment]) -> None:
-        """Waits on the host, without holding up anybody: what is submitted then can run at once."""
+        """Wait on the host, so that the job can run as soon as it is submitted and holds nothing up in the driver."""
         for blocker in blockers:
             with self.other._changed:
                 self.other._changed.wait_for(lambda job=blocker: job.is_submitted)  # type: ignore[misc]
+            while not self.other.record_end(blocker) and not self.other.has_ended(blocker):
+                if self._num_hurries or self._is_closing or self._health.is_broken:
+                    break  # the job then fails, or has been submitted
+                time.sleep(_POLL_S)
         for moment in awaited:
             with contextlib.suppress(CudaError):
                 self._driver.synchronize_event(moment.event)
@@ -301,11 +328,8 @@ class Lane:
             except Exception:  # noqa: BLE001 - a transfer that cannot be submitted is a miss
                 self._log.exception(f"transfer {job.job_id} could not be submitted")
                 job.failed = True
-            # After a failure too: copies may run already, and it has ended when they have.
-            with contextlib.suppress(CudaError):
-                self._driver.record(job.ended.event, self.stream)
-                job.has_end = True
-            job.failed |= not job.has_end
+            # Also after a failure, because some copies may be running.
+            job.failed |= not self.record_end(job)
             with self._changed:
                 for moment in job.awaited:
                     moment.release()
@@ -319,10 +343,11 @@ class Lane:
             raise TransferError("The device is broken.")
         driver, stream = self._driver, self.stream
         runs = job.make_runs().cut_at(self._borders)
-        if self._gatherer is not None:
-            runs = runs.in_order_of(runs.host)
         job.num_bytes = runs.num_bytes
         job.started = self._pools.timed.take()
+        for blocker in job.blockers:
+            if not self.other.record_end(blocker) and not self.other.has_ended(blocker):
+                raise TransferError(f"It must follow transfer {blocker.job_id}, whose end CUDA cannot record.")
         for moment in job.awaited:
             driver.wait_event(stream, moment.event)
         driver.record(job.started, stream)
@@ -332,10 +357,11 @@ class Lane:
                 if open_pieces:
                     driver.fill(self._spacer, 0, 1, stream)
                 if len(open_pieces) == OPEN_PIECES:
-                    # Not by a call that waits: whoever hurries, a shutdown too, would wait with it.
+                    # Polls, because a call that waits would also delay a caller that hurries, and a shutdown.
                     while is_paced and not self._num_hurries and not driver.is_done(open_pieces[0].event):
                         time.sleep(_POLL_S)
                     open_pieces.popleft().release()
+                job.has_copies = True
                 self._copy(piece)
                 open_pieces.append(self._pools.untimed.moment())
                 driver.record(open_pieces[-1].event, stream)
@@ -344,8 +370,6 @@ class Lane:
                 moment.release()
 
     def _copy(self, runs: Runs) -> None:
-        if self._gatherer is not None:
-            runs = self._gatherer.copy(runs, self.direction, self._borders, self.stream)
         if self.direction is Direction.STORE:
             self._driver.copy_runs(runs.host, runs.device, runs.lengths, self.stream)
         else:
