@@ -17,10 +17,10 @@ def path_of(store: ObjectStore, key: OffloadKey) -> str:
 
 def put(store: ObjectStore, key: OffloadKey, value: bytes) -> None:
     """An object in a block's place."""
-    store._client.put(store._objects, store._path(key), value)
+    store._client.obstore.put(store._client.bucket, store._path(key), value)
 
 
 def wrap_client(store: ObjectStore, wrap: Callable[[Any], Any]) -> Any:
-    """Puts what ``wrap`` makes of the store's client in its place."""
-    store._client = wrap(store._client)
-    return store._client
+    """Puts what ``wrap`` makes of the store's obstore in its place."""
+    store._client.obstore = wrap(store._client.obstore)
+    return store._client.obstore

@@ -34,7 +34,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore, servers
-from kvoffload.tiering.stores.redis.connector import Address, Connector, Timeouts, parse_url
+from kvoffload.tiering.stores.redis.connector import Address, Connector, Timeouts
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.servers import Cluster, slot_of
 from kvoffload.tiering.stores.redis.wire import ErrorReply
@@ -356,7 +356,7 @@ def test_a_cluster_has_no_socket_file(open_store: OpenStore) -> None:
 def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
+    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
     asked = Address("127.0.0.1", 7000)
     ask_nobody(cluster)
     learn(cluster, asked, [[slot, slot, [b"127.0.0.1", 7001]] for slot in range(16_384)])
@@ -377,7 +377,7 @@ def test_a_map_that_is_adopted_while_keys_are_split_is_not_mixed_with_the_one_be
 
 
 def manual_cluster() -> Cluster:
-    cluster = Cluster(Connector(parse_url(f"redis://127.0.0.1:{free_port()}"), Timeouts()), clock=ManualClock())
+    cluster = Cluster(Connector(f"redis://127.0.0.1:{free_port()}", Timeouts()), clock=ManualClock())
     ask_nobody(cluster)
     return cluster
 

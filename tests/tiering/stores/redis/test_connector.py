@@ -84,7 +84,7 @@ def test_whether_the_certificate_is_checked() -> None:
 
 def test_a_key_needs_its_certificate() -> None:
     with pytest.raises(ConfigError, match="tls_key needs its tls_cert"):
-        Connector(parse_url("rediss://kv"), Timeouts(), Access(tls_key="kv.key"))
+        Connector("rediss://kv", Timeouts(), Access(tls_key="kv.key"))
 
 
 def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_
         thread = threading.Thread(target=serve)
         thread.start()
         access = Access(tls_ca=authority.ca)
-        connector = Connector(parse_url(f"rediss://127.0.0.1:{port}"), Timeouts(connect_s=30.0), access)
+        connector = Connector(f"rediss://127.0.0.1:{port}", Timeouts(connect_s=30.0), access)
         addresses = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
         connector._resolver._resolve = lambda *_: addresses * 600  # type: ignore[method-assign]
         connector.connect(connector.address).close()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""obstore's client for a bucket. Its settings are checked here first: its own errors show what they have."""
+"""obstore's client for a bucket. Settings are checked here first, because obstore's own errors show their values."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.tiering.stores.secrets import Secret, read_secret
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Of the environment variables that obstore reads, by the scheme of the URL."""
@@ -20,7 +22,8 @@ _ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url
 _ENDPOINTS_OF_BLOCKS = ("endpoint", "endpoint_url_s3", "base_url")
 _SERVICE_ACCOUNT_FILES = ("service_account", "service_account_path")
 _SERVICE_ACCOUNT_KEY = "service_account_key"
-
+_CREDENTIAL_FILES = (*_SERVICE_ACCOUNT_FILES, "application_credentials")
+"""Settings that name a file which obstore reads once. It reads other files, such as those of tokens, by itself."""
 
 _LEAST_OBSTORE = 0, 11
 """Older ones have no ``root_certificate``."""
@@ -44,6 +47,54 @@ def check_url(url: str) -> str:
     if "#" in url:
         raise ConfigError("url of the 'object' tier has a '#', which would end its prefix: choose another prefix.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
+
+
+class Client:
+    """obstore's client for ``url``, opened again with new credentials when their files have changed. Any thread."""
+
+    def __init__(self, url: str, config: Mapping[str, Secret], deadlines: Deadlines, tls_ca: str | None) -> None:
+        self._url, self._config, self._deadlines, self._tls_ca = url, config, deadlines, tls_ca
+        self._lock = threading.Lock()
+        self._read = self._sources()
+        self.obstore, self.bucket = self._open()
+
+    def renew(self, failed_bucket: Any) -> bool:
+        """Return whether ``bucket`` has other credentials than ``failed_bucket``, with which a request failed.
+
+        Reads the files again. If that fails, the old credentials stay.
+        """
+        with self._lock:
+            if self.bucket is not failed_bucket:
+                return True
+            try:
+                read = self._sources()
+                if read == self._read:
+                    return False
+                self.bucket = self._open()[1]
+            except (ConfigError, OSError):
+                return False
+            self._read = read
+            return True
+
+    def _open(self) -> tuple[Any, Any]:
+        return open_client(self._url, self._settings(), self._deadlines, self._tls_ca)
+
+    def _settings(self) -> dict[str, str]:
+        return {name: read_secret(value, f"{name} of the 'object' tier") for name, value in self._config.items()}
+
+    def _sources(self) -> list[object]:
+        """Everything that obstore read, or that was read for it, when the client was opened."""
+        settings = self._settings()
+        used = _environment(self._url.partition(":")[0]) | settings
+        paths = [value for name, value in used.items() if _bare(name) in _CREDENTIAL_FILES]
+        return [settings, *(_content(path) for path in (*paths, self._tls_ca) if path is not None)]
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError):
+        return None
 
 
 def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
@@ -163,3 +214,35 @@ def _split(url: str) -> SplitResult | None:
         return urlsplit(url)
     except ValueError:
         return None
+
+
+_STATUS = re.compile(r"status code: [0-9]{3}[^:<{\n]*")
+_CODES = (
+    re.compile("<Code>([A-Za-z0-9._-]{1,64})</Code>"),
+    re.compile('"(?:status|error)": ?"([A-Za-z0-9._-]{1,64})"'),
+)
+"""What S3 and Azure, and Google, call an error in the body of their answer."""
+
+
+def in_words(error: BaseException) -> str:
+    """obstore's message in one line, and the service's own code of the error, such as ``ExpiredToken``.
+
+    The rest of the answer's body is left out, because services repeat tokens and names of keys in it.
+    """
+    text = str(error).strip()
+    line = text.split("\n", 1)[0]
+    if status := _STATUS.search(line):
+        line = line[: status.end()]
+    code = code_of(error)
+    return f"{line.strip().rstrip('.')}{f' ({code})' if code else ''}"
+
+
+def code_of(error: BaseException) -> str | None:
+    """The service's own code of an error, if its answer had a body with one."""
+    text = str(error)
+    return next((found[1] for found in (code.search(text) for code in _CODES) if found), None)
+
+
+def is_without_reason(error: BaseException) -> bool:
+    """Whether the service answered with an error and no body, as it must to a HEAD request."""
+    return _STATUS.search(str(error)) is not None and code_of(error) is None

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.object.store import ObjectStore
 from kvoffload.tiering.stores.remote import RemoteOptions
-from kvoffload.tiering.stores.secrets import Secret, check_secret, read_secret
+from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.tiering.tier import MOST_THREADS
 
 _UNREAD = "dW5yZWFk"
@@ -22,13 +24,13 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``."""
     config: dict[str, Secret] | None = None
     """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on,
-    each as text, ``{"file": path}`` or ``{"env": name}``. An endpoint of http:// is used as it is; nothing else is sent
-    without TLS, unless ``allow_http`` is ``"true"``. Default: the environment (``AWS_...``) and the machine's own
-    role."""
+    each as text, ``{"file": path}`` or ``{"env": name}``. kvoffload reads the files again after an error. An endpoint
+    of http:// is used as it is; nothing else is sent without TLS, unless ``allow_http`` is ``"true"``. Default: the
+    environment (``AWS_...``) and the machine's own role."""
     requests: int = 16
     """Requests in flight at once, of reads and of writes."""
     tls_ca: str | None = None
-    """File of authorities to trust besides the system's. Default: none."""
+    """File of authorities to trust in addition to the system's, read again after an error. Default: none."""
     connect_timeout_s: float = Deadlines().connect_s
     """Seconds for a connection."""
     request_timeout_s: float = Deadlines().request_s
@@ -50,13 +52,10 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
             self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
-        config = {
-            name: read_secret(value, f"{name} of the 'object' tier") for name, value in (self.config or {}).items()
-        }
-        return self._make(block_bytes, namespace, self.secret("url") or "", config, secret)
+        return self._make(block_bytes, namespace, self.secret("url") or "", self.config or {}, secret)
 
     def _make(
-        self, block_bytes: int, namespace: str, url: str, config: dict[str, str], secret: bytes | None = None
+        self, block_bytes: int, namespace: str, url: str, config: Mapping[str, Secret], secret: bytes | None = None
     ) -> ObjectStore:
         return ObjectStore(
             url,

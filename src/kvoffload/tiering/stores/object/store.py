@@ -7,12 +7,16 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
-from kvoffload.tiering.stores.object.client import Deadlines, check_url, open_client
+from kvoffload.tiering.stores.object.client import Client, Deadlines, check_url, in_words, is_without_reason
 from kvoffload.tiering.stores.requests import Requests
+from kvoffload.tiering.stores.secrets import Secret
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
+
+T = TypeVar("T")
 
 _LONGEST_KEY = 112
 
@@ -38,7 +42,7 @@ class ObjectStore(SharedStore):
         block_bytes: int,
         namespace: str = "",
         *,
-        config: Mapping[str, str] | None = None,
+        config: Mapping[str, Secret] | None = None,
         requests: int = 16,
         secret: bytes | None = None,
         deadlines: Deadlines | None = None,
@@ -49,7 +53,7 @@ class ObjectStore(SharedStore):
         self._where = check_url(url)
         deadlines = deadlines or Deadlines()
         self._request_s = deadlines.request_s
-        self._client, self._objects = open_client(url, config or {}, deadlines, tls_ca)
+        self._client = Client(url, config or {}, deadlines, tls_ca)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)
 
     def __repr__(self) -> str:
@@ -70,9 +74,10 @@ class ObjectStore(SharedStore):
                 return True
             sealed = b"".join(self._sealer.seal(keys[index], self._bytes(blocks[index])))
             mode = "create" if size is None else "overwrite"  # a value of another length is not the block
+            path, obstore = self._path(keys[index]), self._client.obstore
             try:
-                self._client.put(self._objects, self._path(keys[index]), sealed, mode=mode, use_multipart=False)
-            except self._client.exceptions.AlreadyExistsError:
+                self._request(lambda bucket: obstore.put(bucket, path, sealed, mode=mode, use_multipart=False))
+            except obstore.exceptions.AlreadyExistsError:
                 pass
             return True
 
@@ -84,7 +89,7 @@ class ObjectStore(SharedStore):
         def get(index: int) -> bool:
             key, block = keys[index], self._bytes(blocks[index])
             try:
-                found = self._client.get(self._objects, self._path(key))
+                found = self._request(lambda bucket: self._client.obstore.get(bucket, self._path(key)))
                 if found.meta["size"] == self._file_bytes:
                     value = memoryview(found.buffer())
                     if self._sealer.unseal(value[block.nbytes :], key, value[: block.nbytes], block):
@@ -103,7 +108,8 @@ class ObjectStore(SharedStore):
             return
         with self._errors_in_words():
             try:
-                self._client.delete(self._objects, [self._path(key) for key in dict.fromkeys(keys)])
+                paths = [self._path(key) for key in dict.fromkeys(keys)]
+                self._request(lambda bucket: self._client.obstore.delete(bucket, paths))
             except FileNotFoundError:
                 pass
 
@@ -112,10 +118,10 @@ class ObjectStore(SharedStore):
         self._writes.close()
 
     def check(self) -> None:
-        """Raises ``StoreError``, in one sentence, if the bucket cannot be used. A missing block alone looks like a
-        missing bucket."""
+        """Raise ``StoreError``, in one sentence, if the bucket cannot be used. A request for a missing block could not
+        tell, because a missing bucket gives the same answer."""
         with self._errors_in_words():
-            next(self._client.list(self._objects, self._digest + "/", chunk_size=1), None)
+            self._request(self._list)
 
     # --------------------------------------------------------------------------------------------------- helpers
 
@@ -126,9 +132,25 @@ class ObjectStore(SharedStore):
     def _size(self, key: OffloadKey) -> int | None:
         """Bytes of the object of ``key``; ``None``: there is none."""
         try:
-            return int(self._client.head(self._objects, self._path(key))["size"])
+            return int(self._request(lambda bucket: self._client.obstore.head(bucket, self._path(key)))["size"])
         except FileNotFoundError:
             return None
+
+    def _list(self, bucket: Any) -> None:
+        next(self._client.obstore.list(bucket, self._digest + "/", chunk_size=1), None)
+
+    def _request(self, call: Callable[[Any], T]) -> T:
+        """Return what ``call`` returns for the bucket. If it fails and the credentials have been replaced since the
+        client was opened, call it once more with the new ones."""
+        bucket = self._client.bucket
+        try:
+            return call(bucket)
+        except (FileNotFoundError, self._client.obstore.exceptions.AlreadyExistsError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of obstore's is not an Exception
+            if not self._client.renew(bucket):
+                raise
+            return call(self._client.bucket)
 
     def _path(self, key: OffloadKey) -> str:
         # Some services are file systems inside, with names of 255 bytes at most.
@@ -156,8 +178,12 @@ class ObjectStore(SharedStore):
                 raise
 
         results = requests.run(ask, count)
-        failures = [self._failed(result) for result in results if isinstance(result, BaseException)]
-        return outcomes([result is True for result in results], failures, there)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        answers = [result is True for result in results]
+        if errors and not any(answers) and is_without_reason(errors[0]):
+            # The answer to a HEAD request has no body, and so no reason. Somebody will have to look for it.
+            errors[:0] = [each for each in requests.run(lambda _: self._list(self._client.bucket), 1) if each]
+        return outcomes(answers, [self._failed(error) for error in errors], there)
 
     @contextmanager
     def _errors_in_words(self) -> Iterator[None]:
@@ -169,8 +195,6 @@ class ObjectStore(SharedStore):
             raise self._failed(exc) from exc
 
     def _failed(self, exc: BaseException) -> StoreError:
-        # The message of obstore goes on for many lines, with all of the request.
-        reason = str(exc).strip().split("\n")[0].strip().rstrip(".")
-        failure = StoreError(f"The object store {self._where} fails: {reason or type(exc).__name__}.")
+        failure = StoreError(f"The object store {self._where} fails: {in_words(exc) or type(exc).__name__}.")
         failure.__cause__ = exc
         return failure

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server is reached: what a URL says, and connections with TLS, credentials and a deadline for each step."""
+"""How a server is reached: what a URL says, and connections with TLS, credentials and a deadline for each step.
+
+Credentials and certificates are read again for each connection, because their files may be replaced while the server
+runs: a Kubernetes secret, a token of 15 minutes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.remote import check_credentials
 from kvoffload.tiering.stores.resolver import Resolver
+from kvoffload.tiering.stores.secrets import Secret, read_secret
 
 _PORT, _SENTINEL_PORT = 6379, 26379
 _SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
@@ -47,12 +52,12 @@ class Timeouts(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What servers ask for besides their URL. Credentials here take the place of the URL's."""
+    """Credentials and certificates. A user or password here replaces the one in the URL."""
 
     username: str | None = None
-    password: str | None = None
+    password: Secret | None = None
     sentinel_username: str | None = None
-    sentinel_password: str | None = None
+    sentinel_password: Secret | None = None
     """For sentinels, which never see the servers' own."""
     tls_ca: str | None = None
     """File of the authorities to trust, instead of the system's."""
@@ -133,49 +138,52 @@ def _addresses(texts: Sequence[str], port: int, host: str = "") -> tuple[Address
     return tuple(found)
 
 
-class Connector:
-    """Connects to the servers of one URL."""
+class _RefusedError(ConnectionError):
+    """The server rejected the user and password."""
 
-    def __init__(self, url: RedisUrl, timeouts: Timeouts, access: Access | None = None) -> None:
+
+class Connector:
+    """Connects to the servers of one URL. Raises ``ConfigError`` for a mistake in the URL or in ``access``."""
+
+    def __init__(self, url: Secret, timeouts: Timeouts, access: Access | None = None) -> None:
         access = access or Access()
+        self.url = _read_url(url)
+        """The URL at startup. Later, only its user and password are read again."""
         tls = {"tls_ca": access.tls_ca, "tls_cert": access.tls_cert, "tls_key": access.tls_key}
         given = [name for name, value in (tls | {"tls_verify: false": not access.tls_verify}).items() if value]
-        if given and not url.has_tls:
+        if given and not self.url.has_tls:
             raise ConfigError(
                 f"A 'redis' tier with {given[0]} needs a url of rediss:// or rediss+sentinel://: the others have "
                 "no TLS."
             )
         if access.tls_key and not access.tls_cert:
             raise ConfigError("A 'redis' tier with tls_key needs its tls_cert.")
-        if not url.service and (access.sentinel_username, access.sentinel_password) != (None, None):
+        if not self.url.service and (access.sentinel_username, access.sentinel_password) != (None, None):
             raise ConfigError(
                 "A 'redis' tier with sentinel_username or sentinel_password needs a url of redis+sentinel:// or "
                 "rediss+sentinel://: the others ask no sentinels."
             )
-        self.address = url.addresses[0]
+        self.address = self.url.addresses[0]
         """Of the server that the URL names."""
         self.timeouts = timeouts
         self._resolver = Resolver()
-        self._access = access if url.has_tls else None
-        username = url.username if access.username is None else access.username
-        password = url.password if access.password is None else access.password
-        self._greeting = _greeting(username, password, url.database)
-        self._greeting_of_sentinels = _greeting(access.sentinel_username, access.sentinel_password, 0)
+        self._source, self._access = url, access
+        self._is_for_sentinels = False
 
     def __repr__(self) -> str:
         return f"Connector({self.address})"
 
     def for_sentinels(self) -> Connector:
-        """The same for sentinels, which never see the servers' credentials."""
+        """Return the same connector for sentinels, which never see the servers' credentials."""
         made = copy.copy(self)
-        made._greeting = self._greeting_of_sentinels
+        made._is_for_sentinels = True
         return made
 
     def connect(self, address: Address) -> Wire:
         """A connection that takes commands. Raises ``OSError``, also if the server refuses."""
         sock = self._socket(address)
         try:
-            if self._access is not None:
+            if self.url.has_tls:
                 sock.settimeout(self.timeouts.connect_s)  # of several addresses one had a share of it
                 sock = _tls(self._access).wrap_socket(sock, server_hostname=address.host)
             wire = open_wire(sock)
@@ -204,29 +212,59 @@ class Connector:
         return sock
 
     def _greet(self, wire: Wire) -> None:
-        """The text of an answer to AUTH is not shown, because a server may repeat the password in it."""
+        """Log in, and select the database. If the server rejects credentials that were replaced in the meantime, log
+        in once more with the new ones."""
         wire.begin(self.timeouts.connect_s)
-        for words in self._greeting:
-            wire.send([encode(*words)])
-            line = wire.read_line()
-            if line == b"+OK":
-                continue
-            if line[:1] != b"-":
-                raise ConnectionError("the server's answer is not a reply")
-            if words[0] == b"AUTH":
-                code = re.match("[A-Z]{0,20}", error_reply(line))
-                raise ConnectionError(f"it refuses the tier's user and password with {code[0] if code else ''}")
-            raise ConnectionError(error_reply(line))
+        greeting = self._greeting()
+        try:
+            _say(wire, greeting)
+        except _RefusedError:
+            renewed = self._greeting()
+            if renewed == greeting:
+                raise
+            _say(wire, renewed)
+
+    def _greeting(self) -> list[tuple[bytes, ...]]:
+        """The first commands of a connection, with the credentials that their sources contain at this moment."""
+        access, database = self._access, self.url.database
+        try:
+            if self._is_for_sentinels:
+                username, password, database = access.sentinel_username, access.sentinel_password, 0
+            else:
+                url = _read_url(self._source)
+                username = url.username if access.username is None else access.username
+                password = url.password if access.password is None else access.password
+            name = "sentinel_password" if self._is_for_sentinels else "password"
+            text = None if password is None else read_secret(password, f"{name} of the 'redis' tier")
+        except ConfigError as exc:
+            raise ConnectionError(str(exc)) from exc
+        commands: list[tuple[bytes, ...]] = []
+        if username or text:
+            words = (username, text or "") if username else (text,)
+            commands.append((b"AUTH", *(word.encode() for word in words if word is not None)))
+        if database:
+            commands.append((b"SELECT", b"%d" % database))
+        return commands
 
 
-def _greeting(username: str | None, password: str | None, database: int) -> list[tuple[bytes, ...]]:
-    commands: list[tuple[bytes, ...]] = []
-    if username or password:
-        words = (username, password or "") if username else (password,)
-        commands.append((b"AUTH", *(word.encode() for word in words if word is not None)))
-    if database:
-        commands.append((b"SELECT", b"%d" % database))
-    return commands
+def _read_url(url: Secret) -> RedisUrl:
+    return parse_url(read_secret(url, "url of the 'redis' tier"))
+
+
+def _say(wire: Wire, commands: Sequence[tuple[bytes, ...]]) -> None:
+    """Send each command and check its answer. The text of an answer to AUTH is not shown, because a server may repeat
+    the password in it."""
+    for words in commands:
+        wire.send([encode(*words)])
+        line = wire.read_line()
+        if line == b"+OK":
+            continue
+        if line[:1] != b"-":
+            raise ConnectionError("the server's answer is not a reply")
+        if words[0] == b"AUTH":
+            code = re.match("[A-Z]{0,20}", error_reply(line))
+            raise _RefusedError(f"it refuses the tier's user and password with {code[0] if code else ''}")
+        raise ConnectionError(error_reply(line))
 
 
 def _tls(access: Access) -> ssl.SSLContext:

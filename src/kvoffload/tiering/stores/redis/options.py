@@ -34,7 +34,8 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     username: str | None = None
     """Instead of the one in the URL. Default: the URL's."""
     password: Secret | None = None
-    """Instead of the one in the URL; text, ``{"file": path}`` or ``{"env": name}``. Default: the URL's."""
+    """Instead of the one in the URL; text, ``{"file": path}`` or ``{"env": name}``. Each connection reads the file
+    again. Default: the URL's."""
     sentinel_username: str | None = None
     """For the sentinels of the URL, which never see the servers' credentials. Default: none."""
     sentinel_password: Secret | None = None
@@ -60,9 +61,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         self._check_deadlines("connect_timeout_s", "window_timeout_s")
         check_age(self.ttl_s, "ttl of the 'redis' tier")
         if isinstance(self.url, str):
-            # Reads no secret, and connects to nothing.
-            unread = None if self.sentinel_password is None else "unread"
-            self._make(block_bytes or 1, "", self.url, sentinel_password=unread).close()
+            self._make(block_bytes or 1, "", None).close()  # reads no other secret, and connects to nothing
 
     @property
     def ttl_s(self) -> float | None:
@@ -75,31 +74,23 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         return f"{super().quota}, for {self.ttl if isinstance(self.ttl, str) else f'{self.ttl:g} s'}"
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
-        passwords = {name: self.secret(name) for name in ("password", "sentinel_password")}
-        return self._make(block_bytes, namespace, self.secret("url") or "", secret, **passwords)
+        for name in ("password", "sentinel_password"):
+            self.secret(name)  # each connection reads it again, but a mistake is to stop the start
+        return self._make(block_bytes, namespace, secret)
 
-    def _make(
-        self,
-        block_bytes: int,
-        namespace: str,
-        url: str,
-        secret: bytes | None = None,
-        *,
-        password: str | None = None,
-        sentinel_password: str | None = None,
-    ) -> RedisStore:
+    def _make(self, block_bytes: int, namespace: str, secret: bytes | None) -> RedisStore:
         access = Access(
             self.username,
-            password,
+            self.password,
             self.sentinel_username,
-            sentinel_password,
+            self.sentinel_password,
             self.tls_ca,
             self.tls_cert,
             self.tls_key,
             self.tls_verify,
         )
         return RedisStore(
-            url,
+            self.url,
             block_bytes,
             namespace,
             cluster=self.cluster,

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
-from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts, parse_url
+from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
 from kvoffload.tiering.stores.redis.wire import ErrorReply, in_one_line
 from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
+from kvoffload.tiering.stores.secrets import Secret
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 _WINDOW_BYTES = 4 << 20
@@ -56,7 +57,7 @@ class RedisStore(SharedStore):
 
     def __init__(
         self,
-        url: str,
+        url: Secret,
         block_bytes: int,
         namespace: str = "",
         *,
@@ -71,8 +72,8 @@ class RedisStore(SharedStore):
         if not prefix or not set(prefix) <= _NAME_CHARACTERS:
             raise ConfigError(f"prefix of the 'redis' tier may have letters, digits and ._-: only, not {prefix!r}.")
         check_age(ttl_s, "ttl of the 'redis' tier")
-        parsed = parse_url(url)
-        connector = Connector(parsed, timeouts or Timeouts(), access or Access())
+        connector = Connector(url, timeouts or Timeouts(), access or Access())
+        parsed = connector.url
         self._servers: Servers
         if parsed.service and cluster:
             raise ConfigError("A 'redis' tier with cluster=true follows the cluster itself: give it no sentinels.")
