@@ -267,7 +267,7 @@ def _plan_as_before(manager, earlier, plans) -> None:
         segments = _first_sources(survey, found.stop)
         return Plan(found.stop, found.wait_s, found.deadline_s, declined, segments, here)
 
-    def portion_blocks(tier, most_s):
+    def portion_blocks(tier, most_s, num_blocks):
         speed = planner.link(tier).speed
         portion = max(4 << 20, 0.1 / speed.block_s * planner._block_bytes if speed is not None else 0.0)
         return planner._num_blocks(portion)

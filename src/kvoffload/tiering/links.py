@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from math import inf
 from statistics import median
@@ -23,8 +23,9 @@ class Link:
     """Measures one tier by its own reads. Times are those of ``clock``; one thread.
 
     Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. A read that its tier calls overdue
-    is skipped: nobody waits for its blocks, and the reads behind it are expected as if it were not there. It is
-    no sample once a later read has ended, or has begun while all others were overdue.
+    is skipped: no request waits for its blocks, and the reads behind it are expected as if it did not exist. It is no
+    sample once a later read has ended, or has begun while all others were overdue. The link notices that a read is
+    overdue once that read is the oldest, so no call lists all reads.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):
@@ -34,10 +35,14 @@ class Link:
         self.answers = AnswerEstimator()
         self._ratios: deque[float] = deque(maxlen=_ORDER)
         """How many times as long as expected the last reads took."""
-        self._num_queued = 0
-        """Blocks that were begun and not submitted."""
-        self._reads: dict[JobMetadata, int] = {}
-        """Those that are outstanding, oldest first, with their numbers."""
+        self.num_outstanding = 0
+        """Blocks of reads that were begun and have not ended, overdue ones included."""
+        self._num_skipped = 0
+        """Blocks of overdue reads among them."""
+        self._due: OrderedDict[JobMetadata, int] = OrderedDict()
+        """Reads that the tier has not ended, oldest first, with their numbers."""
+        self._overdue: dict[JobMetadata, int] = {}
+        """The same for reads that were the oldest when they were found to be overdue."""
         self._busy_since_s = self._last_end_s = 0.0
         """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
         self._num_ended = 0
@@ -54,36 +59,42 @@ class Link:
         return self.estimator.speed
 
     @property
-    def num_outstanding(self) -> int:
-        """Blocks that were begun and have not ended, overdue ones included."""
-        return self._num_queued + sum(len(read.keys) for read in self._reads)
-
-    @property
     def num_due(self) -> int:
-        """The same without overdue ones."""
-        return self._num_queued + sum(len(read.keys) for read in self._due_reads())
+        """Blocks that were begun and have not ended, without those of overdue reads."""
+        self._oldest()
+        return self.num_outstanding - self._num_skipped
 
-    def _due_reads(self) -> list[JobMetadata]:
-        return [read for read in self._reads if not read.is_overdue]
+    def _oldest(self) -> JobMetadata | None:
+        """The oldest read that is not overdue."""
+        while self._due:
+            read = next(iter(self._due))
+            if not read.is_overdue:
+                return read
+            self._overdue[read] = self._due.pop(read)
+            self._num_skipped += len(read.keys)
+        return None
 
     def begin(self, num_blocks: int) -> None:
-        self._num_queued += num_blocks
+        self.num_outstanding += num_blocks
 
     def drop(self, num_blocks: int) -> None:
-        self._num_queued -= num_blocks
+        self.num_outstanding -= num_blocks
 
     def submit(self, read: JobMetadata) -> None:
         """A promotion's job comes into the hands of the tier."""
         self._num_reads += 1
-        if not self._due_reads():
+        if self._oldest() is None:
             self._busy_since_s, self._num_ended, self._first_counted = self._clock(), 0, self._num_reads
-        self._num_queued -= len(read.keys)
-        self._reads[read] = self._num_reads
+        self._due[read] = self._num_reads
 
     def end(self, read: JobMetadata, num_read: int, ended_s: float | None) -> None:
         """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
         takes the sample, since reads whose ends are seen together were read side by side."""
-        number = self._reads.pop(read)
+        self.num_outstanding -= len(read.keys)
+        number = self._due.pop(read, None)
+        if number is None:
+            number = self._overdue.pop(read)
+            self._num_skipped -= len(read.keys)
         if read.is_overdue and number < self._first_counted:
             return
         self._first_counted = max(self._first_counted, number)
@@ -95,7 +106,7 @@ class Link:
         self._last_end_s = end_s
 
     def measure(self) -> bool:
-        """All reads that have ended were recorded. Returns whether they show the tier's speed."""
+        """Call once all reads that have ended were recorded. Returns whether they show the tier's speed."""
         if self._last_end_s <= self._busy_since_s:
             return False
         num_ended = self._num_ended
@@ -109,39 +120,44 @@ class Link:
         """Since when the oldest read is under way."""
         return max(self._busy_since_s, self._last_end_s)
 
+    def _expected_s(self, read: JobMetadata) -> float:
+        """How long ``read``, the oldest, takes before it is late."""
+        assert self.speed is not None
+        usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
+        return usual * max(self.speed.seconds(len(read.keys)), 1e-9)
+
     def slowdown(self) -> float:
         """How many times as long as expected its blocks seem to take now: more than 1 while the oldest read is late,
         which is expected to be late by as much again."""
-        reads = self._due_reads()
-        if not reads or self.speed is None:
+        oldest = self._oldest()
+        if oldest is None or self.speed is None:
             return 1.0
-        expected_s = max(self.speed.seconds(len(reads[0].keys)), 1e-9)
-        elapsed_s = self._clock() - self._reading_since_s
-        usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
-        is_late = elapsed_s > LATE * usual * expected_s
-        return (2 * elapsed_s - usual * expected_s) / expected_s if is_late else 1.0
+        usual_s, elapsed_s = self._expected_s(oldest), self._clock() - self._reading_since_s
+        if elapsed_s <= LATE * usual_s:
+            return 1.0
+        return (2 * elapsed_s - usual_s) / max(self.speed.seconds(len(oldest.keys)), 1e-9)
 
     def late_s(self) -> float:
         """When the oldest read will be late, from now; ``inf``: nothing is read."""
-        reads = self._due_reads()
-        if not reads or self.speed is None:
+        oldest = self._oldest()
+        if oldest is None or self.speed is None:
             return inf
-        usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
-        return LATE * usual * self.speed.seconds(len(reads[0].keys)) - (self._clock() - self._reading_since_s)
+        return LATE * self._expected_s(oldest) - (self._clock() - self._reading_since_s)
 
     def queue_s(self) -> float:
-        """Until all that is due has arrived. What is late already is expected to be late by as much again, and what is
-        queued after it to take as many times as long."""
-        num_due, reads = self.num_due, self._due_reads()
+        """Until all blocks that are due have arrived. A read that is late already is expected to be late by as much
+        again, and the blocks queued after it to take as many times as long."""
+        num_due, oldest = self.num_due, self._oldest()
         if not num_due or self.speed is None:
             return 0.0
-        elapsed_s = self._clock() - self._reading_since_s if reads else 0.0
-        if (slowdown := self.slowdown()) > 1:
-            num_first = len(reads[0].keys)
+        elapsed_s = self._clock() - self._reading_since_s if oldest is not None else 0.0
+        if oldest is not None and (slowdown := self.slowdown()) > 1:
+            num_first = len(oldest.keys)
             return slowdown * (self.speed.seconds(num_first) + self.speed.block_s * (num_due - num_first)) - elapsed_s
         return abs(self.speed.seconds(num_due) - elapsed_s)
 
-    def check_invariants(self, num_queued: int, num_reading: int) -> None:
-        """``num_queued`` and ``num_reading``: blocks of promotions that are not submitted, and that the tier reads."""
-        assert self._num_queued == num_queued
-        assert sum(len(read.keys) for read in self._reads) == num_reading
+    def check_invariants(self, num_outstanding: int, num_reading: int) -> None:
+        """``num_outstanding``: blocks of promotions under way. The tier reads ``num_reading`` of them."""
+        assert self.num_outstanding == num_outstanding
+        assert sum(len(read.keys) for read in (*self._due, *self._overdue)) == num_reading
+        assert self._num_skipped == sum(len(read.keys) for read in self._overdue)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ PROBE_BYTES = 64 << 20
 probe."""
 PROBE_S = 1.0
 """A later probe takes no longer than this, if the tier is still as slow as it was."""
+MOST_JOBS = 64
+"""Jobs of a promotion that no plan was made for."""
 LEAST_PORTION_BYTES = 4 << 20
 """No job of a promotion is smaller than this, however long it takes."""
 TOO_SLOW = 2.0
@@ -160,11 +163,12 @@ class LoadPlanner:
         """As many as fit, but at least one."""
         return max(1, int(num_bytes / self._block_bytes))
 
-    def portion_blocks(self, tier: int, most_s: float) -> int:
-        """Blocks per job of a promotion that takes ``most_s`` at most."""
+    def portion_blocks(self, tier: int, most_s: float, num_blocks: int) -> int:
+        """Blocks per job of a promotion of ``num_blocks``, each of whose jobs may take ``most_s``."""
         speed = self._links[tier].speed
-        if speed is None:
-            return self._num_blocks(LEAST_PORTION_BYTES)
+        if most_s == math.inf or speed is None:  # no plan relies on its jobs: their number has a bound
+            portion = self._portion_s(speed) / speed.block_s if speed else self._num_blocks(LEAST_PORTION_BYTES)
+            return max(int(portion + 1e-6), -(-num_blocks // MOST_JOBS))
         return max(1, int(min(self._portion_s(speed), most_s) / speed.block_s + 1e-6))
 
     def probe_blocks(self, tier: int) -> int:
@@ -252,4 +256,4 @@ class LoadPlanner:
     def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
         """``queued`` and ``reading``: blocks of promotions under way, by tier."""
         for tier, link in enumerate(self._links):
-            link.check_invariants(queued[tier], reading[tier])
+            link.check_invariants(queued[tier] + reading[tier], reading[tier])

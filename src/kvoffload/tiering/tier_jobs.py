@@ -7,7 +7,7 @@ import logging
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.boundary import Boundary, guarded, up_to_a_miss
@@ -164,11 +164,15 @@ class TierJobs:
         self._end(job, JobResult(job.job_id, success=False))
         return False
 
-    def take_finished(self) -> list[TierJob]:
-        """Jobs that ended since the last call. Tiers without a job are not asked."""
+    def take_finished(self, tiers: Iterable[GuardedTier] = ()) -> list[TierJob]:
+        """Jobs that ended since the last call. Asks tiers that have a job, and those of ``tiers``: a tier may have
+        ended a job that counts as failed because its submit raised, and reports pending work until it is asked."""
         finished: list[TierJob] = []
-        for tier, num_jobs in self._num_by_tier.items():
-            for result in tier.get_finished_jobs() if num_jobs else ():
+        for tier in {
+            **{tier: None for tier, num_jobs in self._num_by_tier.items() if num_jobs},
+            **dict.fromkeys(tiers),
+        }:
+            for result in tier.get_finished_jobs():
                 job = self.in_flight.get(result.job_id)
                 if job is not None and job.tier is tier:
                     self._end(job, result)
