@@ -66,13 +66,13 @@ class PeekBegins(Manager):
 
 
 class StoresAgain(Manager):
-    def prepare_store(self, keys: Keys, req_context: ReqContext, claimed: Keys = ()) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, req_context: ReqContext, give_way: object = None) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys, req_context)
         return output and PrepareStoreOutput([*keys], output.store_spec, output.evicted_keys)
 
 
 class StoresAPart(Manager):
-    def prepare_store(self, keys: Keys, req_context: ReqContext, claimed: Keys = ()) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, req_context: ReqContext, give_way: object = None) -> PrepareStoreOutput | None:
         return super().prepare_store([*keys][: self.num_blocks], req_context)
 
 
@@ -132,7 +132,7 @@ class GivesSlotsInUse(Manager):
 
 
 class NeedsKeys(Manager):
-    def prepare_store(self, keys: Keys, req_context: ReqContext, claimed: Keys = ()) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Keys, req_context: ReqContext, give_way: object = None) -> PrepareStoreOutput | None:
         return super().prepare_store(keys, req_context) if keys else None
 
 

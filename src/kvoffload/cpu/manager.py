@@ -20,6 +20,7 @@ from kvoffload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from kvoffload.config import DEFAULTS
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Union, with_options
 from kvoffload.cpu.reuse import ReuseFilter
@@ -90,7 +91,7 @@ class SlotTable:
         self._slots: list[BlockStatus] = []
         """The slots that have a record, by id."""
         self._num_used = 0
-        """Slots used so far. Those beyond them were never used."""
+        """Slots used since the last reset that found no slot busy. The others hold nothing, whatever they say."""
         self._free: list[BlockStatus] = []
         """Slots that were used and are free now. The last one is the next to be used."""
         self._orphans: dict[OffloadKey, BlockStatus] = {}
@@ -284,9 +285,9 @@ class SlotTable:
                 ready.append(key)
         self._num_in_flight -= len(ready)
         self.num_stored += len(ready)
-        self.policy.released(ready)
         if self._events is not None:
             self._events.add(ready, removed=False)
+        self.policy.released(ready)
 
     def _abandon(self, keys: Iterable[OffloadKey]) -> None:
         freed: list[BlockStatus] = []
@@ -294,13 +295,13 @@ class SlotTable:
             block = self.get(key)
             if block is not None and block.pins < 0:
                 self.policy.remove(key)
+                self._num_in_flight -= 1
                 freed.append(block)
-        self._num_in_flight -= len(freed)
         freed.reverse()
         self._give_back(freed)
 
     def _take_slots(self, n: int) -> list[BlockStatus]:
-        """``n`` slots: first those never used, from the lowest on, then freed ones."""
+        """``n`` slots: first unused ones, from the lowest on, then freed ones."""
         first, stop = self._num_used, min(self._num_used + n, self.num_blocks)
         if stop > len(self._slots):
             self._slots += map(BlockStatus, range(len(self._slots), stop))
@@ -312,19 +313,22 @@ class SlotTable:
             del self._free[-rest:]
         return blocks
 
-    def _give_back(self, blocks: Iterable[BlockStatus]) -> None:
+    def _give_back(self, blocks: Collection[BlockStatus]) -> None:
         for block in blocks:
             block.key = None
             block.pins = _IN_FLIGHT
-            self._free.append(block)
+        self._free += blocks
 
     # ---------------------------------------------------------------------------------------------- whole
 
     def reset(self) -> None:
         """Forgets every block."""
+        is_told = self._events is not None or self._lost is not NO_LOSSES
         resident: list[OffloadKey] = []
         idle: list[BlockStatus] = []
-        for block in self._slots:
+        # If no slot is busy and nobody wants to know the keys, all records become unused as they are: a walk over a
+        # million of them takes a tenth of a second.
+        for block in self._slots[: self._num_used] if is_told or self.num_busy else ():
             key = block.key
             if key is None or key in self._orphans:
                 continue
@@ -335,7 +339,12 @@ class SlotTable:
             else:
                 self._orphans[key] = block
         self.policy.clear()
-        self._give_back(reversed(idle))
+        if self.num_busy:
+            idle.reverse()
+            self._give_back(idle)
+        else:
+            self._num_used = 0
+            self._free.clear()
         if self._events is not None:
             self._events.add(resident, removed=True)
         self._lost.record(resident, Miss.RESET)
@@ -367,10 +376,9 @@ class SlotTable:
         """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
         assert self._num_used <= len(self._slots) <= self.num_blocks
         assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
-        assert all(block.key is None for block in self._slots[self._num_used :]), "an unused slot has a block"
         free = {block.block_id for block in self._free}
         orphans = {block.block_id for block in self._orphans.values()}
-        owned = {block.block_id: block for block in self._slots if self._is_owner(block)}
+        owned = {block.block_id: block for block in self._slots[: self._num_used] if self._is_owner(block)}
         assert len(free) == len(self._free), "a slot is free twice"
         assert len(orphans) == len(self._orphans), "a slot has two old owners"
         assert not any(self.get_all(self._orphans)), "a forgotten block is here again before its transfer has ended"
@@ -408,6 +416,8 @@ class CPUOffloadingManager(OffloadingManager):
     The keys of one ``prepare_store`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
     A prefix that takes several calls gets this order when the caller touches all of it.
 
+    A block that has been in flight for ``max_wait_s`` is a miss, because the end of its store may never be reported.
+
     ``reset_cache`` forgets all blocks at once; ``SlotTable`` describes what becomes of transfers in flight. The reuse
     filter keeps its counts: they are about requests, not blocks.
     """
@@ -420,10 +430,12 @@ class CPUOffloadingManager(OffloadingManager):
         store_threshold: int = 1,
         max_tracker_size: int = 64_000,
         *,
+        max_wait_s: float = DEFAULTS.max_wait_s,
         clock: Callable[[], float] = time.monotonic,
         lost: LostBlocks = NO_LOSSES,
     ) -> None:
         self.lost = lost
+        self._max_wait_s = max_wait_s
         self._filter = ReuseFilter.of(store_threshold, max_tracker_size)
         self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock, lost)
         """Slots, pins and readiness; tiers below the primary one use it too."""
@@ -452,11 +464,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._used.pop(req_context.req_id, None)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self.count_lookups((key,), req_context)
-        block = self.slots.get(key)
-        if block is None:
-            return False
-        return True if block.pins >= 0 else None
+        return self.lookup_prefix((key,), req_context)[0]
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
@@ -470,8 +478,21 @@ class CPUOffloadingManager(OffloadingManager):
             if present is not blocks:
                 answers.append(False)
                 break
+        if None in answers:
+            self._cut_at_overdue(keys, answers)
         self.count_lookups(keys[: len(answers)], req_context)
         return answers
+
+    def _cut_at_overdue(self, keys: Sequence[OffloadKey], answers: list[bool | None]) -> None:
+        """Ends the answers with ``False`` at the first block whose store has lasted too long."""
+        for at, block in enumerate(self.slots.get_all(keys[: len(answers)])):
+            if answers[at] is None and block is not None and self.is_overdue(block):
+                answers[at:] = [False]
+                return
+
+    def is_overdue(self, block: BlockStatus) -> bool:
+        """Whether ``block`` has been in flight for so long that no request waits for it."""
+        return block.pins < 0 and self.slots.age_s(block.block_id) >= self._max_wait_s
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         answers: list[bool | None] = []
@@ -532,17 +553,18 @@ class CPUOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------------------------------------- stores
 
     def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+        give_way: Callable[[int], object] | None = None,
     ) -> PrepareStoreOutput | None:
-        """Evicts no more of ``claimed`` than there is no other room for, and those at its end. ``claimed`` answers
-        ``in`` in O(1)."""
+        """``give_way`` is called if there is no room for so many of the blocks. It may unpin others."""
         # Counted even if no room is found: the request did ask.
         wanted = keys if self._filter is None else self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
-        reserved = self.slots.reserve(wanted, Union(protected, claimed), req_context.next_use) if claimed else None
-        if reserved is None:
-            spared = self._spared(wanted, set(keys), claimed) if claimed else _NO_KEYS
-            reserved = self.slots.reserve(wanted, Union(protected, spared), req_context.next_use)
+        if give_way is not None and (num_lacking := self._num_lacking(wanted, keys)) > 0:
+            give_way(num_lacking)
+        reserved = self.slots.reserve(wanted, protected, req_context.next_use)
         if reserved is None:
             self._refused += 1
             return None
@@ -555,20 +577,14 @@ class CPUOffloadingManager(OffloadingManager):
             self.lost.record(absent, Miss.FILTERED)
         return reserved
 
-    def _spared(
-        self, wanted: Collection[OffloadKey], offered: Collection[OffloadKey], claimed: Collection[OffloadKey]
-    ) -> set[OffloadKey]:
-        """Those of ``claimed`` that a store of ``wanted`` need not evict, which evicts none of ``offered`` either."""
-
-        def idle(keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-            keys = [*keys]
-            return [key for key, block in zip(keys, self.slots.get_all(keys)) if block is not None and not block.pins]
-
-        idle_claimed = idle(key for key in claimed if key not in offered)
-        num_others = self.slots.num_idle - len(idle_claimed) - len(idle(offered))
-        num_missing = self.slots.get_all({*wanted}).count(None)
-        num_lacking = num_missing - self.slots.num_free - num_others
-        return {*idle_claimed[: max(0, len(idle_claimed) - num_lacking)]}
+    def _num_lacking(self, wanted: Collection[OffloadKey], offered: Collection[OffloadKey]) -> int:
+        """For how many blocks of ``wanted`` there is no slot, if no block of ``offered`` is evicted."""
+        slots = self.slots
+        if len(wanted) + len(offered) <= slots.num_free + slots.num_idle:
+            return 0
+        here = [block for block in slots.get_all({*offered}) if block is not None]
+        num_missing = slots.get_all({*wanted}).count(None)
+        return num_missing - slots.num_free - slots.num_idle + sum(not block.pins for block in here)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
@@ -631,11 +647,19 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         store_threshold: int = 1,
         max_tracker_size: int = 64_000,
         *,
+        max_wait_s: float = DEFAULTS.max_wait_s,
         clock: Callable[[], float] = time.monotonic,
         lost: LostBlocks = NO_LOSSES,
     ) -> None:
         super().__init__(
-            num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock, lost=lost
+            num_blocks,
+            cache_policy,
+            enable_events,
+            store_threshold,
+            max_tracker_size,
+            max_wait_s=max_wait_s,
+            clock=clock,
+            lost=lost,
         )
         self._kv_view = mmap_region.create_kv_memoryview()
 
@@ -653,11 +677,11 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self.slots.unpin(keys)
 
     def prepare_write(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = _NO_KEYS
+        self, keys: Collection[OffloadKey], req_context: ReqContext, protected: Collection[OffloadKey] = _NO_KEYS
     ) -> PrepareStoreOutput | None:
         """Reserves slots for the absent ones of ``keys``; ``None``, with nothing changed, if that would evict a
-        ``claimed`` block."""
-        return self.slots.reserve(keys, claimed, req_context.next_use)
+        ``protected`` block."""
+        return self.slots.reserve(keys, protected, req_context.next_use)
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True

@@ -215,7 +215,7 @@ class _NoTiers(CPUOffloadingManager):
         super().__init__(1, "lru")
 
     def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, claimed: Collection[OffloadKey] = ()
+        self, keys: Collection[OffloadKey], req_context: ReqContext, give_way: Callable[[int], object] | None = None
     ) -> PrepareStoreOutput | None:
         return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
 

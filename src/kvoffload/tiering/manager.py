@@ -33,7 +33,7 @@ from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.plans import FOREVER
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import Request
-from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
+from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_back import WriteBack
 
@@ -161,9 +161,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._poll()
         self._waits.end(request)  # it runs
         keys = list(keys)
-        if self._waits.claimed:
-            self._promotions.keep_claimed(len(keys))
-        output = self.primary_tier.prepare_store(keys, req_context, self._waits.claimed)
+        output = self.primary_tier.prepare_store(keys, req_context, self._waits.give_way)
         if output is None:
             return None
         self._on_reserved(len(output.keys_to_store), output.evicted_keys)
@@ -174,8 +172,10 @@ class TieringOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
         keys = list(keys)
-        self.primary_tier.complete_store(keys, req_context, success)
-        self._end_writes(keys)
+        try:
+            self.primary_tier.complete_store(keys, req_context, success)
+        finally:  # a cache policy may be foreign
+            self._end_writes(keys)
 
     # ----------------------------------------------------------------------------------------------------- steps
 
@@ -183,7 +183,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._planner.note_step(work)
 
     def on_schedule_end(self) -> None:
-        self._poll()
+        self._take_in(self._jobs.take_finished(self._tiers))
         self._lookups.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -320,7 +320,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _poll(self) -> None:
         """Takes in the jobs that have ended."""
-        finished = self._jobs.take_finished() if self._jobs.in_flight else ()
+        if self._jobs.in_flight:
+            self._take_in(self._jobs.take_finished())
+
+    def _take_in(self, finished: Sequence[TierJob]) -> None:
         if not finished:
             return
         cascades, here = [], list[OffloadKey]()
@@ -342,7 +345,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
-        self._waits.left(evicted)  # a claim is not a pin
         if self._write_back is not None:
             self._write_back.on_reserved(num_blocks, evicted)
 

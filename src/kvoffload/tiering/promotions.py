@@ -11,7 +11,6 @@ from itertools import compress
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
-from kvoffload.cpu.policies.base import Union
 from kvoffload.miss import REFUSALS, Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.requests import Request, Wait
@@ -55,8 +54,6 @@ class Promotions:
         self._job_of: dict[OffloadKey, TierJob] = {}
         """Of every block that is being promoted, queued or read."""
         waits.promoted = self._job_of.keys()
-        self._num_before_claimed = 0
-        """Blocks that will be evicted before the first claimed one is met, about."""
         self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
 
@@ -94,7 +91,7 @@ class Promotions:
                 self._refuse(request, keys[at], Miss.PROMOTION_SHARE)
                 break
             # What is certain to find a slot is reserved in one go, and what may find one, block by block.
-            count = max(1, min(self._certain_room(request, hits), room, stop - at, most))
+            count = max(1, min(self._certain_room(hits), room, stop - at, most))
             portion = keys[at : at + count]
             slots = self._reserve(portion, request.context, hits)
             if slots is None and count > 1:
@@ -104,9 +101,7 @@ class Promotions:
                 self._refuse(request, portion[0], Miss.NO_ROOM)
                 break
             self._waits.begin(wait)
-            if hits:
-                self._waits.take_new()  # they are the most recent already
-                hits = ()
+            hits = ()
             self._waits.promote(portion, wait)
             if turns:
                 tiers = turns[at - start : at - start + count]
@@ -147,15 +142,10 @@ class Promotions:
         self._job_of.update(dict.fromkeys(keys, job))
         self._planner.link(tier.index).begin(len(keys))
 
-    def _certain_room(self, request: Request, hits: Collection[OffloadKey]) -> int:
-        """Blocks that are certain to find a slot."""
-        slots = self._primary.slots
-        # A block that is being promoted is both busy and claimed, and is subtracted once.
-        claimed = self._waits.claimed
-        num_claimed = len(claimed) - len(self._job_of)
-        if request.wait is None:
-            num_claimed += sum(key not in claimed for key in hits)
-        return slots.num_blocks - slots.num_busy - num_claimed
+    def _certain_room(self, hits: Collection[OffloadKey]) -> int:
+        """Blocks that are certain to find a slot, if none of ``hits`` is evicted."""
+        slots, claimed = self._primary.slots, self._waits.claimed
+        return slots.num_free + slots.num_idle - sum(key not in claimed for key in hits)
 
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
         if request.verdicts.get(key) not in REFUSALS:  # a request that waits for others asks again in each step
@@ -165,35 +155,15 @@ class Promotions:
     def _reserve(
         self, keys: Sequence[OffloadKey], context: ReqContext, hits: Collection[OffloadKey]
     ) -> list[int] | None:
-        """A slot for each of ``keys``, none of them a claimed block's or one of ``hits``."""
-        self.keep_claimed(len(keys), hits)
-        all_claimed = self._waits.claimed
-        protected = Union(all_claimed, hits) if hits else all_claimed
+        """A slot for each of ``keys``, none of them that of one of ``hits``."""
         # A reservation inserts its last key first. Reversed, the first key is inserted first and gets the slot of the
         # first victim, as if the keys came one by one.
-        reserved = self._primary.prepare_write(keys[::-1], context, protected)
+        reserved = self._primary.prepare_write(keys[::-1], context, hits)
         if reserved is None:
             return None
         self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
         assert isinstance(reserved.store_spec, CPULoadStoreSpec)
         return reserved.store_spec.slots[::-1]
-
-    def keep_claimed(self, num_blocks: int, hits: Collection[OffloadKey] = ()) -> None:
-        """So many blocks are about to be reserved, and each eviction steps over the claimed blocks that it meets. So
-        these become the most recent when they are claimed, and again whenever those before them are gone."""
-        slots = self._primary.slots
-        if slots.num_free:
-            return  # little is evicted, or nothing
-        all_claimed, claimed = self._waits.claimed, self._waits.take_new()
-        self._num_before_claimed -= len(claimed)
-        if self._num_before_claimed < num_blocks:
-            claimed = list(all_claimed)
-            num_others = slots.num_idle - (len(claimed) - len(self._job_of))
-            self._num_before_claimed = min(num_others, slots.num_blocks // 4)  # some may be used meanwhile
-        self._num_before_claimed -= num_blocks
-        claimed += [key for key in hits if key not in all_claimed]
-        if claimed:
-            slots.touch(claimed, counts=False)
 
     # ------------------------------------------------------------------------------------------ submit, and end
 
@@ -205,7 +175,7 @@ class Promotions:
     def _submit(self, name: tuple[int, str]) -> None:
         queued = self.queue.pop(name)
         tier, context, keys, slots = queued.tier, queued.req_context, queued.keys, queued.slots
-        size = self._planner.portion_blocks(tier.index, queued.portion_s)
+        size = self._planner.portion_blocks(tier.index, queued.portion_s, len(keys))
         for start in range(0, len(keys), size):
             stop = start + size
             job = queued

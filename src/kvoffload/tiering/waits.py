@@ -7,6 +7,7 @@ what has not changed without another look. ``Waits`` alone writes a ``Wait``; ot
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from math import ceil, inf
 
@@ -24,10 +25,11 @@ class Waits:
 
     A block is *claimed* while a waiting request has hit it or has it promoted, and while its promotion is in flight,
     even if no request waits for it any more. Each request that waits for a shared block claims it; it counts once.
-    At most ``most_claimed`` blocks are claimed, by one request or by all of them. A claim is not a pin: when a running
-    request's store finds no other room it may evict a claimed block, since waiting requests must never starve running
-    ones. So each wait makes progress: blocks that a request has hit stay until it has its whole prefix or meets the
-    limit, beyond which the answer is ``False``.
+    At most ``most_claimed`` blocks are claimed, by one request or by all of them. A claimed block that is ready is
+    *held*: one pin protects it, however many requests claim it. So each wait makes progress: blocks that a request has
+    hit stay until it has its whole prefix or meets the limit, beyond which the answer is ``False``. If a running
+    request's store finds no other room, the newest claims give way, because waiting requests must never starve running
+    ones.
 
     Patience is one budget for the whole life of a request: each wait for answers is taken off it. Once it has its
     answers, it waits for the engine, which costs no patience. Its claims end all the same when the wait has lasted as
@@ -47,8 +49,8 @@ class Waits:
         """The claimed blocks, in the order of the claims; `in` is O(1)."""
         self.promoted: Collection[OffloadKey] = ()
         """Blocks whose promotions are in flight, which are claimed with or without a wait. ``Promotions`` has them."""
-        self._new: dict[OffloadKey, None] = {}
-        """What ``take_new`` will return."""
+        self._held: OrderedDict[OffloadKey, None] = OrderedDict()
+        """The claimed blocks that are ready, each of which has one pin, in the order in which they were pinned."""
         self._waiting: dict[Request, Wait] = {}
         self._asking: dict[Request, Wait] = {}
         """Of requests that asked in this step and do not wait."""
@@ -98,13 +100,6 @@ class Waits:
             if wait.num_open and not request.context.is_prefetch:
                 yield from (key for key, answer in wait.answers.items() if answer is None)
 
-    def take_new(self) -> list[OffloadKey]:
-        """Blocks claimed since the last call, in that order, but for those that were claimed when their promotion
-        began: these are the most recent already."""
-        new = list(self._new)
-        self._new.clear()
-        return new
-
     # ------------------------------------------------------------------------------------- what a request is told
 
     def begin(self, wait: Wait) -> None:
@@ -117,15 +112,16 @@ class Waits:
         self._asking.pop(request, None)
         self._due_s = min(self._due_s, now_s + request.patience_s)
         hits, wait.answers = wait.answers, {}
-        for key, block in zip(hits, self._slots.get_all(hits), strict=True):
-            if block is not None and block.is_ready:  # else another request evicted it meanwhile
-                self.claim(wait, key, True)
+        # Another request may have evicted some of them meanwhile.
+        here = [key for key, block in zip(hits, self._slots.get_all(hits)) if block is not None and block.is_ready]
+        self._hold([key for key in here if self._claim(wait, key, True)])
         self._set_deadline(wait, now_s)
 
     def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
         that has begun are claimed as far as the limit allows. It begins with the first that is not ready."""
         answers: list[bool | None] = []
+        claimed: list[OffloadKey] = []
         for key, block in zip(keys, self._slots.get_all(keys), strict=True):
             if block is None:
                 break
@@ -133,13 +129,16 @@ class Waits:
             answers.append(answer)
             if answer and not wait.has_begun:
                 wait.answers[key] = True
-            else:
-                self.begin(wait)
-                self.claim(wait, key, answer)
+                continue
+            self.begin(wait)
+            if self._claim(wait, key, answer) and answer:
+                claimed.append(key)
+        self._hold(claimed)
         return answers
 
-    def claim(self, wait: Wait, key: OffloadKey, answer: bool | None) -> bool:
-        """Claims a block that is here or on its way; ``False`` beyond the limit, which leaves it unprotected."""
+    def _claim(self, wait: Wait, key: OffloadKey, answer: bool | None) -> bool:
+        """Claims a block that is here, which the caller then holds, or on its way; ``False`` beyond the limit, which
+        leaves it unprotected."""
         if key in wait.answers:
             return True
         claim = self._claims.get(key)
@@ -147,12 +146,29 @@ class Waits:
             if len(self._claims) >= self.most_claimed:
                 return False
             claim = self._claims[key] = {}
-            self._new[key] = None
         claim[wait] = None
         wait.answers[key] = answer
         if answer is None:
             self._add_open(wait, 1, self._clock())
         return True
+
+    def _hold(self, keys: Iterable[OffloadKey]) -> None:
+        """Pins those of ``keys``, which are claimed and ready, that are not held yet."""
+        new = [key for key in keys if key not in self._held]
+        self._slots.pin(new)
+        self._held.update(dict.fromkeys(new))
+
+    def give_way(self, num_blocks: int) -> None:
+        """A running request's store lacks room for so many blocks: the newest claims end whose blocks only they
+        protect. For the requests that wait for these blocks, they were evicted."""
+        given: list[OffloadKey] = []
+        for key in reversed(self._held):
+            block = self._slots.get(key)
+            if block is not None and block.pins == 1:
+                given.append(key)
+                if len(given) == num_blocks:
+                    break
+        self.left(given)
 
     def promote(self, keys: Sequence[OffloadKey], wait: Wait | None) -> None:
         """Promotions of ``keys`` begin, for ``wait`` or, with ``None``, for nobody. The caller checked the limits, and
@@ -229,12 +245,12 @@ class Waits:
         if wait.has_begun:
             self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.answers])
 
-    def _release(self, wait: Wait, keys: Iterable[OffloadKey]) -> None:
+    def _release(self, wait: Wait, keys: Collection[OffloadKey]) -> None:
         num_open = 0
         for key in keys:
             num_open += wait.answers.pop(key) is None
             del self._claims[key][wait]
-            self._drop_if_unclaimed(key)
+        self._drop_unclaimed(keys)
         wait.version += 1
         self._add_open(wait, -num_open, self._clock())
 
@@ -265,18 +281,17 @@ class Waits:
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
-        for key in keys:
-            claim = self._claims.get(key)
-            if claim is None:
-                continue
-            for wait in claim:
+        claimed = [key for key in keys if key in self._claims]
+        for key in claimed:
+            for wait in self._claims[key]:
                 if wait.answers[key] is None:
                     wait.answers[key] = True
                     wait.num_arrived += 1
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
-            self._drop_if_unclaimed(key)
+        self._hold([key for key in claimed if self._claims[key]])
+        self._drop_unclaimed(claimed)
 
     def ask_anew(self, keys: Collection[OffloadKey]) -> None:
         """These blocks are here: whoever waits for an answer of a tier to one of them asks anew, and finds it. In a
@@ -292,11 +307,14 @@ class Waits:
         if not self._claims:
             return
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
+        released: list[OffloadKey] = []
         for key in keys:
             claim = self._claims.pop(key, None)
             if claim is None:
                 continue
-            self._new.pop(key, None)
+            if key in self._held:
+                del self._held[key]
+                released.append(key)
             for wait in claim:
                 was_open = wait.answers.pop(key) is None
                 wait.version += 1
@@ -306,15 +324,22 @@ class Waits:
                 elif wait.sources.pop(key, None) is not None:
                     wait.lost.add(key)
                     wait.request.verdicts[key] = Miss.NO_ROOM
+        self._slots.unpin(released)
 
     def refuse(self, request: Request, keys: Iterable[OffloadKey], verdict: Miss) -> None:
         """These blocks are misses for the request, as long as nobody brings them."""
         request.verdicts.update(dict.fromkeys(keys, verdict))
 
-    def _drop_if_unclaimed(self, key: OffloadKey) -> None:
-        if not self._claims[key] and key not in self.promoted:
-            del self._claims[key]
-            self._new.pop(key, None)
+    def _drop_unclaimed(self, keys: Iterable[OffloadKey]) -> None:
+        """Ends the claims on those of ``keys`` that no request claims and that are not being promoted."""
+        released: list[OffloadKey] = []
+        for key in keys:
+            if not self._claims[key] and key not in self.promoted:
+                del self._claims[key]
+                if key in self._held:
+                    del self._held[key]
+                    released.append(key)
+        self._slots.unpin(released)
 
     # ------------------------------------------------------------------------------------------------------- ends
 
@@ -378,14 +403,17 @@ class Waits:
         for request in list(self._waiting):
             self.end(request)
         self._claims.clear()
-        self._new.clear()
 
     def check_invariants(self, requests: Collection[Request]) -> None:
         """Recomputes the claims from ``requests``, all there are, the promotions in flight, and the blocks that are
         here."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
         assert {*self.promoted} <= self._claims.keys()
-        assert self._new.keys() <= self._claims.keys()
+        ready = [block for block in self._slots.get_all(self._claims) if block is not None and block.is_ready]
+        assert self._held.keys() == {block.key for block in ready}, (
+            "the held blocks are the claimed ones that are ready"
+        )
+        assert all(block.pins for block in ready)
         assert len(self._claims) <= self.most_claimed
         for key, claim in self._claims.items():
             assert claim or key in self.promoted
