@@ -111,6 +111,7 @@ class Rig:
     block_size: int | None = None
     prompt_only: bool = False
     record_trace: str | None = None
+    reset_tiers: bool = True
     left_out: frozenset[str] = frozenset()
     """Requests whose hashes are wrong."""
     running: dict[str, int] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Rig:
             block_size=self.block_size,
             offload_prompt_only=self.prompt_only,
             record_trace=self.record_trace,
+            reset_tiers=self.reset_tiers,
         )
         self.manager = SpyManager(self.num_blocks, self.policy, self.eviction_policy)
         self.scheduler = OffloadingConnectorScheduler(

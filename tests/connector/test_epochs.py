@@ -287,3 +287,41 @@ def test_events_have_the_engines_hashes_on_both_sides_of_a_reset() -> None:
     for event in rig.scheduler.take_events():
         held = held - set(event.keys) if event.removed else held | set(event.keys)
     assert {make_offload_key(f"q/{n}".encode(), 0) for n in range(2)} <= held
+
+
+def test_an_update_in_many_chunks_resets_the_manager_once() -> None:
+    """Each of 30 chunks drained the tiers again, each until the tier's own time limit."""
+    rig = Rig()
+    resets = [0]
+    reset = rig.manager.reset_cache
+
+    def count() -> None:
+        resets[0] += 1
+        reset()
+
+    rig.manager.reset_cache = count  # type: ignore[method-assign]
+    rig.scheduler.change_weights(True)
+    assert resets[0] == 0, "nobody has looked for a block yet"
+    first = Request("first", 16)
+    rig.end(*rig.admit(first, range(4)).stores)
+    for _ in range(30):
+        rig.scheduler.change_weights(True)
+    assert resets[0] == 1
+    second = Request("second", 16)
+    rig.end(*rig.admit(second, range(4, 8)).stores)
+    rig.scheduler.change_weights(True)
+    assert resets[0] == 2
+    rig.finish(second)
+    assert rig.ask(rig.arrive(Request("third", 17))) == (0, False)
+
+
+def test_the_blocks_of_a_request_that_goes_on_in_an_epoch_with_the_same_keys_are_reset_again() -> None:
+    rig = Rig(reset_tiers=False)
+    running = Request("running", 16)
+    rig.end(*rig.admit(running, range(4)).stores)
+    assert rig.scheduler.reset_cache()
+    running.num_tokens = 24
+    rig.end(*rig.step(rig.run(running, range(6), computed=16)).stores)
+    assert rig.manager.slots.num_idle, "it goes on, and stores"
+    rig.scheduler.reset_cache()
+    assert rig.manager.slots.num_idle == 0

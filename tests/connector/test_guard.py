@@ -176,3 +176,27 @@ def test_what_is_no_answer_is_a_miss_too(
     rig.step()
     assert len(caplog.records) == 1
     assert "taken as" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["get_all", "released", "remove"])
+@pytest.mark.parametrize("success", [True, False])
+def test_a_store_whose_end_raises_leaves_no_block_in_flight(call: str, success: bool) -> None:
+    manager = CPUOffloadingManager(4)
+    guarded = GuardedManager(manager)
+    output = guarded.prepare_store([key(0), key(1)], CONTEXT)
+    assert output is not None
+    policy = manager.slots.policy
+    original, calls = getattr(policy, call), [0]
+
+    def fail_once(*args: object) -> object:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise RuntimeError("a foreign policy")
+        return original(*args)
+
+    setattr(policy, call, fail_once)
+    manager.slots.get_all = policy.get_all  # type: ignore[method-assign]
+    guarded.complete_store(output.keys_to_store, CONTEXT, success=success)
+    assert manager.slots.num_in_flight == 0
+    assert None not in [guarded.lookup(each, CONTEXT) for each in output.keys_to_store]
+    manager.check_invariants()

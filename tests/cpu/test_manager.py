@@ -376,3 +376,19 @@ def test_what_is_remembered_of_a_long_request_is_bounded_by_the_tier() -> None:
     assert manager._used["long"].issuperset(keys(*range(5_600, 6_000))), "what is here is still known"
     manager.on_request_finished(request)
     assert manager._used == {}
+
+
+def test_a_block_whose_store_never_ends_is_a_miss_after_the_time_limit() -> None:
+    """Each later request with that prefix waited for it forever."""
+    clock = ManualClock()
+    manager = CPUOffloadingManager(4, max_wait_s=5.0, clock=clock)
+    context = ReqContext("r")
+    assert manager.prepare_store(keys(1, 2, 3), context) is not None
+    manager.complete_store(keys(1), context)
+    clock.advance(4.9)
+    assert manager.lookup_prefix(keys(1, 2, 3), context) == [True, None, None]
+    clock.advance(0.2)
+    assert manager.lookup_prefix(keys(1, 2, 3), context) == [True, False]
+    assert manager.lookup(key(2), context) is False
+    manager.complete_store(keys(2, 3), context)
+    assert manager.lookup_prefix(keys(1, 2, 3), context) == [True, True, True]

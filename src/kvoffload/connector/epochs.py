@@ -91,7 +91,7 @@ class Epochs:
         self._has_changed = False
         """The weights have changed since ``_version`` was given to them, which names no others."""
         self._used: Epoch | None = None
-        """The last one in which a request looked for its blocks."""
+        """The last one in which a request looked for its blocks, or was admitted."""
         self._counts: dict[str, int] = {}
         self._num_stale_jobs = 0
         self._untaken: list[OffloadingEvent] = []
@@ -105,6 +105,12 @@ class Epochs:
         self._is_unused = False
         self._used = self.current
         return self.current
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request has looked for blocks in the current epoch, or was admitted in it. If not, no block has
+        its keys."""
+        return self.current is self._used
 
     def reset(self, events: Iterable[OffloadingEvent] = (), device_is_empty: bool = True) -> None:
         """Begins an epoch. ``events``: those of the current one that the engine has not taken. ``device_is_empty``: the
@@ -131,7 +137,7 @@ class Epochs:
         Arguments as for ``reset``."""
         self._untaken = self.take_events(events)
         self._has_changed = True
-        if self.current.seed.startswith(_OWN) and self.current is not self._used:
+        if self.current.seed.startswith(_OWN) and not self.is_used:
             # One more step of the same update. With a seed of its own: the engine may have been copied in between.
             self.current = Epoch(_own_seed(), is_closed=not device_is_empty)
         else:
@@ -140,7 +146,10 @@ class Epochs:
     def open(self) -> None:
         """The engine has forgotten what it had computed, so blocks of the current epoch may be stored."""
         if self.current.is_closed:
+            is_used = self.is_used
             self.current = replace(self.current, is_closed=False)
+            if is_used:
+                self._used = self.current
 
     def is_over(self, epoch: Epoch) -> bool:
         """Whether requests of ``epoch`` store nothing more, since what they compute rests on what they have."""

@@ -13,6 +13,7 @@ from kvoffload.base import (
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
+    ReqContext,
     RequestOffloadingContext,
     Weighed,
 )
@@ -85,7 +86,7 @@ class GuardedManager(Boundary, OffloadingManager):
     complete_load = guarded(OffloadingManager.complete_load, _nothing)
     touch = guarded(OffloadingManager.touch, _nothing)
     prepare_store = guarded(OffloadingManager.prepare_store, _nothing, _a((PrepareStoreOutput, type(None))))
-    complete_store = guarded(OffloadingManager.complete_store, _nothing)
+    _complete_store = guarded(OffloadingManager.complete_store, lambda *_: False, lambda *_: True)
     on_new_request = guarded(
         OffloadingManager.on_new_request, lambda *_: RequestOffloadingContext(), _a(RequestOffloadingContext)
     )
@@ -101,3 +102,10 @@ class GuardedManager(Boundary, OffloadingManager):
     weighed = guarded(OffloadingManager.weighed, lambda *_: [], lambda found, *_: [*map(Weighed._make, found)])
     explain = guarded(OffloadingManager.explain, lambda keys, *_: [None] * len(keys), _for_each)
     shutdown = guarded(OffloadingManager.shutdown, _nothing)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
+    ) -> None:
+        """A store whose end could not be recorded has failed. Otherwise its blocks would stay in flight forever."""
+        if not self._complete_store(keys, req_context, success):
+            self._complete_store(keys, req_context, False)

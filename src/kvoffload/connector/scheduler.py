@@ -176,6 +176,7 @@ class OffloadingConnectorScheduler:
         failed load.
         """
         own = self._request_of(request)
+        self._epochs.use()
         self._flush_users(block_ids, own.hit.computed_tokens)
         own.set_gpu_blocks(block_ids)
         if own.hit.is_answered:
@@ -365,14 +366,15 @@ class OffloadingConnectorScheduler:
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
         self._forget_computed()
         self._prefetches.reset()
-        self._manager.reset_cache()
+        if self._epochs.is_used:  # else the manager has no block, and a reset would only drain tiers that may hang
+            self._manager.reset_cache()
         ended = self._epochs.current
         begin(self._manager.take_events(), device_is_empty)
         if self._observer is not None:
             self._observer.reset(ended)
         for request in self._requests.values():
             if request.epoch.seed == self._epochs.current.seed:
-                request.enter(self._epochs.current)
+                request.enter(self._epochs.use())
         return ended.seed == self._epochs.current.seed
 
     def get_stats(self) -> Stats:

@@ -83,18 +83,18 @@ class ReuseFilter:
         self._counted_by.pop(req_context.req_id, None)
 
     def looked_up(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        counted = self._counted_by.get(req_context.req_id)
+        if req_context.req_id in self._counted_by:
+            self.peeked(keys, req_context)
+            return
         for key in keys:
-            if counted is None:
-                self._raise_count(key)
-            else:
-                self._count_once(key, counted)
+            self._raise_count(key)
 
     def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
-        if counted is not None:
-            for key in keys:
-                self._count_once(key, counted)
+        if counted is None or counted.issuperset(keys):  # a request that waits asks again in each step
+            return
+        for key in keys:
+            self._count_once(key, counted)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
         """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""

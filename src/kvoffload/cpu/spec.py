@@ -120,6 +120,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             enable_events=self.layout.events_enabled,
             store_threshold=self.config.store_threshold,
             max_tracker_size=self.config.max_tracker_size,
+            max_wait_s=self.config.max_wait_s,
             lost=self.lost,
         )
         manager.slots.make_records()
