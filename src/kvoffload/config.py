@@ -56,8 +56,9 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
     vLLM's ``LBHNC``."""
     record_trace: str | None = None
-    """File that receives a trace of the served requests: ids, hashes and lengths, no tokens. Its owner alone may read
-    it. ``{pid}`` in it becomes the process id. Default: none."""
+    """File that receives a trace of the served requests: ids, hashes and lengths, but no tokens. Only its owner can
+    read it. ``{pid}`` in it becomes the process id, which is also added if another process records to the same file.
+    Default: none."""
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
     weights_version: str | dict[str, str] | None = None

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import multiprocessing
 import os
 import stat
+import subprocess
+import sys
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -134,3 +140,91 @@ def test_a_restart_keeps_the_trace_of_the_process_before(tmp_path: Path) -> None
         recorder.close()
     lengths = {each.name: json.loads(each.read_text())["input_length"] for each in tmp_path.iterdir()}
     assert lengths == {"t.jsonl.1": 100, "t.jsonl.2": 200, "t.jsonl": 300}
+
+
+def record(recorder: TraceRecorder, *names: str) -> None:
+    for name in names:
+        recorder.arrived(name, 1.0, keys(*"abcdefgh"), 130)
+        recorder.finished(name, 1)
+
+
+@pytest.mark.parametrize("num_recorders", [2, 5])
+def test_processes_with_one_configuration_record_to_files_of_their_own(tmp_path: Path, num_recorders: int) -> None:
+    """Engine cores of one server open the file at the same time, before any of them has written a line."""
+    path = tmp_path / "served.jsonl"
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(num_recorders)
+    processes = [context.Process(target=record_together, args=(path, barrier, name)) for name in range(num_recorders)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * num_recorders
+    traces = list(tmp_path.iterdir())
+    assert len(traces) == num_recorders
+    assert path in traces
+    lines = [each.read_text().splitlines() for each in traces]
+    owners = [{json.loads(line)["request_id"].partition("-")[0] for line in each} for each in lines]
+    assert sorted(map(sorted, owners)) == [[str(name)] for name in range(num_recorders)]
+    assert all(len(load_trace(each)) == 50 for each in traces)
+
+
+def record_together(path: Path, barrier: Barrier, name: int) -> None:
+    recorder = TraceRecorder(path, block_tokens=16)
+    barrier.wait(120)
+    record(recorder, *(f"{name}-{number}" for number in range(50)))
+    recorder.close()
+
+
+def test_a_file_that_is_recorded_to_is_not_renamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "served.jsonl"
+    first = TraceRecorder(path, block_tokens=16)
+    record(first, "a")
+    second = TraceRecorder(path, block_tokens=16)
+    assert second.path == tmp_path / f"served.jsonl.pid{os.getpid()}"
+    assert len(caplog.records) == 1
+    record(second, "b", "c")
+    record(first, "d")
+    with pytest.raises(ConfigError, match="other processes record to it"):
+        TraceRecorder(path, block_tokens=16)
+    first.close()
+    second.close()
+    third = TraceRecorder(path, block_tokens=16)
+    third.close()
+    names = {each.name: each.read_text().count("\n") for each in tmp_path.iterdir()}
+    assert names == {"served.jsonl.1": 2, second.path.name: 2, "served.jsonl": 0}
+
+
+def test_without_locks_each_process_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for number in range(2):
+        recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
+        assert recorder.path.name == f"t.jsonl.pid{os.getpid()}"
+        record(recorder, str(number))
+        recorder.close()
+    assert len(load_trace(recorder.path)) == len(load_trace(tmp_path / f"{recorder.path.name}.1")) == 1
+
+
+def test_a_line_that_did_not_fit_is_cut_off(tmp_path: Path) -> None:
+    """As on a full disk: the kernel takes the first part of a line, and refuses the rest."""
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from tests.connector.test_trace_recorder import TraceRecorder, record\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "recorder = TraceRecorder(Path(sys.argv[1]), 16)\n"
+        "record(recorder, *map(str, range(100)))\n"
+        "print(recorder.num_written)\n"
+        "recorder.close()\n"
+    )
+    path = tmp_path / "t.jsonl"
+    child = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    content = path.read_bytes()
+    assert 4000 < len(content) <= 5000
+    assert content.endswith(b"\n")
+    trace = load_trace(path)
+    assert (len(trace), trace.cut_line) == (int(child.stdout), None)
+    assert len(trace) < 100

@@ -102,7 +102,7 @@ def test_hinted_requests_and_the_others(tmp_path: Path) -> None:
             '{"timestamp": 0, "input_length": 9, "story": {"found": {"a": 4}, "missed": {"new": 4}}}\n',
             "line 1: the tokens",
         ),
-        ('{"timestamp": 0, "story": 7}\n', "line 1: no line of record_trace"),
+        ('{"timestamp": 0, "story": 7}\n', "line 1: this is not a line of a trace"),
     ],
 )
 def test_files_that_cannot_be_explained(tmp_path: Path, text: str, what: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -152,8 +153,8 @@ def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
     [
         (b"", "has no requests"),
         (b"\n \n", "has no requests"),
-        (b"\x00\x01\xff\xfe" * 100, "line 1: no JSON object"),
-        (b'{"timestamp": 0, "input', "line 1: no JSON object"),
+        (b"\x00\x01\xff\xfe" * 100, "line 1: this is not a line of a trace"),
+        (b'{"timestamp": 0, "input', "line 1: this is not a line of a trace"),
         (b"[1, 2]\n", "line 1: Expected 'object', got 'array'"),
         (json.dumps(line(hash_ids=[], input_length=3)).encode(), "hash_ids is empty in every line"),
         (gzip.compress(b"{}" * 9000)[:-12], "cannot be read"),
@@ -168,8 +169,67 @@ def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes, words: str) -> 
         load_trace(path)
 
 
+def two_lines() -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in (line(), line(hash_ids=[7, 8], timestamp=5000)))
+
+
+@pytest.mark.parametrize("cut", ["anywhere", "zeros", "zeros after a part", "only zeros after a newline"])
+def test_the_whole_lines_of_a_file_with_a_torn_end_are_used(tmp_path: Path, cut: str) -> None:
+    """Its server was killed, its disk was full, or it was copied while it grew."""
+    path, whole = tmp_path / "torn.jsonl", two_lines()
+    last = whole.rstrip(b"\n").rindex(b"\n") + 1
+    ends = {
+        "anywhere": [whole[:end] for end in range(last + 1, len(whole) - 1)],
+        "zeros": [whole + bytes(4096)],
+        "zeros after a part": [whole[:end] + bytes(4096) for end in range(last + 1, len(whole) - 1, 7)],
+        "only zeros after a newline": [whole[:last] + bytes(4096)],
+    }
+    for content in ends[cut]:
+        path.write_bytes(content)
+        trace = load_trace(path)
+        num_whole = 2 if content.startswith(whole) else 1
+        assert (len(trace), trace.cut_line) == (num_whole, num_whole + 1)
+    path.write_bytes(whole)
+    assert load_trace(path).cut_line is None
+
+
+def test_a_last_line_without_a_line_break_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for end in (b"", bytes(100)):
+        path.write_bytes(two_lines()[:-1] + end)
+        trace = load_trace(path)
+        assert (len(trace), trace.cut_line) == (2, None)
+
+
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+def test_a_compressed_file_may_be_torn_too(tmp_path: Path, how: str) -> None:
+    lines = [
+        line(timestamp=1000 * n, input_length=2500, hash_ids=[7, *(1000 * n + m for m in range(1, 5))])
+        for n in range(2000)
+    ]
+    plain = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+    packed = (
+        gzip.compress(plain) if how == "gzip" else pytest.importorskip("zstandard").ZstdCompressor().compress(plain)
+    )
+    path = tmp_path / "torn"
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    trace = load_trace(path)
+    assert 100 < len(trace) < 2000
+    assert trace.cut_line == len(trace) + 1
+
+
+def test_a_damaged_gzip_file_is_one_sentence(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(two_lines() * 500))
+    packed[len(packed) // 2 :] = os.urandom(len(packed) - len(packed) // 2)
+    path = tmp_path / "bad.gz"
+    path.write_bytes(packed)
+    with pytest.raises(TraceError) as caught:
+        load_trace(path)
+    assert str(path) in str(caught.value)
+
+
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match=r"cannot be read: No such file or directory\.$"):
         load_trace(tmp_path / "nowhere.jsonl")
 
 

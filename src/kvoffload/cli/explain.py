@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
-from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks
+from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks, read_trace
 from kvoffload.sim.driver import USUAL, quantiles
 from kvoffload.sim.explain import (
     Explanations,
@@ -24,7 +24,6 @@ from kvoffload.sim.explain import (
 )
 from kvoffload.sim.page import draw_explanation
 from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds
-from kvoffload.sim.trace_files import load_trace
 from kvoffload.units import counted, parse_bytes
 
 
@@ -46,7 +45,7 @@ def explain(
     positive(prefill_speed, "--prefill-speed")
     check_drawn(out)
     summary = read_explanations(trace)
-    loaded = load_trace(trace)
+    loaded = read_trace(trace)
     base = base_config(
         summary.machine,
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),

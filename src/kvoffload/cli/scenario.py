@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import counted, format_bytes, parse_bytes
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
@@ -162,7 +163,7 @@ class Scenario:
         hinted = hinter(file.hints) if file.hints is not None else None
         word, _, rest = str(path).partition(":")
         if word != "synthetic":
-            trace = load_trace(path, file.block_tokens, self.max_requests)
+            trace = read_trace(path, file.block_tokens, self.max_requests)
         elif file.block_tokens is not None:
             raise ConfigError(f"block_tokens is for traces in files; {path} has blocks of its own size.")
         else:
@@ -280,6 +281,15 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
     }
     changes |= {key: getattr(store, key) for key in ("latency_s", "ttl_s") if getattr(store, key) is not None}
     return SharedStore(blocks, away=store.away, **changes)
+
+
+def read_trace(path: Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
+    """``load_trace``, which says on standard error if the trace's last line was cut off."""
+    trace = load_trace(path, block_tokens, max_requests)
+    if trace.cut_line is not None:
+        used = counted(len(trace), "complete request")
+        print(f"{path}: line {trace.cut_line} is cut off; {used} before it are used.", file=sys.stderr)
+    return trace
 
 
 def device_blocks(trace: Trace, gpu_kv_tokens: int | None) -> int:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of a recorded trace, which ``kvoffload simulate`` can replay.
 
-It has ids of requests, hashes of keys, lengths, times and what clients say of their next use; no tokens, no text. It
-is one JSON object a line, in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with ``block_tokens``. Each
-line also has the request's ``story`` (``observer.py``), and the first one the ``machine``, for ``kvoffload explain``.
+It contains ids of requests, hashes of keys, lengths, times and hints of clients about the next use, but no tokens and
+no text. Each line is one JSON object in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with
+``block_tokens``. For ``kvoffload explain``, each line also contains the request's ``story`` (``observer.py``), and the
+first one the ``machine``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import logging
@@ -17,7 +21,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import xxhash
 
@@ -48,13 +51,14 @@ class TraceRecorder:
     ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
     line is written when the request and all before it have finished, or by ``close``; so memory holds the
     requests that are being served, and those that came after the oldest of them. Times count from the first request's.
-    A trace that exists by this name, of the process before, gets the next number behind its name, such as ``.1``.
+
+    Each process writes to a file of its own. If another process records to ``path``, this one adds its process id to
+    the name. A finished trace with the same name gets the next number behind its name, such as ``.1``.
     A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
-    the caller.
+    the caller; a line that did not fit is cut off.
     """
 
     def __init__(self, path: str | Path, block_tokens: int, machine: dict[str, object] | None = None) -> None:
-        self.path = Path(path)
         self.block_tokens = block_tokens
         self.num_written = 0
         self._lines: deque[_Pending] = deque()
@@ -64,14 +68,15 @@ class TraceRecorder:
         self._first_s: float | None = None
         self._last_ms = 0.0
         self._machine = machine
+        self._end = 0
+        """Where the last whole line ends in the file."""
         try:
-            _keep_older(self.path)
-            # Buffered by the line, so that a killed process leaves whole lines.
-            self._file: TextIO | None = open(  # noqa: SIM115 - closed by ``close``
-                self.path, "w", buffering=1, encoding="ascii", opener=_open_private
-            )
+            self._fd: int | None
+            self._fd, self.path = _open_own(Path(path))
         except OSError as exc:
-            raise ConfigError(f"A trace cannot be recorded to {self.path}: {exc}.") from exc
+            raise ConfigError(f"A trace cannot be recorded to {path}: {exc.strerror}.") from exc
+        if self.path != Path(path):
+            logger.warning("Another process may record to %s, so this one records to %s.", path, self.path)
 
     def __repr__(self) -> str:
         return f"TraceRecorder({str(self.path)!r}, written={self.num_written}, pending={len(self._lines)})"
@@ -85,7 +90,7 @@ class TraceRecorder:
         next_use: NextUse = NextUse.UNKNOWN,
     ) -> None:
         """A request arrived. A second arrival of an id that is being served is ignored."""
-        if self._file is None or req_id in self._serving:
+        if self._fd is None or req_id in self._serving:
             return
         if self._first_s is None:
             self._first_s = now_s
@@ -121,49 +126,80 @@ class TraceRecorder:
         while self._lines:
             self._write(self._lines.popleft().line)
         self._serving.clear()
-        if self._file is not None:
-            file, self._file = self._file, None
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
             try:
-                file.close()
+                os.close(fd)
             except OSError as exc:
-                logger.warning("The trace in %s is incomplete: %s.", self.path, exc)
+                logger.warning("The trace in %s is incomplete: %s.", self.path, exc.strerror)
 
     def _write(self, line: dict[str, object]) -> None:
-        if self._file is None:
+        if self._fd is None:
             return
+        # One call for a whole line, and no buffer: a process that is killed leaves whole lines.
+        rest = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        length = len(rest)
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            self.num_written += 1
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         except OSError as exc:
-            logger.warning("Recording to %s ends after %d requests: %s.", self.path, self.num_written, exc)
+            logger.warning("Recording to %s ends after %d requests: %s.", self.path, self.num_written, exc.strerror)
             self._lines.clear()
             self._serving.clear()
-            file, self._file = self._file, None
-            try:
-                file.close()
-            except OSError:
+            fd, self._fd = self._fd, None
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, self._end)
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            return
+        self.num_written += 1
+        self._end += length
+
+
+def _open_own(path: Path) -> tuple[int, Path]:
+    """A descriptor of an empty file that no other process records to, and its path: ``path`` itself, or with this
+    process's id in the name."""
+    own = path.with_name(f"{path.name}.pid{os.getpid()}")
+    for name, must_lock in ((path, True), (own, False)):
+        with contextlib.suppress(BlockingIOError):
+            while (fd := _claimed(name, must_lock)) is None:
                 pass
+            return fd, name
+    raise OSError(errno.EBUSY, f"other processes record to it and to {own}")
 
 
-def _keep_older(path: Path) -> None:
-    """Renames a file at ``path`` that has something in it."""
+def _claimed(path: Path, must_lock: bool) -> int | None:
+    """A descriptor of an empty file, locked until it is closed; a pipe or a device as it is. ``None``: an older trace
+    was in the way and has been renamed.
+
+    Raises ``BlockingIOError`` if another process has locked the file, or if it ``must_lock`` and cannot.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    is_kept = False
     try:
-        found = path.stat()
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as exc:  # some file systems have no locks
+                if must_lock or isinstance(exc, BlockingIOError):
+                    raise BlockingIOError(exc.errno, exc.strerror) from exc
+            if not _is_at(path, fd):
+                return None  # another process has renamed it meanwhile
+            if os.fstat(fd).st_size:
+                names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+                path.rename(next(name for name in names if not name.exists()))
+                return None
+            os.fchmod(fd, 0o600)  # also if it existed: hashes and lengths tell what prompts were
+        is_kept = True
+        return fd
+    finally:
+        if not is_kept:
+            os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
-        return
-    if stat.S_ISREG(found.st_mode) and found.st_size:
-        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-def _open_private(path: str, flags: int) -> int:
-    """A descriptor of a file that its owner alone may read, also if it exists: hashes and lengths tell what prompts
-    were. A pipe or a device stays as it is."""
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.fchmod(descriptor, 0o600)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        return False

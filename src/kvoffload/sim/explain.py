@@ -18,7 +18,7 @@ from kvoffload.miss import Miss
 from kvoffload.sim.driver import SimConfig, SimResult
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
-from kvoffload.sim.trace_files import lines_of
+from kvoffload.sim.trace_files import Lines, not_a_line
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
@@ -157,11 +157,11 @@ def read_explanations(path: Path) -> Explanations:
     """
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
-    for number, text in lines_of(path):
+    for number, text in Lines(path):
         try:
             line = decoder.decode(text)
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise TraceError(f"{path}, line {number}: no line of record_trace ({exc}).") from exc
+            raise TraceError(f"{path}, line {number}: {not_a_line(exc)}.") from exc
         each = line.explanation
         if each is not None and sum(each.found.values()) + sum(each.missed.values()) != line.input_length:
             raise TraceError(f"{path}, line {number}: the tokens of its explanation are not those of its prompt.")

@@ -10,6 +10,9 @@ Two forms are known by their fields:
   single blocks. They are chained here.
 
 A file is read once, as a stream. An access takes 8 bytes while reading and 4 afterwards.
+
+Traces often end in the middle of a line, or with zeros: the server was killed, the disk was full, or the file was
+copied while it grew. Then the complete lines are used.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import gzip
 import importlib
 import io
 import reprlib
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,18 +66,19 @@ def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: 
     """The trace in ``path``, or its first ``max_requests`` requests.
 
     ``block_tokens`` follows from the lengths if it is not given: it is the power of two that fits every request, or the
-    form's usual size (512 or 16) if several fit. Raises ``TraceError``, which names the file, the line and the field,
-    for anything that cannot be replayed.
+    form's usual size (512 or 16) if several fit. A last line that was cut off is left out, and named in ``cut_line``.
+    Raises ``TraceError``, which names the file, the line and the field, for anything that cannot be replayed.
     """
     path = Path(path)
     if block_tokens is not None and block_tokens < 1:
         raise TraceError(f"{path}: block_tokens must be positive, not {block_tokens}.")
     reader = _Reader(path)
-    for number, text in lines_of(path):
+    lines = Lines(path)
+    for number, text in lines:
         reader.add(number, text)
         if max_requests is not None and len(reader.lines) >= max_requests:
             break
-    return reader.finish(block_tokens)
+    return reader.finish(block_tokens, lines.cut_line)
 
 
 class _Reader:
@@ -101,7 +106,7 @@ class _Reader:
         except msgspec.ValidationError as exc:
             raise self._error(number, _plain(exc)) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise self._error(number, f"no JSON object ({_plain(exc)}); is this a trace?") from exc
+            raise self._error(number, not_a_line(exc)) from exc
         self._check(number, line)
         if not self.lines:
             self._is_bailian = line.chat_id is not None
@@ -157,7 +162,7 @@ class _Reader:
             return NO_SESSION
         return self._sessions_seen.setdefault(line.session, len(self._sessions_seen))
 
-    def finish(self, block_tokens: int | None) -> Trace:
+    def finish(self, block_tokens: int | None, cut_line: int | None) -> Trace:
         if not self.lines:
             raise TraceError(f"{self._path} has no requests.")
         counts = np.frombuffer(self._counts, dtype=np.int64)
@@ -178,6 +183,7 @@ class _Reader:
             ids=ids,
             device_blocks=self._device_blocks,
             next_uses=np.frombuffer(self._next_uses, dtype=np.int8) if any(self._next_uses) else None,
+            cut_line=cut_line,
         )
 
     def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:
@@ -240,31 +246,59 @@ def _plain(exc: Exception) -> str:
     return str(exc).replace("`", "'").replace("$.", "").replace("Object missing", "missing").replace(" - at ", " in ")
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
-    damage: tuple[type[Exception], ...] = (OSError, EOFError)  # gzip reports it as either
-    with contextlib.ExitStack() as stack:
-        try:
-            raw: BinaryIO = stack.enter_context(path.open("rb"))
-            magic = raw.read(4)
-            raw.seek(0)
-            stream = raw
-            if magic[:2] == b"\x1f\x8b":
-                stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
-            elif magic == b"\x28\xb5\x2f\xfd":
-                zstandard = _zstandard(path)
-                damage = (*damage, zstandard.ZstdError)
-                reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(reader, 1 << 20)))
-            number = 0
-            while text := stream.readline(_MAX_LINE_BYTES):
-                number += 1
-                if len(text) == _MAX_LINE_BYTES:
-                    raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
-                if not text.isspace():
-                    yield number, text
-        except damage as exc:
-            raise TraceError(f"{path} cannot be read: {exc}.") from exc
+def not_a_line(exc: Exception) -> str:
+    return f"this is not a line of a trace: {_plain(exc)}"
+
+
+class Lines:
+    """The lines of a file that are not blank, with their numbers from 1. A last line that was cut off is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.cut_line: int | None = None
+        """The number of the last line if it was cut off, once all lines have been read."""
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        path, number = self._path, 0
+        damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)  # gzip raises any of them
+        with contextlib.ExitStack() as stack:
+            try:
+                raw: BinaryIO = stack.enter_context(path.open("rb"))
+                magic = raw.read(4)
+                raw.seek(0)
+                stream = raw
+                if magic[:2] == b"\x1f\x8b":
+                    stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
+                elif magic == b"\x28\xb5\x2f\xfd":
+                    zstandard = _zstandard(path)
+                    damage = (*damage, zstandard.ZstdError)
+                    reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+                    stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(reader, 1 << 20)))
+                while text := stream.readline(_MAX_LINE_BYTES):
+                    number += 1
+                    if len(text) == _MAX_LINE_BYTES:
+                        raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
+                    if text[-1:] != b"\n":
+                        text = text.rstrip(b"\0")  # of a file that the file system had extended before a power failure
+                        if number > 1 and not _is_json(text):
+                            self.cut_line = number
+                            return
+                    if not text.isspace():
+                        yield number, text
+            except damage as exc:
+                if isinstance(exc, EOFError) and number:  # the end of a gzip file is missing
+                    self.cut_line = number + 1
+                    return
+                reason = getattr(exc, "strerror", None) or exc
+                raise TraceError(f"{path} cannot be read: {reason}.") from exc
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def _zstandard(path: Path) -> Any:
