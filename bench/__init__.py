@@ -27,4 +27,5 @@ BENCHES: tuple[str, ...] = (
     "hints",
     "worth_loading",
     "worth_loading_engine",
+    "busy",
 )
