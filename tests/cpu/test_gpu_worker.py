@@ -111,7 +111,7 @@ def _slots(*slots: int) -> CPULoadStoreSpec:
         (torch.zeros((4, 64), dtype=torch.uint8).T, 4, "contiguous pages"),
         (torch.zeros((4, 64), dtype=torch.uint8), 65, "does not fit a tensor row"),
         (torch.zeros((4, 64, 1), dtype=torch.uint8), 64, "num_blocks, page_bytes"),
-        (torch.zeros((4, 256), dtype=torch.uint8), 256, "the engine's layout has 128"),
+        (torch.zeros((4, 256), dtype=torch.uint8), 256, "the engine's layout has only 128"),
     ],
 )
 def test_layouts_that_cannot_be_copied_are_refused(tensor: torch.Tensor, page: int, message: str) -> None:
@@ -125,7 +125,7 @@ def test_a_slice_that_would_overwrite_the_next_one_is_refused() -> None:
         [CanonicalKVCacheTensor(torch.zeros((4, 65), dtype=torch.uint8), 65)], [[CanonicalKVCacheRef(0, 65)]]
     )
     view = memoryview(bytearray(256)).cast("B", (2, 128))
-    with pytest.raises(LayoutError, match="take 65 bytes on this rank, and the engine's layout has 64"):
+    with pytest.raises(LayoutError, match="take 65 bytes on this rank, but the engine's layout has only 64"):
         copy_layout(caches, view, 1, RankSlice(0, 2))
     with pytest.raises(LayoutError, match="128 bytes cannot be cut into 3 slices of equal size"):
         copy_layout(caches, view, 1, RankSlice(0, 3))
@@ -138,5 +138,7 @@ def test_pages_of_all_ranks_that_would_overwrite_the_next_slot_are_refused() -> 
         refs = [[CanonicalKVCacheRef(0, 16, SharedPage(start, 32, 16))]]
         layout = copy_layout(CanonicalKVCaches([tensor], refs), view, factor, RankSlice(1, 2))
         assert layout.bytes_in_slot(0)[-1] == slice(112, 128)
-        with pytest.raises(LayoutError, match=r"blocks take .* bytes on all ranks, and the engine's layout has 128"):
+        with pytest.raises(
+            LayoutError, match=r"blocks take .* bytes on all ranks, but the engine's layout has only 128"
+        ):
             copy_layout(CanonicalKVCaches([tensor], refs), view, factor + 1, RankSlice(1, 2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier's end of a transfer."""
+"""Name the slots of host memory in a transfer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from kvoffload.base import BlockIDsLoadStoreSpec
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Slots of the primary tier; ``block_ids`` are slot numbers."""
+    """Slots of host memory. ``block_ids`` are slot numbers."""
 
     __slots__ = ()
 
     @property
     def slots(self) -> list[int]:
-        """``block_ids`` without an array of them."""
+        """The slot numbers as a list, without making an array."""
         return self._ids if isinstance(self._ids, list) else self._ids.tolist()
 
     @staticmethod

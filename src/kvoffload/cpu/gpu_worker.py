@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data plane of the primary tier: one ``OffloadingHandler`` per direction, between a worker's KV cache and the
-region that holds the offloaded blocks."""
+"""Make the handlers that copy between a worker's KV cache and the region that holds the offloaded blocks."""
 
 from __future__ import annotations
 
@@ -25,12 +24,13 @@ def make_handlers(
     part: RankSlice = _WHOLE_SLOT,
     num_threads: int | None = None,
 ) -> dict[tuple[str, str], OffloadingHandler]:
-    """Handlers for both directions between ``kv_caches`` and the slots of ``kv_view``.
+    """Return the handlers for both directions between ``kv_caches`` and the slots of ``kv_view``.
 
-    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, (num_blocks, block_bytes). ``part`` is this rank's
-    part of each slot. ``factor`` is GPU blocks per offloaded block. The handlers keep the tensors of ``kv_caches`` and
-    the view alive until ``shutdown``. The ``host`` backend copies KV caches in host memory, the ``cuda`` backend those
-    on a CUDA device.
+    ``kv_view`` is ``SharedOffloadRegion.create_kv_memoryview()``, of shape (num_blocks, block_bytes). ``part`` is this
+    rank's part of each slot. ``factor`` is the number of GPU blocks per offloaded block. The handlers keep the tensors
+    of ``kv_caches`` and the view alive until ``shutdown``. The ``host`` backend copies KV caches in host memory, and
+    the ``cuda`` backend copies KV caches on a CUDA device. Raises ``LayoutError`` for other devices, and as
+    ``copy_layout`` does.
     """
     layout = copy_layout(kv_caches, kv_view, factor, part)
     devices = {tensor.tensor.device.type for tensor in kv_caches.tensors}
@@ -40,7 +40,7 @@ def make_handlers(
         return make_cuda_handlers(kv_caches, kv_view, layout)
     if devices != {"cpu"}:
         raise LayoutError(
-            f"KV caches on {sorted(devices)} cannot be offloaded; they must all lie on 'cuda' or on 'cpu'."
+            f"KV caches on {sorted(devices)} cannot be offloaded; they must all be on 'cuda' or all on 'cpu'."
         )
     return make_host_handlers(kv_caches, kv_view, layout, num_threads or max(1, min(4, os.cpu_count() or 1)))
 
@@ -48,8 +48,11 @@ def make_handlers(
 def copy_layout(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, factor: int, part: RankSlice = _WHOLE_SLOT
 ) -> CopyLayout:
-    """Addresses and strides of both sides. Raises ``LayoutError`` for pages that do not fit this rank's slice, or the
-    slot, since they would overwrite the next one's bytes."""
+    """Return the addresses and strides of both sides.
+
+    Raises ``LayoutError`` if pages do not fit this rank's slice or the slot, because they would overwrite the bytes of
+    the next one. Raises it also for tensors of the wrong type or shape.
+    """
     shape = kv_view.shape
     assert shape is not None
     num_slots, slot_bytes = shape
@@ -75,7 +78,9 @@ def copy_layout(
 
 def _check_size(needed: int, room: int, where: str) -> None:
     if needed > room:
-        raise LayoutError(f"The KV cache's blocks take {needed} bytes {where}, and the engine's layout has {room}.")
+        raise LayoutError(
+            f"The KV cache's blocks take {needed} bytes {where}, but the engine's layout has only {room}."
+        )
 
 
 def _check_tensor(tensor: torch.Tensor, page_bytes: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives memory its pages before somebody needs them all at once, on several threads."""
+"""Allocate the pages of a memory mapping ahead of use, on several threads."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _THREADS = 16
 def populate(
     address: int, num_bytes: int, num_threads: int | None = None, near: AbstractSet[int] = frozenset()
 ) -> bool:
-    """Has the kernel allocate the pages of a mapping, which begins a page. Their bytes stay as they are. Threads run on
-    the cores ``near``, as far as this process may use them.
+    """Make the kernel allocate the pages of a mapping, and return whether it allocated all of them.
 
-    Zeroing pages is what takes long: one thread does some gigabytes a second. ``False`` where the kernel cannot do it
-    ahead or has no room: then pages come when they are touched, or whoever checks for room says what to change.
+    ``address`` is page-aligned. The bytes keep their values. Threads run on the cores ``near`` if this process may use
+    them. Several threads help, because one thread zeroes only a few gigabytes per second. The result is ``False`` if
+    the kernel has no room or cannot allocate ahead. Pages are then allocated when they are first touched.
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -33,7 +33,7 @@ def populate(
     cores = allowed & near or allowed
 
     def stay() -> None:
-        with contextlib.suppress(OSError):  # cores may go at any time
+        with contextlib.suppress(OSError):  # cores may be taken away at any time
             os.sched_setaffinity(0, cores)
 
     if num_threads is None:

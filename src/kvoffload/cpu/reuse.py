@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reuse filter: a block is stored once enough requests have asked for it."""
+"""The reuse filter, which admits a block for storing once enough requests have asked for it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ _MIN_REMEMBERED = 64_000
 class ReuseFilter:
     """Counts how many requests asked for each key. O(1) per key; not thread-safe.
 
-    The manager that owns a filter calls it before it does anything else::
+    The manager that owns a filter calls it first::
 
         on_new_request(ctx)          announces the request
         looked_up(keys, ctx)         for every lookup, whatever its answers
         peeked(keys, ctx)            for every peek, whatever its answers
-        offered(keys, ctx)           in prepare_store; only the keys it returns are stored
-        on_request_finished(ctx)     forgets the request, but not what it counted
+        offered(keys, ctx)           in prepare_store; only the returned keys are stored
+        on_request_finished(ctx)     forgets the request, but keeps its counts
 
     *An announced request* raises a key's count by one when it first looks the key up, peeks at it or offers it for
-    store. Whatever it asks of that key later does not count, so retries do not inflate the count. A new prefix of any
-    length that fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
+    storing. Its later calls for that key do not count, so retries do not inflate the count. A new prefix of any length
+    that fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
 
-    *A request that reads no cache* (``ReqContext.reads_cache``) does not count. Its offers are stored where enough
-    other requests have asked.
+    *A request that reads no cache* (``ReqContext.reads_cache``) does not count. Its offers are stored if enough other
+    requests have asked for the keys.
 
     *A request that was never announced* counts with each of its lookups, and with none of its peeks and offers.
 
     The tracker keeps the ``max_tracker_size`` most recently counted keys. For each announced request the filter
-    remembers which keys it has counted, until the request finishes. When that memory outgrows twice the tracker's size
-    (and 128,000 keys), it drops the keys that the tracker no longer has.
+    remembers its counted keys until the request finishes. When a request's set exceeds twice the tracker's size (and
+    128,000 keys), the filter drops the keys from it that the tracker no longer has.
     """
 
     def __init__(self, threshold: int, max_tracker_size: int = DEFAULTS.max_tracker_size) -> None:
-        """``threshold`` is the number of requests, at least 2; ``max_tracker_size`` the number of keys, at least 1.
+        """Create a filter that admits a key at the ``threshold``-th request and tracks ``max_tracker_size`` keys.
 
-        Raises ``ConfigError`` for smaller ones.
+        Raises ``ConfigError`` if ``threshold`` is below 2 or ``max_tracker_size`` is below 1.
         """
         if threshold < 2:
-            raise ConfigError(f"A reuse filter needs a threshold of at least 2, not {threshold}: below, all is stored.")
+            raise ConfigError(
+                f"A reuse filter needs a threshold of at least 2, not {threshold}; without a filter, all is stored."
+            )
         if max_tracker_size < 1:
             raise ConfigError(f"max_tracker_size must be at least 1, not {max_tracker_size}.")
         self.threshold = threshold
@@ -55,9 +57,9 @@ class ReuseFilter:
 
     @classmethod
     def of(cls, store_threshold: int, max_tracker_size: int) -> ReuseFilter | None:
-        """The filter for these settings; ``None`` with a threshold of 0 or 1, with which everything is stored.
+        """Return the filter for these settings, or ``None`` for a threshold of 0 or 1, with which everything is stored.
 
-        Raises ``ConfigError`` for a negative threshold or a tracker of less than one key.
+        Raises ``ConfigError`` for a negative threshold or a tracker of fewer than one key.
         """
         if store_threshold < 0:
             raise ConfigError(f"store_threshold must be at least 0, not {store_threshold}.")
@@ -69,11 +71,11 @@ class ReuseFilter:
         return f"ReuseFilter(threshold={self.threshold}, {len(self)} of {self.max_tracker_size} keys)"
 
     def __len__(self) -> int:
-        """Keys tracked."""
+        """Return the number of tracked keys."""
         return len(self._counts)
 
     def count(self, key: OffloadKey) -> int:
-        """Requests known to have asked for ``key``; 0 for a key that the tracker does not have."""
+        """Return the number of requests that asked for ``key``, or 0 if the tracker does not contain it."""
         return self._counts.get(key, 0)
 
     def on_new_request(self, req_context: ReqContext) -> None:
@@ -97,7 +99,7 @@ class ReuseFilter:
             self._count_once(key, counted)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
-        """Counts the offer. Returns, in order, those of ``keys`` that enough requests have asked for."""
+        """Count the offer. Returns, in order, the ``keys`` that enough requests have asked for."""
         counted = self._counted_by.get(req_context.req_id) if req_context.reads_cache else None
         counts, threshold = self._counts, self.threshold
         admitted = []
@@ -120,7 +122,7 @@ class ReuseFilter:
         counts[key] = 1
 
     def _count_once(self, key: OffloadKey, counted: set[OffloadKey]) -> None:
-        """For an announced request, which has ``counted`` these keys."""
+        """Count ``key`` for an announced request, unless the request's ``counted`` keys include it."""
         if key in counted:
             return
         if len(counted) >= self._max_remembered:

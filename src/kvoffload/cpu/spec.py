@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both planes of offloading to host memory, built from one configuration."""
+"""Build the scheduler's and the workers' side of offloading to host memory from one configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Primary = TypeVar("_Primary", bound=CPUOffloadingManager)
 
 
 class CPUOffloadingSpec(OffloadingSpec):
-    """Offloading to the primary tier alone.
+    """Offloading to host memory without lower tiers.
 
-    Where scheduler and worker are one process (``layout.num_processes == 1``), one spec serves both and its region is
-    anonymous; else each process makes a spec, and they meet in a shared region named by ``layout.instance_id``.
+    If scheduler and worker are one process (``layout.num_processes == 1``), one spec serves both and its region is
+    anonymous. Otherwise each process makes a spec, and all of them map a shared region named by ``layout.instance_id``.
     """
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
@@ -30,14 +30,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.config = config
         self.layout = layout
         self.lost = LostBlocks() if config.record_trace or layout.traces_enabled else NO_LOSSES
-        """What its managers and tiers record of lost blocks."""
+        """The record of lost blocks that its managers and tiers write."""
         self.block_size_factor = layout.block_size_factor(config)
         self.block_bytes = layout.block_bytes(self.block_size_factor)
         self.num_blocks = layout.num_slots(config)
         if self.num_blocks < 1:
             raise ConfigError(
-                f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block alone takes "
-                f"{format_bytes(self.block_bytes)}; raise it to hold some thousand blocks."
+                f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, but one block alone takes "
+                f"{format_bytes(self.block_bytes)}; raise it to hold a few thousand blocks."
             )
         self._region: SharedOffloadRegion | None = None
         self._manager: OffloadingManager | None = None
@@ -50,7 +50,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             POLICIES.get(config.eviction_policy)
         if config.secondary_tiers and cls is CPUOffloadingSpec:
             problems.add(
-                "CPUOffloadingSpec keeps blocks in host memory alone: leave out spec_name for secondary_tiers."
+                "CPUOffloadingSpec keeps blocks in host memory only; to use secondary_tiers, leave out spec_name."
             )
         problems.raise_found()
 
@@ -59,7 +59,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     @property
     def region(self) -> SharedOffloadRegion:
-        """The primary tier's memory, mapped on first use: once per process of a shared region.
+        """The region in host memory. Each process maps it on first use.
 
         Raises ``LayoutError`` unless all processes of the engine will map the same memory.
         """
@@ -70,7 +70,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self._region = SharedOffloadRegion.anonymous(*shape)
             else:
                 name = self.layout.instance_id
-                if self.layout.num_nodes > 1:  # each has a region, also if two of them are one machine
+                if self.layout.num_nodes > 1:  # each node has a region, even if two nodes are one machine
                     name += f" node {self.layout.node}"
                 self._region = SharedOffloadRegion.shared(name, *shape, num_processes=self.layout.num_processes)
         return self._region
@@ -86,7 +86,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         if len(kv_caches.group_data_refs) != len(self.layout.groups):
             raise LayoutError(
                 f"group_data_refs must have one entry for each of the layout's {len(self.layout.groups)} KV groups, "
-                f"and has {len(kv_caches.group_data_refs)}."
+                f"but has {len(kv_caches.group_data_refs)}."
             )
         self._handlers = make_handlers(
             kv_caches,
@@ -105,14 +105,20 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._region.close()
 
     def _make_manager(self) -> OffloadingManager:
-        """The scheduler side needs no bytes here, but takes its part in the shared region, so that a region too large
-        for the host is refused before any worker starts."""
+        """Return a new manager.
+
+        The scheduler's side reads no bytes, but maps the shared region anyway, so that a region too large for the host
+        is rejected before any worker starts.
+        """
         _ = self.region
         return self._make_primary(CPUOffloadingManager)
 
     def _make_primary(self, make: Callable[..., _Primary], *args: object) -> _Primary:
-        """A manager of ``num_blocks`` slots, made with ``args`` and what is configured. It makes the records of all
-        slots now: an engine freezes what exists when it has started, and the garbage collector never visits that."""
+        """Return a manager of ``num_blocks`` slots, made with ``args`` and the configured options.
+
+        It also makes the records of all slots. An engine freezes all objects that exist once it has started, so the
+        garbage collector never visits the records.
+        """
         manager = make(
             self.num_blocks,
             *args,
@@ -128,12 +134,12 @@ class CPUOffloadingSpec(OffloadingSpec):
 
 
 def _check_processes(layout: EngineLayout) -> None:
-    """Raises ``LayoutError`` unless all processes of the engine will map the same memory."""
+    """Raise ``LayoutError`` unless all processes of the engine will map the same memory."""
     here = layout.ranks_per_node
     is_one = layout.num_ranks == layout.num_processes == 1
     is_without_scheduler = here < layout.num_ranks and layout.num_processes == here
     if not is_one and not is_without_scheduler and layout.num_processes != 1 + here:
         raise LayoutError(
             f"num_processes must be {1 + here}, one for the scheduler and one for each of {here} ranks, not "
-            f"{layout.num_processes}: otherwise they do not share the primary tier."
+            f"{layout.num_processes}; otherwise the processes do not share one region of host memory."
         )

@@ -629,7 +629,7 @@ def test_the_check_at_start_leaves_the_bytes_of_other_ranks(cuda: FakeCuda, rank
 
 def test_a_failed_copy_at_start_is_refused_in_one_sentence(cuda: FakeCuda) -> None:
     cuda.fail("cuStreamWaitEvent", after=3)
-    with pytest.raises(TransferError, match="fail at start; serve without kvoffload, and report the error before"):
+    with pytest.raises(TransferError, match="fail at startup; serve without kvoffload, and report the error above"):
         make_rig(cuda)
 
 
@@ -688,7 +688,7 @@ def _layout_of(num_slots: int) -> CopyLayout:
 
 def test_devices_of_amd_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(LayoutError, match="on AMD devices cannot be offloaded, since copies go through"):
+    with pytest.raises(LayoutError, match="cannot offload KV caches from AMD devices, because it copies with"):
         CudaDevice.of(torch.device("cuda"))
 
 

@@ -149,7 +149,7 @@ def test_memory_that_is_pinned_already_is_refused_and_leaves_no_error_behind() -
     driver = load_driver()
     region = SharedOffloadRegion.anonymous(4, PAGE_BYTES)
     first = PinnedRegion(driver, region.create_kv_memoryview())
-    with pytest.raises(CapacityError, match="refused the rest"):
+    with pytest.raises(CapacityError, match="rejected the rest"):
         PinnedRegion(driver, region.create_kv_memoryview())
     assert torch.ones(8, device="cuda").sum().item() == 8
     first.unpin()

@@ -23,12 +23,12 @@ __all__ = ["cuda"]
 
 
 def test_without_a_driver_one_sentence_says_what_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"needs NVIDIA's driver, and libabsent.so.1 cannot be loaded .*; install"):
+    with pytest.raises(ConfigError, match=r"needs NVIDIA's driver, but libabsent.so.1 cannot be loaded .*; install"):
         Driver("libabsent.so.1")
 
 
 def test_a_driver_that_is_too_old_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a driver for CUDA 12\.0 or newer, and libm.so.6 is older; update"):
+    with pytest.raises(ConfigError, match=r"needs a driver for CUDA 12\.0 or newer, but libm.so.6 is older; update"):
         Driver("libm.so.6")
 
 
@@ -182,7 +182,7 @@ def test_a_driver_without_a_device_is_refused(cuda: FakeCuda) -> None:
 
 
 def test_a_driver_before_cuda_12_0_has_no_calls_of_that_version(cuda: FakeCuda) -> None:
-    with pytest.raises(ConfigError, match=r"needs a driver for CUDA 12\.0 or newer, and this one has no cu\w+; update"):
+    with pytest.raises(ConfigError, match=r"needs a driver for CUDA 12\.0 or newer, but this one lacks cu\w+; update"):
         cuda.set_version(3_000)
     cuda.set_version(13_000)
 

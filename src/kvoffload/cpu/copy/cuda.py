@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies runs between a CUDA device and the region, with one lane for each direction (``lane.py``).
+"""Copy runs between a CUDA device and the region, with one lane for each direction (``lane.py``).
 
 The device's own timeline keeps the order. There, a job waits for the compute that wrote the blocks it reads or that may
 still read the blocks it overwrites, and for every open job of the other direction that touches the same slots or GPU
@@ -52,21 +52,21 @@ class CudaDevice:
 
     driver: Driver
     number: int
-    """Its index among the devices that this process sees."""
+    """The index of the device among the devices that this process sees."""
     compute_stream: Callable[[], Stream]
-    """Returns the stream to which the engine submits now. Called on the worker's thread."""
+    """A function that returns the stream to which the engine currently submits. Called on the worker's thread."""
 
     @classmethod
     def of(cls, device: torch.device) -> CudaDevice:
         """Return the device of a tensor.
 
-        Raises ``ConfigError`` without NVIDIA's driver, and ``LayoutError`` for an AMD device, which torch also calls
-        CUDA.
+        Raises ``ConfigError`` without NVIDIA's driver, and ``LayoutError`` for an AMD device, because torch calls AMD
+        devices CUDA as well.
         """
         if torch.version.hip is not None:
             raise LayoutError(
-                "KV caches on AMD devices cannot be offloaded, since copies go through NVIDIA's driver; serve without "
-                "kvoffload there."
+                "kvoffload cannot offload KV caches from AMD devices, because it copies with NVIDIA's driver; serve "
+                "without kvoffload there."
             )
         number = device.index
         return cls(load_driver(), number, lambda: Stream(torch.cuda.current_stream(number).cuda_stream))

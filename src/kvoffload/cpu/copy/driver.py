@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of CUDA's driver API that copying needs, through ctypes: addresses, sizes, streams and events.
+"""Call the part of CUDA's driver API that copying needs, through ctypes.
 
 We call the driver and not the runtime library for two reasons. A driver call reports an error only as its return value,
 but the runtime keeps it as the "last error" for the engine's next kernel. And the driver accepts whole batches of
 copies as the arrays that ``plan.py`` makes.
 
-Calls release the GIL and act on the calling thread's context. A thread of our own calls ``use_device`` once; the
-engine's thread, which may be using another device, makes its calls inside ``on_device``. This module does not import
+Calls release the GIL and act on the calling thread's context. Each of our own threads calls ``use_device`` once. The
+engine's thread may be using another device, so it makes its calls inside ``on_device``. This module does not import
 torch.
 """
 
@@ -28,13 +28,14 @@ from kvoffload.errors import ConfigError, TransferError
 logger = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
-"""What NVIDIA's driver installs. The dynamic loader finds it."""
+"""The library that NVIDIA's driver installs. The dynamic loader finds it."""
 
 COPIES_PER_CALL = "KVOFFLOAD_COPIES_PER_CALL"
-"""The environment variable for drivers that want fewer; 1 makes each copy a call. It is of the machine, not of the
-model, so no configuration has it."""
+"""The environment variable that lowers the number of copies per call for drivers that need it; 1 disables batches. It
+depends on the machine and not on the model, so it is not part of the configuration."""
 _COPIES_PER_CALL = 4096
-"""A batch of 51,828 failed, and then hung, on the driver 580.159.04 (vLLM issue 49276)."""
+"""The default and the largest allowed value. A batch of 51,828 copies failed, and then hung, on driver 580.159.04 (vLLM
+issue 49276)."""
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
@@ -42,15 +43,15 @@ Int64s = npt.NDArray[np.int64]
 
 _INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _NOT_READY = 600
-_CAPTURING = range(900, 909)  # somebody captures a graph, and some calls are refused meanwhile
+_CAPTURING = range(900, 909)  # a graph is being captured, and CUDA rejects some calls until that ends
 _CAPTURE_MODE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _EVENT_BLOCKING_SYNC = 1  # a waiting thread sleeps; without it, it spins
 _EVENT_DISABLE_TIMING = 2
-_REGISTER_PORTABLE = 1  # for every context of the process
+_REGISTER_PORTABLE = 1  # pinned for every context of the process
 _REGISTER_DEVICEMAP = 2
 _CAN_USE_HOST_POINTER = 91  # an attribute: registered memory has one address on both sides
-_ORDER_STREAM = 1  # a source is read when the stream comes to it; "any" order may read it before it was written
+_ORDER_STREAM = 1  # a source is read in stream order; with "any" order, it may be read before it was written
 
 
 class CudaError(TransferError):
@@ -114,45 +115,48 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 _BASE_VERSION = 12_000
 _BATCH_VERSION = 12_080
 _BATCH_TYPES = (_P, _P, _P, _N, _P, _P, _N, _P, _P)
-"""``cuMemcpyBatchAsync`` as of 12.8. That of 13.0 has no index of the failed copy."""
+"""The arguments of ``cuMemcpyBatchAsync`` in CUDA 12.8. In 13.0, it no longer reports the index of the failed copy."""
 
 
 class Driver:
-    """The driver of this process. Any thread may call, and its own context is used.
+    """The driver of this process. Any thread may call it, and calls use that thread's context.
 
-    Addresses are integers, on the host as on the device: CUDA has one address space. Every method raises ``CudaError``
-    when its call fails. The constructor raises ``ConfigError``, one sentence that says what to change, where there is
-    no driver, no device, or a driver older than CUDA 12.0.
+    Addresses on the host and on the device are integers, because CUDA has one address space. Every method raises
+    ``CudaError`` if its call fails. The constructor raises ``ConfigError``, with a remedy, if there is no driver, no
+    device, or only a driver older than CUDA 12.0.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
-        """``library`` is a file or a name for the dynamic loader."""
+        """Load ``library``, a file or a name for the dynamic loader."""
         self.copies_per_call = _copies_per_call()
-        """``copy_runs`` makes no larger batches. 1: each copy is a call."""
+        """The largest batch that ``copy_runs`` makes. 1 means that each copy is a call."""
         try:
             self._library = ctypes.CDLL(library)
             find = self._library.cuGetProcAddress_v2
         except OSError as exc:
             raise ConfigError(
-                f"Offloading from a CUDA device needs NVIDIA's driver, and {library} cannot be loaded ({exc}); install "
+                f"Offloading from a CUDA device needs NVIDIA's driver, but {library} cannot be loaded ({exc}); install "
                 "the driver, or give the container access to it."
             ) from exc
         except AttributeError as exc:
             raise ConfigError(
-                f"Offloading from a CUDA device needs a driver for CUDA 12.0 or newer, and {library} is older; update "
+                f"Offloading from a CUDA device needs a driver for CUDA 12.0 or newer, but {library} is older; update "
                 "the driver."
             ) from exc
         find.argtypes = (_S, _P, _I, ctypes.c_uint64, _P)
         self._find = find
         self._calls = {name: self._resolve(name, _BASE_VERSION, types) for name, types in _CALLS.items()}
         if code := self._calls["cuInit"](0):
-            raise ConfigError(f"NVIDIA's driver finds no device to offload from ({self._error_name(code)}).")
+            raise ConfigError(
+                f"NVIDIA's driver finds no device to offload from ({self._error_name(code)}); check that nvidia-smi "
+                "lists one here."
+            )
         self.version: int = self._get_int("cuDriverGetVersion")
-        """The newest CUDA that the driver supports: 12080 is 12.8."""
+        """The newest CUDA version that the driver supports, for example 12080 for 12.8."""
         self._batch = self._resolve_batch()
         self._attributes = _CopyAttributes(source_order=_ORDER_STREAM)
-        self._first_copy = _N(0)  # from which copy on the attributes hold
-        self._contexts: dict[int, int] = {}  # by device
+        self._first_copy = _N(0)  # the index of the first copy that the attributes apply to
+        self._contexts: dict[int, int] = {}  # keyed by device
         self.library = library
 
     def __repr__(self) -> str:
@@ -160,7 +164,7 @@ class Driver:
 
     @property
     def has_batch(self) -> bool:
-        """Whether many copies take one call (driver 12.8 and newer)."""
+        """Whether one call can make many copies (driver 12.8 and newer)."""
         return self._batch is not None and self.copies_per_call > 1
 
     @property
@@ -176,7 +180,7 @@ class Driver:
         return self._get_text("cuDeviceGetName", device)
 
     def pci_bus_id(self, device: int) -> str:
-        """For example ``0000:65:00.0``, in lower case, as the kernel names it in ``/sys/bus/pci/devices``."""
+        """Return, for example, ``0000:65:00.0``, in lower case as the kernel names it in ``/sys/bus/pci/devices``."""
         return self._get_text("cuDeviceGetPCIBusId", device).lower()
 
     def use_device(self, device: int) -> None:
@@ -213,53 +217,60 @@ class Driver:
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def has_one_address(self, device: int) -> bool:
-        """Whether a batch may name registered host memory by its address on the host. Elsewhere (WSL 2) that is an
-        illegal address, which breaks the device; a single copy finds the memory all the same."""
+        """Return whether a batch may name registered host memory by its address on the host.
+
+        Where this is false (WSL 2), such an address is illegal in a batch and breaks the device. A single copy finds
+        the memory anyway.
+        """
         return bool(self._get_int("cuDeviceGetAttribute", _CAN_USE_HOST_POINTER, self._get_int("cuDeviceGet", device)))
 
     # --------------------------------------------------------------------------------------------------- memory
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Page-locks host memory, some 10 GB in a second, and maps it for the device. Until ``unregister``, no copy may
-        start in it and end outside, nor in two registrations."""
+        """Page-lock host memory, at about 10 GB per second, and map it for the device.
+
+        Until ``unregister``, no copy may cross the border of this registration.
+        """
         self._call("cuMemHostRegister", address, num_bytes, _REGISTER_PORTABLE | _REGISTER_DEVICEMAP)
 
     def unregister(self, address: int) -> None:
-        """Of what was registered from ``address`` on. No copy may be running in it."""
+        """Undo the registration that starts at ``address``. No copy may be running in it."""
         self._call("cuMemHostUnregister", address)
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of device memory, which is not initialised. Free it with ``free``."""
+        """Return the address of new device memory, which is not initialised. Free it with ``free``."""
         return self._get_handle("cuMemAlloc", num_bytes)
 
     def free(self, address: int) -> None:
         self._call("cuMemFree", address)
 
     def fill(self, address: int, value: int, num_bytes: int, stream: Stream) -> None:
-        """Sets device memory to one byte, in stream order."""
+        """Set all bytes of device memory to ``value``, in stream order."""
         self._call("cuMemsetD8Async", address, value, num_bytes, stream)
 
     # ---------------------------------------------------------------------------------------- streams and events
 
     def create_stream(self) -> Stream:
-        """A stream that does not wait for the null stream, nor is waited for by it. At ordinary priority."""
+        """Return a new stream of ordinary priority that is independent of the null stream."""
         return Stream(self._get_handle("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, 0))
 
     def destroy_stream(self, stream: Stream) -> None:
-        """What it still has to do is done."""
+        """Destroy the stream. Work that was already submitted to it still runs."""
         self._call("cuStreamDestroy", stream)
 
     def synchronize(self, stream: Stream) -> None:
-        """Returns when all that was submitted to the stream has ended."""
+        """Return when all work submitted to the stream has ended."""
         self._call("cuStreamSynchronize", stream)
 
     def is_idle(self, stream: Stream) -> bool:
-        """Whether all that was submitted to the stream has ended. Does not block. Raises once the device is broken:
-        then every call fails, and nothing runs any more."""
+        """Return whether all work submitted to the stream has ended. Does not block.
+
+        Raises once the device is broken, as every call then does. Nothing runs on a broken device.
+        """
         return self._is_done("cuStreamQuery", stream)
 
     def create_event(self, is_timed: bool = True) -> Event:
-        """A thread that waits for it sleeps. Without timing it costs the device less."""
+        """Return a new event. A thread that waits for it sleeps. An event without timing costs the device less."""
         return Event(
             self._get_handle("cuEventCreate", _EVENT_BLOCKING_SYNC | (0 if is_timed else _EVENT_DISABLE_TIMING))
         )
@@ -268,17 +279,21 @@ class Driver:
         self._call("cuEventDestroy", event)
 
     def record(self, event: Event, stream: Stream) -> None:
-        """The event is done when all that was submitted to the stream before has ended. An event may be recorded again:
-        streams that wait for it go on waiting for what it meant when they began."""
+        """Record the event: it is done when all work submitted to the stream so far has ended.
+
+        An event may be recorded again. Streams that already wait for it keep waiting for the earlier recording.
+        """
         self._call("cuEventRecord", event, stream)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """What is submitted to the stream from now on starts after the event. Does not block. An event that was never
-        recorded is done."""
+        """Make all work submitted to the stream from now on start after the event. Does not block.
+
+        An event that was never recorded counts as done.
+        """
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def synchronize_event(self, event: Event) -> None:
-        """Returns when the event is done."""
+        """Return when the event is done."""
         self._call("cuEventSynchronize", event)
 
     def is_done(self, event: Event) -> bool:
@@ -291,7 +306,7 @@ class Driver:
         return not code
 
     def seconds_between(self, start: Event, end: Event) -> float:
-        """On the device's clock, to half a microsecond. Both are done."""
+        """Return the seconds between two events that are done, on the device's clock, to half a microsecond."""
         milliseconds = ctypes.c_float()
         self._call("cuEventElapsedTime", ctypes.addressof(milliseconds), start, end)
         return milliseconds.value / 1e3
@@ -299,16 +314,15 @@ class Driver:
     # --------------------------------------------------------------------------------------------------- copies
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
-        """One copy, in stream order. Host memory must be registered: otherwise the call returns when the copy ended."""
+        """Submit one copy, in stream order. If the host memory is not registered, the call waits for the copy's end."""
         self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
 
     def copy_runs(self, destinations: Int64s, sources: Int64s, lengths: Int64s, stream: Stream) -> None:
-        """Copies ``lengths[i]`` bytes, more than 0, from ``sources[i]`` to ``destinations[i]``. All start after what
-        was submitted to the stream before. *They have no order among them*: no two may write the same byte, and none
-        may read what another writes.
+        """Copy ``lengths[i]`` bytes, more than 0, from ``sources[i]`` to ``destinations[i]`` for each ``i``.
 
-        The arrays are contiguous and may go when the call returns. ``stream`` is not the null stream. If the call
-        fails, some of the copies may be running.
+        All copies start after earlier work of the stream. *They have no order among themselves*: no two may write the
+        same byte, and none may read a byte that another one writes. The caller may drop the arrays when the call
+        returns. ``stream`` must not be the null stream. If the call fails, some of the copies may be running.
         """
         columns = [np.ascontiguousarray(column, dtype=np.int64) for column in (destinations, sources, lengths)]
         assert {column.shape for column in columns} == {(len(lengths),)}, "as many sources as destinations and lengths"
@@ -316,7 +330,7 @@ class Driver:
             return
         for start in range(0, len(lengths), self.copies_per_call):
             part = [column[start : start + self.copies_per_call] for column in columns]
-            batch = self._batch  # another thread may be the one that finds out that it is refused
+            batch = self._batch  # another thread may find out that the driver rejects batches
             if batch is None or self.copies_per_call == 1:
                 self._copy_singly(part, stream)
             else:
@@ -349,20 +363,21 @@ class Driver:
         except CudaError:
             raise error from None
         logger.warning(
-            "%s Single copies work on this machine, so kvoffload uses them from now on; small pages copy slower.", error
+            "%s Single copies work on this machine, so kvoffload uses them from now on; small pages copy more slowly.",
+            error,
         )
         self._batch = None
 
     # ---------------------------------------------------------------------------------------------------- calls
 
     def _resolve(self, name: str, version: int, types: tuple[Any, ...]) -> Callable[..., int]:
-        """The function as of a version of CUDA: signatures changed under one name."""
+        """Return the function of the given CUDA version, because signatures changed while names stayed the same."""
         address, status = _P(), _I()
         code = self._find(name.encode(), ctypes.addressof(address), version, 0, ctypes.addressof(status))
         if code or not address.value:
             raise ConfigError(
                 f"Offloading from a CUDA device needs a driver for CUDA {version // 1000}.{version % 1000 // 10} or "
-                f"newer, and this one has no {name}; update the driver."
+                f"newer, but this one lacks {name}; update the driver."
             )
         return ctypes.CFUNCTYPE(_I, *types)(address.value)
 
@@ -384,7 +399,7 @@ class Driver:
         return value.value
 
     def _get_handle(self, name: str, *arguments: int | bytes) -> int:
-        """0 for a null pointer."""
+        """Call a function whose first argument returns a pointer, and return that pointer, or 0 if it is null."""
         value = _P()
         self._call(name, ctypes.addressof(value), *arguments)
         return value.value or 0
@@ -412,5 +427,5 @@ def _copies_per_call() -> int:
 
 @functools.cache
 def load_driver() -> Driver:
-    """The driver of this process, loaded at the first call. Raises ``ConfigError`` as ``Driver`` does."""
+    """Return the driver of this process, loaded at the first call. Raises ``ConfigError`` as ``Driver`` does."""
     return Driver(LIBRARY)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies runs within host memory without holding the GIL: the backend for CPU engines.
+"""Copy runs within host memory without holding the GIL. This is the backend for CPU engines.
 
-With llvmlite installed, a whole plan is one native call (``native.py``), from shortly after the first copy on. Without
-it, every run is one ``memmove`` through ctypes, which costs about a microsecond and so matters below 64 KiB a run.
+If llvmlite is installed, one native call copies a whole plan (``native.py``), starting shortly after the first copy.
+Otherwise each run is one ``memmove`` through ctypes. Such a call costs about a microsecond, which matters for runs
+below 64 KiB.
 
-Copies run on a few threads. Jobs may be reordered, but never two of which one writes what the other touches: two jobs
-*conflict* when one writes a slot or GPU block that the other reads or writes. A job starts when all earlier jobs that
-it conflicts with have ended. Among jobs that may start, loads go first: a request waits for a load, and none for a
-store.
+Copies run on a few threads. Two jobs *conflict* if one writes a slot or GPU block that the other reads or writes. A job
+starts when all earlier jobs that conflict with it have ended; other jobs may be reordered. Loads start before stores,
+because a request waits for a load and no request waits for a store.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ Int64s = npt.NDArray[np.int64]
 def make_host_handlers(
     kv_caches: CanonicalKVCaches, kv_view: memoryview, layout: CopyLayout, num_threads: int
 ) -> dict[tuple[str, str], OffloadingHandler]:
-    """Both directions for one worker, over one queue of ``num_threads`` threads. They keep both memories alive."""
+    """Return the handlers for both directions of one worker.
+
+    They share one queue with ``num_threads`` threads, and keep the KV caches and ``kv_view`` alive until ``shutdown``.
+    """
     keep_alive = (kv_caches, kv_view)
     queue = TransferQueue(num_threads)
     store = HostHandler(queue, Direction.STORE, layout, copy_to_host, keep_alive)
@@ -74,7 +77,7 @@ class HostHandler(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
         gpu, cpu = spec if self._direction is Direction.STORE else spec[::-1]
         if not isinstance(gpu, GPULoadStoreSpec) or not isinstance(cpu, CPULoadStoreSpec):
-            raise TypeError(f"A {self._direction.value} goes between GPU and CPU blocks, not {spec!r}.")
+            raise TypeError(f"A {self._direction.value} copies between GPU and CPU blocks, not {spec!r}.")
         extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
         self._queue.submit(job_id, self._direction, extent, lambda: self._plan(gpu, cpu))
 
@@ -98,7 +101,7 @@ class HostHandler(OffloadingHandler):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What a job copies: parts that may run in parallel, and the bytes they move together."""
+    """The copies of a job: parts that may run in parallel, and their total number of bytes."""
 
     parts: Sequence[Callable[[], None]]
     num_bytes: int
@@ -111,7 +114,7 @@ class _QueuedTransfer:
     make_plan: Callable[[], CopyPlan]
     extent: Extent
     num_blockers: int = 0
-    """Open jobs that must end before this one starts."""
+    """The number of open jobs that must end before this one starts."""
     blocked: list[_QueuedTransfer] = field(default_factory=list)
     """Later jobs that wait for this one, in the order of submission."""
     num_bytes: int = 0
@@ -121,10 +124,10 @@ class _QueuedTransfer:
 
 
 class _Memory:
-    """The open jobs that use each slot, or each GPU block: the last that writes it, and those that read it since.
+    """The open jobs that use each slot, or each GPU block: its last writer, and the jobs that read it after that.
 
-    A job that uses an id waits for these alone. Since they wait for the conflicting jobs before them, all conflicting
-    jobs run in the order of submission. A job costs O(ids), however many are open.
+    A job that uses an id waits only for these. They in turn wait for earlier conflicting jobs, so all conflicting jobs
+    run in the order of submission. A job costs O(ids), however many jobs are open.
     """
 
     def __init__(self) -> None:
@@ -132,24 +135,24 @@ class _Memory:
         self._readers: dict[int, dict[_QueuedTransfer, None]] = {}
 
     def write(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """Records that ``job`` will write ``ids``. Yields the jobs that it waits for."""
+        """Record that ``job`` will write ``ids``. Yields the jobs that it must wait for."""
         for each in ids:
             readers = self._readers.pop(each, None)
             if readers:
-                yield from readers  # which wait for the last writer
+                yield from readers  # they wait for the last writer
             elif each in self._writer:
                 yield self._writer[each]
             self._writer[each] = job
 
     def read(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """Records that ``job`` will read ``ids``. Yields the jobs that it waits for."""
+        """Record that ``job`` will read ``ids``. Yields the jobs that it must wait for."""
         for each in ids:
             if each in self._writer:
                 yield self._writer[each]
             self._readers.setdefault(each, {})[job] = None
 
     def release(self, job: _QueuedTransfer, ids: Iterable[int]) -> None:
-        """``job`` has ended."""
+        """Remove ``job``, which has ended, from the users of ``ids``."""
         for each in ids:
             if self._writer.get(each) is job:
                 del self._writer[each]
@@ -164,7 +167,7 @@ class TransferQueue:
     """The copies of one worker, in both directions.
 
     The worker's thread calls ``submit``, ``take_finished``, ``wait`` and ``shutdown``. Plans and copies run on
-    ``num_threads`` daemon threads, which the first job starts. A job whose plan or copy raises has failed.
+    ``num_threads`` daemon threads, which the first job starts. A job fails if its plan or one of its copies raises.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -184,7 +187,10 @@ class TransferQueue:
         return f"TransferQueue(threads={self.num_threads}, open={sorted(self._open)})"
 
     def submit(self, job_id: int, direction: Direction, extent: Extent, make_plan: Callable[[], CopyPlan]) -> None:
-        """Queues a job. It fails at once if its id is open already, if no thread can be had, or after ``shutdown``."""
+        """Queue a job.
+
+        It fails at once if its id is already open, if no thread can be started, or after ``shutdown``.
+        """
         job = _QueuedTransfer(job_id, direction, make_plan, extent)
         with self._lock:
             if self._closing or job_id in self._open or not self._start_threads():
@@ -204,18 +210,18 @@ class TransferQueue:
                 self._has_work.notify()
 
     def take_finished(self, direction: Direction) -> list[TransferResult]:
-        """Results of the jobs of one direction that ended since the last call, each once."""
+        """Return the results of the jobs of one direction that ended since the last call, each once."""
         with self._lock:
             finished, self._finished[direction] = self._finished[direction], []
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns when none of ``job_ids`` is open. Unknown ids are not open."""
+        """Return when none of ``job_ids`` is open. Unknown ids are not open."""
         with self._job_ended:
             self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
 
     def shutdown(self) -> None:
-        """Fails the jobs that have not started, and waits for those that run. Idempotent."""
+        """Fail the jobs that have not started, and wait for the running ones. Idempotent."""
         with self._lock:
             self._closing = True
             for job in [job for job in self._open.values() if not job.started_s]:
@@ -232,13 +238,13 @@ class TransferQueue:
     # Everything below runs on the queue's threads, or with the lock held.
 
     def _start_threads(self) -> bool:
-        """Whether there are any. The next job tries again to start those that are missing."""
+        """Start missing threads, and return whether any thread exists. The next job retries failed starts."""
         while len(self._threads) < self.num_threads:
             name = f"kvoffload-copy-{len(self._threads)}"
             thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the process has as many as it may have
+            except RuntimeError:  # the process has reached its limit of threads
                 break
             self._threads.append(thread)
         return bool(self._threads)
@@ -281,8 +287,8 @@ class TransferQueue:
         try:
             part()
         except BaseException:
-            # Whatever it was, the job failed and its blocks are a miss. If it ended the thread instead, the job would
-            # stay open and ``wait`` would never return.
+            # The job fails after any exception, and its blocks become misses. If the exception ended this thread
+            # instead, the job would stay open and ``wait`` would never return.
             logger.exception("Transfer %d failed.", job.job_id)
             failed = True
         with self._lock:
@@ -313,12 +319,12 @@ class TransferQueue:
 
 
 def copy_to_host(runs: Runs) -> None:
-    """Device to region; the caller keeps both sides alive."""
+    """Copy runs from the device's side to the region. The caller keeps both sides alive."""
     _move(runs.host, runs.device, runs.lengths)
 
 
 def copy_to_device(runs: Runs) -> None:
-    """Region to device; the caller keeps both sides alive."""
+    """Copy runs from the region to the device's side. The caller keeps both sides alive."""
     _move(runs.device, runs.host, runs.lengths)
 
 
@@ -328,10 +334,10 @@ def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
 
 
 def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    """One ctypes call per run. Each releases the GIL."""
+    """Move the runs with one ctypes call each. Each call releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(destination, source, length)
 
 
 MOVER = CompiledLater(move_one_by_one, compile_mover)
-"""Moves the runs of every queue of this process."""
+"""The function that moves the runs of all queues of this process."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One direction of copies between a CUDA device and the region: a stream, and the thread that submits to it.
+"""Make the copies of one direction between a CUDA device and the region, with a stream and a thread that submits to it.
 
-The engine's thread only records the events that a job waits for, and queues the job. The lane's thread pays half a
-microsecond of CPU time for each copy, and waits if the driver's queue is full. It submits a job once the compute before
-it is done, so that nothing queues up in the driver, and in pieces, so that other streams' small copies get in between.
+The engine's thread only records the events that a job waits for, and queues the job. The lane's thread spends half a
+microsecond of CPU time on each copy, and waits if the driver's queue is full. It submits a job once the compute before
+the job is done, so that nothing queues up in the driver. It submits in pieces, so that small copies of other streams
+can run between them.
 
 The order does not depend on this thread: on the device's own timeline, each job waits for the compute and for the jobs
 that must come before it. So a caller that needs a job submitted immediately (``hurry``) submits it itself.
@@ -33,15 +34,17 @@ logger = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 
 PIECE_BYTES = 16 << 20
-"""A copy engine makes the copies of one stream back to back, so other streams' small copies wait until there is a gap
-between two pieces (torchrec issues 4303 and 4373: 32 MiB with a tiny operation between). To be measured on a device."""
+"""The largest piece. A copy engine makes the copies of one stream back to back, so small copies of other streams wait
+until there is a gap between two pieces (torchrec issues 4303 and 4373: 32 MiB with a tiny operation between). This
+value has not been measured on a device."""
 PIECE_RUNS = 256
-"""A channel seems to hold about 1,024 launches (undocumented; the probe measures it). The next call then blocks and may
-hold the context's lock, which stalls the engine's own launches. ``OPEN_PIECES`` of these stay below that."""
+"""The most runs in a piece. A channel seems to hold about 1,024 launches (undocumented; the probe measures it). The
+next call then blocks and may hold the context's lock, which stalls the engine's own launches. ``OPEN_PIECES`` pieces
+stay below this number."""
 OPEN_PIECES = 3
-"""Pieces that are submitted and not done. Two keep the copy engine busy while the thread wakes up."""
+"""The most pieces that are submitted and not done. Two keep the copy engine busy while the thread wakes up."""
 DRAIN_S = 30.0
-"""Seconds that a shutdown waits for a stream."""
+"""The time limit for a stream at shutdown, in seconds."""
 
 _ATTEMPTS = 3
 _POLL_S = 100e-6
@@ -76,7 +79,7 @@ class Events:
 
 
 class EventPools:
-    """Events with timing, for the start and the end of jobs, and events for order alone, which cost the device less."""
+    """Two pools: events with timing, for the start and end of jobs, and cheaper events that only keep order."""
 
     def __init__(self, driver: Driver) -> None:
         self.timed, self.untimed = Events(driver, is_timed=True), Events(driver, is_timed=False)
@@ -111,7 +114,7 @@ class Moment:
 
 
 class DeviceHealth:
-    """Whether the device is broken: every call fails, and so does every job."""
+    """Whether the device is broken. If it is, every call and every job fails."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -138,17 +141,20 @@ class Job:
     started: Event | None = None
     num_bytes: int = 0
     has_copies: bool = False
-    """The driver may have accepted some of its copies."""
+    """Whether the driver may have accepted some of the job's copies."""
     is_submitted: bool = False
-    """All of its work, or as much as the driver accepted, is in the stream."""
+    """Whether all of the job's work, or as much as the driver accepted, is in the stream."""
     has_end: bool = False
-    """``ended`` was recorded. A wait for an event that was never recorded has no effect, so other jobs must not rely on
-    ``ended`` before."""
+    """Whether ``ended`` was recorded. A wait for an event that was never recorded has no effect, so other jobs must not
+    rely on ``ended`` until then."""
     failed: bool = False
 
 
 class Lane:
-    """The engine's thread creates it and calls its public methods, with the device's context current."""
+    """One direction of copies.
+
+    The engine's thread creates it and calls its methods with the device's context current.
+    """
 
     other: Lane
     """The lane of the other direction."""
@@ -163,8 +169,11 @@ class Lane:
         spacer: int,
         borders: Int64s,
     ) -> None:
-        """``spacer`` is a byte of device memory that nobody reads. No copy may cross one of the host addresses
-        ``borders``."""
+        """Create the lane and its stream.
+
+        ``spacer`` is the address of a byte of device memory that nobody reads. No copy may cross one of the host
+        addresses ``borders``.
+        """
         self.direction = direction
         self.stream = driver.create_stream()
         self._driver = driver
@@ -205,7 +214,7 @@ class Lane:
         with self._changed:
             queue = [*self._queue]
         for each in queue:
-            for blocker in [*each.blockers]:  # all of which are older than each
+            for blocker in [*each.blockers]:  # all of them are older than ``each``
                 self.other.hurry(blocker)
             self._submit(each, is_paced=False)
             if each is job:
@@ -221,10 +230,10 @@ class Lane:
         self._health.set_broken()
 
     def has_ended(self, job: Job) -> bool:
-        """Whether nothing of ``job`` runs or will run. Does not block.
+        """Return whether all copies of ``job`` are over. Does not block.
 
         CUDA does not promise that copies into host memory have stopped once a broken device reports its error. So the
-        slots of such a store are in use until the process ends.
+        slots of such a store stay in use until the process ends.
         """
         if not job.is_submitted:
             return False
@@ -241,7 +250,7 @@ class Lane:
             return False
 
     def record_end(self, job: Job) -> bool:
-        """Record ``job.ended`` after all copies of ``job``, unless that was done. Returns whether it is recorded.
+        """Record ``job.ended`` after all copies of ``job``, unless it is already recorded. Returns whether it is.
 
         A later attempt also covers jobs that were submitted meanwhile, which is harmless.
         """
@@ -278,7 +287,7 @@ class Lane:
         return True
 
     def release(self) -> None:
-        """Destroy the stream. Call it after ``close``, if nothing runs."""
+        """Destroy the stream. Call this after ``close``, if no copy is running."""
         with contextlib.suppress(CudaError):
             self._driver.destroy_stream(self.stream)
 
@@ -306,7 +315,7 @@ class Lane:
             self._submit(job, is_paced=True)
 
     def _await(self, blockers: list[Job], awaited: list[Moment]) -> None:
-        """Wait on the host, so that the job can run as soon as it is submitted and holds nothing up in the driver."""
+        """Wait on the host, so that the job can run as soon as it is submitted and blocks nothing in the driver."""
         for blocker in blockers:
             with self.other._changed:
                 self.other._changed.wait_for(lambda job=blocker: job.is_submitted)  # type: ignore[misc]

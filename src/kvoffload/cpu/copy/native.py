@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy loop as machine code, compiled by LLVM where llvmlite is installed (vLLM brings it).
+"""Compile the copy loop to machine code with LLVM, if llvmlite is installed (vLLM depends on it).
 
-Two things make it as fast as one large memcpy although its pages are scattered. It asks for what it will read 4 KiB
-later, across the end of a run into the next one, since hardware prefetchers start anew with every page. And it writes
-past the caches, as the C library does for large copies but not for small ones: an ordinary store first reads the line
-that it overwrites, which is a third of all traffic, and pushes out what compute would have found there.
+The loop copies scattered pages as fast as one large memcpy, for two reasons. First, it prefetches the data that it will
+read 4 KiB later, across the end of a run into the next one, because hardware prefetchers start over at each page.
+Second, it writes past the caches, as the C library does for large copies only. An ordinary store first reads the line
+that it overwrites, which causes a third of all memory traffic, and evicts data from the cache that compute needs.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MoveRuns = Callable[[Int64s, Int64s, Int64s], None]
 
 
 class CompiledLater:
-    """A ``MoveRuns`` that is ``plain`` until a faster one has been compiled.
+    """A ``MoveRuns`` that calls ``plain`` until a faster one has been compiled.
 
-    The first call starts ``compile`` in a thread of its own and does not wait for it. A process that copies nothing
-    compiles nothing, and no copy is ever late for it. ``compile`` returns ``None`` where there is nothing faster. Any
+    The first call starts ``compile`` in its own thread and does not wait for it, so compilation never delays a copy,
+    and a process that copies nothing compiles nothing. ``compile`` returns ``None`` if it has nothing faster. Any
     thread may call.
     """
 
     def __init__(self, plain: MoveRuns, compile: Callable[[], MoveRuns | None]) -> None:
         self._move = plain
         self._compile = compile
-        self._first_call = threading.Lock()  # taken once, for good
+        self._first_call = threading.Lock()  # acquired once and never released
         self._has_ended = threading.Event()
 
     def __repr__(self) -> str:
@@ -45,15 +45,15 @@ class CompiledLater:
 
     def __call__(self, destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
         if self._first_call.acquire(blocking=False):
-            # Not a daemon: a process that exits while LLVM runs would tear it down under that thread's feet.
+            # This is not a daemon thread, because a process must not exit while LLVM is running.
             try:
                 threading.Thread(target=self._replace, name="kvoffload-compile").start()
             except RuntimeError:
-                self._has_ended.set()  # a process that exits, or has too many threads, does without
+                self._has_ended.set()  # a process that is exiting, or has too many threads, keeps using ``plain``
         self._move(destinations, sources, lengths)
 
     def wait(self) -> None:
-        """Returns when the compilation that the first call started has ended."""
+        """Return when the compilation that the first call started has ended."""
         self._has_ended.wait()
 
     def _replace(self) -> None:
@@ -64,7 +64,7 @@ class CompiledLater:
 
 
 def compile_mover() -> MoveRuns | None:
-    """The compiled loop, or ``None`` where llvmlite is missing or unusable. Takes some 50 ms of processor time."""
+    """Return the compiled loop, or ``None`` if llvmlite is missing or unusable. Takes about 50 ms of CPU time."""
     try:
         import llvmlite.binding as llvm
 
@@ -72,8 +72,10 @@ def compile_mover() -> MoveRuns | None:
     except ImportError:
         return None
     except Exception:
-        # Releases of llvmlite and processors can disagree; one memmove per run is always right.
-        logger.warning("llvmlite is installed but cannot compile: small pages will be copied slower.", exc_info=True)
+        # A release of llvmlite may not support this processor. One memmove per run always works.
+        logger.warning(
+            "llvmlite is installed but cannot compile, so kvoffload copies small pages more slowly.", exc_info=True
+        )
         return None
 
 
@@ -97,7 +99,7 @@ run:
   %length = load i64, ptr %length.at
   %next_source = load ptr, ptr %next_source.at
 
-  ; Whole lines are streamed, if the vectors of the destination are aligned. memmove copies what they leave.
+  ; If the destination is aligned for vectors, whole lines are streamed. memmove copies the remaining bytes.
   %address = ptrtoint ptr %destination to i64
   %misaligned_by = and i64 %address, 31
   %is_aligned = icmp eq i64 %misaligned_by, 0
@@ -110,7 +112,7 @@ run:
 line:
   %offset = phi i64 [0, %run], [%next_offset, %line]
 
-  ; What is read 4 KiB later: of this run, or of the next one. A prefetch of unmapped memory does nothing.
+  ; Prefetch the data that is read 4 KiB later, from this or the next run. Prefetching unmapped memory does nothing.
   %ahead = add i64 %offset, 4096
   %beyond = sub i64 %offset, %last_4096
   %is_within = icmp slt i64 %beyond, 0
@@ -140,7 +142,7 @@ rest:
   br i1 %is_last, label %end, label %run
 
 end:
-  ; Stores past the caches are weakly ordered: they must be seen before the job's end is.
+  ; Stores past the caches are weakly ordered, and must become visible before the end of the job does.
   fence seq_cst
   ret void
 }
@@ -149,12 +151,12 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare void @llvm.memmove.p0.p0.i64(ptr, ptr, i64, i1)
 !0 = !{i32 1}
 """
-"""``move`` in LLVM's language, for whatever processor LLVM lowers it to. ``num_runs`` is at least 1."""
+"""The function ``move`` in LLVM's language, for any processor that LLVM supports. ``num_runs`` is at least 1."""
 
 
 def _compile(llvm: Any) -> MoveRuns:
     with contextlib.suppress(RuntimeError):
-        llvm.initialize()  # which newer releases do by themselves, and refuse
+        llvm.initialize()  # newer releases initialise themselves and raise RuntimeError here
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(_CODE)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory on the socket of a device. Copies that cross sockets share the link between them with everything else."""
+"""Place host memory on the NUMA node of a device.
+
+Copies that cross sockets share the link between the sockets with all other traffic.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import platform
 from pathlib import Path
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call: the C library has no wrapper, and libnuma is not always there."""
+"""The number of the ``mbind`` system call by machine. The C library has no wrapper for it, and libnuma is optional."""
 
 _PREFERRED = 1
 _MAX_NODES = 1024
@@ -16,8 +19,7 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def node_of_device(pci_bus_id: str, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that a PCI device is attached to. ``None`` where the kernel does not say, as in many virtual
-    machines."""
+    """Return the NUMA node of a PCI device, or ``None`` if the kernel does not report one, as in many VMs."""
     try:
         node = int((devices / pci_bus_id / "numa_node").read_text())
     except (OSError, ValueError):
@@ -26,7 +28,7 @@ def node_of_device(pci_bus_id: str, devices: Path = Path("/sys/bus/pci/devices")
 
 
 def cores_of_node(node: int, nodes: Path = Path("/sys/devices/system/node")) -> set[int]:
-    """Those of a NUMA node. Empty where the kernel does not say, or the node has none."""
+    """Return the CPU cores of a NUMA node. The set is empty if the node has none or the kernel does not report them."""
     try:
         ranges = (nodes / f"node{node}" / "cpulist").read_text().strip().split(",")
         ends = [[int(end) for end in each.split("-")] for each in ranges if each]
@@ -36,8 +38,11 @@ def cores_of_node(node: int, nodes: Path = Path("/sys/devices/system/node")) -> 
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> bool:
-    """Pages of this memory that do not exist yet will come from ``node`` as long as it has room. ``address`` is that of
-    a page. Returns whether the kernel agreed: containers often forbid the call, and nothing is wrong then."""
+    """Ask the kernel to allocate future pages of this memory on ``node`` while that node has room.
+
+    ``address`` must be page-aligned. Returns whether the kernel accepted. Containers often forbid the call, which is
+    harmless.
+    """
     number = _MBIND.get(platform.machine())
     if number is None:
         return False

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A region's memory, page-locked for a device.
+"""Page-lock a region's memory for a device.
 
-In pieces, since the driver refuses hundreds of GiB in one call. No copy may cross from one piece into the next, so
-pieces end where slots and pages do, and their ``borders`` are known to whoever cuts the copies.
+The region is registered in pieces, because the driver rejects hundreds of GiB in one call. No copy may cross from one
+piece into the next. So pieces end at multiples of both the slot size and the page size, and ``borders`` lists their
+boundaries for the code that cuts the copies.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_PIECE_BYTES = 64 << 30
 _MAX_PIECES = 1024
-"""If all were equal. A driver that refuses a thousandth has no more memory to give."""
+"""The region is divided into at most this many pieces of the smallest size. A driver that rejects a piece of that size
+has no memory left."""
 
 
 class PinnedRegion:
-    """All of a region's bytes, registered with the driver until ``unpin``. Keeps them alive as long.
+    """All of a region's bytes, registered with the driver and kept alive until ``unpin``.
 
-    A piece that the driver refuses is halved and tried again, and the ones after it are as small. Raises
-    ``CapacityError``, with nothing pinned, if a thousandth of the region is refused too.
+    If the driver rejects a piece, half of it is tried, and the pieces after it are no larger. Raises ``CapacityError``,
+    with nothing pinned, if the driver rejects even a thousandth of the region.
     """
 
     def __init__(self, driver: Driver, kv_view: memoryview, node: int | None = None) -> None:
-        """``kv_view`` has shape (num_slots, slot_bytes) and begins a page. Pages of it that were never touched come
-        from NUMA node ``node``, if that is given and has room."""
+        """Pin ``kv_view``, which has shape (num_slots, slot_bytes) and starts at a page boundary.
+
+        Pages that were never touched are allocated on NUMA node ``node``, if it is given and has room.
+        """
         shape = kv_view.shape
         assert shape is not None
         self._driver = driver
@@ -47,12 +51,12 @@ class PinnedRegion:
         self.address: int = self._bytes.ctypes.data
         self.num_bytes = self._bytes.size
         if node is not None and prefer_node(self.address, self.num_bytes, node):
-            logger.info("Host memory that is not in use yet is asked for from NUMA node %d, that of the device.", node)
+            logger.info("Host memory that is not in use yet will come from NUMA node %d, the device's node.", node)
         started_s = time.monotonic()
         near = frozenset[int]() if node is None else cores_of_node(node)
         if populate(self.address, self.num_bytes, near=near):
             done = format_bytes(self.num_bytes)
-            logger.info("%s of host memory have their pages after %.1f s.", done, time.monotonic() - started_s)
+            logger.info("The kernel allocated %s of host memory in %.1f s.", done, time.monotonic() - started_s)
         unit = math.lcm(shape[1], mmap.PAGESIZE)
         self._pieces: list[int] = []
         try:
@@ -61,13 +65,16 @@ class PinnedRegion:
             self.unpin()
             raise
         self.borders: npt.NDArray[np.int64] = np.array(self._pieces[1:], dtype=np.int64)
-        """Addresses between two pieces, ascending."""
+        """The address where each piece but the first starts, ascending."""
 
     def __repr__(self) -> str:
         return f"PinnedRegion({format_bytes(self.num_bytes)} in {len(self._pieces)} pieces)"
 
     def unpin(self) -> None:
-        """Idempotent; no copy may be running. Errors of a broken device are ignored."""
+        """Unregister the memory and release it.
+
+        Idempotent. No copy may be running. Ignores errors of a broken device.
+        """
         pieces, self._pieces, self._bytes = self._pieces, [], None
         for address in pieces:
             with contextlib.suppress(CudaError):
@@ -96,11 +103,11 @@ class PinnedRegion:
 
 def _refusal(pinned_bytes: int, wanted_bytes: int, error: CudaError) -> CapacityError:
     limit, available = limit_bytes(), available_bytes()
-    memory = "" if available is None else f" {format_bytes(available)} of memory are available"
-    memory += "" if limit is None else f" below a limit of {format_bytes(limit)}"
+    memory = "" if available is None else f" {format_bytes(available)} of memory is available"
+    memory += "" if limit is None else f" within a limit of {format_bytes(limit)}"
     advice = f"Lower cpu_bytes_to_use to {format_bytes(pinned_bytes)}" if pinned_bytes else "Lower cpu_bytes_to_use"
     return CapacityError(
         f"The CUDA driver pinned {format_bytes(pinned_bytes)} of the {format_bytes(wanted_bytes)} of host memory for "
-        f"offloading and refused the rest: {error}{memory and memory + '.'} {advice}, or give the "
+        f"offloading and rejected the rest: {error}{memory and memory + '.'} {advice}, or give the "
         "container more memory."
     )

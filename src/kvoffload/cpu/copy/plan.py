@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From block ids to byte runs: what a transfer copies, as plain arrays, computed in one vectorised pass.
+"""Turn the block ids of a transfer into byte runs, as plain arrays, in one vectorised pass.
 
-An offloaded block fills one slot of the primary region, in pages. Each page holds the block's ``factor`` sub-blocks
-side by side::
+An offloaded block fills one slot of the region in host memory. The slot consists of pages, and each page holds the
+block's ``factor`` sub-blocks side by side::
 
     | page 0: sub 0, sub 1, .. | page 1: sub 0, sub 1, .. | ...
 
-So consecutive GPU blocks are contiguous on both sides, and merge into one run. Either each rank has a slice of the slot
-with pages of its own, one after the other in the group's ref order; or the pages are those of the whole slot, and a
-rank has a part of each (``SharedPage``), which is the same part of every sub-block.
+So consecutive GPU blocks are contiguous on both sides and merge into one run. There are two arrangements. Either each
+rank has its own slice of the slot, with its own pages one after the other in the group's ref order; or all ranks share
+the slot's pages, and a rank owns the same part of every sub-block of a page (``SharedPage``).
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageRef:
-    """One page of a group's GPU block: where its tensor lies, in bytes, without torch."""
+    """The position in memory of one page of a group's GPU blocks, without torch."""
 
     address: int
-    """Of the page of GPU block 0."""
+    """The address of the page of GPU block 0."""
     stride_bytes: int
-    """From one GPU block's page to that of the next."""
+    """The distance between the pages of two consecutive GPU blocks."""
     num_blocks: int
-    """GPU blocks in the tensor."""
+    """The number of GPU blocks in the tensor."""
     page_bytes: int
-    """Of this rank."""
+    """The number of the page's bytes on this rank."""
     shared: SharedPage | None = None
-    """Where they lie in a page of all ranks; ``None``: they are a page of this rank's slice."""
+    """The position of these bytes in a page of all ranks, or ``None`` if the page belongs to this rank's slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PageColumns:
-    """The pages of a group as columns, one row a page, for arithmetic with rows of blocks."""
+    """The pages of a group as columns of shape (pages, 1), which broadcast with rows of blocks."""
 
     address: Int64s
     stride_bytes: Int64s
     page_bytes: Int64s
     offset: Int64s
-    """Within the slot, of sub-block 0."""
+    """The offset of sub-block 0 within the slot."""
     slot_stride_bytes: Int64s
-    """In the slot, from one sub-block to the next."""
+    """The distance between two consecutive sub-blocks in the slot."""
     num_blocks: int
-    """GPU blocks that all of its tensors have."""
+    """The number of GPU blocks in the group's smallest tensor."""
 
     @classmethod
     def of(cls, pages: Sequence[PageRef], factor: int, slice_start: int) -> _PageColumns:
@@ -79,25 +79,26 @@ class CopyLayout:
 
     groups: tuple[tuple[PageRef, ...], ...]
     factor: int
-    """GPU blocks per offloaded block."""
+    """The number of GPU blocks per offloaded block."""
     region_address: int
-    """Of slot 0."""
+    """The address of slot 0."""
     slot_bytes: int
-    """From one slot to the next."""
+    """The distance between two consecutive slots."""
     num_slots: int
     slice_start: int = 0
-    """From the slot's start to this rank's slice."""
+    """The offset of this rank's slice within a slot, in bytes."""
     replica: int = 0
     num_replicas: int = 1
-    """Ranks that hold the same bytes. Slot s is stored by replica s modulo this number, and loaded by all."""
+    """The number of ranks that hold the same bytes. Replica ``s % num_replicas`` stores slot s, and all replicas load
+    it."""
 
     @functools.cached_property
     def columns(self) -> tuple[_PageColumns | None, ...]:
-        """By group; ``None`` for one without pages."""
+        """The pages of each group, or ``None`` for a group without pages."""
         return tuple(_PageColumns.of(pages, self.factor, self.slice_start) if pages else None for pages in self.groups)
 
     def at(self, addresses: Sequence[Sequence[int]]) -> CopyLayout:
-        """The same with the pages of GPU block 0 elsewhere: by group and page."""
+        """Return this layout with new addresses of GPU block 0's pages, given by group and page."""
         groups = (
             tuple(replace(page, address=address) for page, address in zip(pages, of_group, strict=True))
             for pages, of_group in zip(self.groups, addresses, strict=True)
@@ -105,7 +106,7 @@ class CopyLayout:
         return replace(self, groups=tuple(groups))
 
     def bytes_in_slot(self, group: int) -> list[slice]:
-        """The parts of a slot that a block of ``group`` fills on this rank, disjoint and ascending."""
+        """Return the parts of a slot that a block of ``group`` fills on this rank, disjoint and ascending."""
         pages, parts = self.columns[group], []
         if pages is not None:
             sides = pages.offset, pages.slot_stride_bytes, pages.page_bytes
@@ -116,7 +117,7 @@ class CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a job reads and writes: slots on the host side, GPU blocks on the device side."""
+    """The slots and GPU blocks that a job reads or writes."""
 
     slots: frozenset[int]
     gpu_blocks: frozenset[int]
@@ -135,10 +136,10 @@ class Runs:
         return int(self.lengths.sum())
 
     def in_order_of(self, addresses: Int64s) -> Runs:
-        """The same runs by ascending ``addresses``, which is ``device`` or ``host``.
+        """Return the same runs in ascending order of ``addresses``, which is ``device`` or ``host``.
 
-        Pass the side that is read: reads in order are much faster than scattered ones, and the order of writes does not
-        matter.
+        Pass the side that is read, because reads in order are much faster than scattered ones. The order of writes does
+        not matter.
         """
         order = np.argsort(addresses)
         return Runs(self.device[order], self.host[order], self.lengths[order])
@@ -147,19 +148,21 @@ class Runs:
         return Runs(self.device[chosen], self.host[chosen], self.lengths[chosen])
 
     def merged(self) -> Runs:
-        """The same bytes, with neighbours that touch on both sides as one run."""
+        """Return the same bytes, with consecutive runs that touch on both sides merged into one."""
         if len(self.lengths) < 2:
             return self
         touches = self.device[1:] - self.device[:-1] == self.lengths[:-1]
-        if not touches.any():  # scattered, as most are
+        if not touches.any():  # most runs are scattered
             return self
         touches &= self.host[1:] - self.host[:-1] == self.lengths[:-1]
         starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
         return Runs(self.device[starts], self.host[starts], np.add.reduceat(self.lengths, starts))
 
     def cut_at(self, borders: Int64s) -> Runs:
-        """The same bytes in runs that do not cross any of ``borders``, ascending addresses of the host side. A run may
-        be cut more than once."""
+        """Return the same bytes in runs that cross none of ``borders``, which are ascending host addresses.
+
+        A run may be cut more than once.
+        """
         if not len(borders):
             return self
         first = np.searchsorted(borders, self.host, side="right")
@@ -176,7 +179,7 @@ class Runs:
         return Runs(self.device[run] + (low - self.host[run]), low, high - low)
 
     def split(self, parts: int) -> list[Runs]:
-        """At most ``parts`` parts of about the same number of bytes. Long runs are cut."""
+        """Split the runs into at most ``parts`` parts of about the same number of bytes. Cuts long runs."""
         total = self.num_bytes
         if parts < 2 or total < parts * _LEAST_PART_BYTES:
             return [self] if total else []
@@ -186,7 +189,10 @@ class Runs:
         return [self._slice(int(low), int(high), ends) for low, high in itertools.pairwise(cuts)]
 
     def pieces(self, max_bytes: int, max_runs: int) -> Iterator[Runs]:
-        """The same bytes in order, at most so many at a time. Long runs are cut."""
+        """Yield the same bytes in order, at most ``max_bytes`` in at most ``max_runs`` runs at a time.
+
+        Cuts long runs.
+        """
         ends = np.cumsum(self.lengths)
         low, total = 0, int(ends[-1]) if len(ends) else 0
         while low < total:
@@ -212,21 +218,21 @@ _LEAST_PART_BYTES = 64 << 10
 
 
 def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction) -> Runs:
-    """The runs between the blocks of ``gpu`` and the slots of ``cpu``. Runs that touch on both sides are merged. A
-    store leaves out the slots that other replicas store.
+    """Return the runs between the blocks of ``gpu`` and the slots of ``cpu``.
 
-    No two runs write the same byte, since copies of one job have no order. Of a GPU block that a load names twice, or
-    of a slot that a store does, only the last place is copied.
+    Runs that touch on both sides are merged. A store leaves out the slots that other replicas store. No two runs write
+    the same byte, because copies of one job have no order: if a load names a GPU block twice, or a store names a slot
+    twice, only the last occurrence is copied.
 
     ``cpu.block_ids`` lists, group after group, the slots that hold the group's GPU blocks. Raises ``TransferError`` for
-    ids outside the layout, so that a mistake is a failed transfer and never a write to foreign memory, and for pages of
-    two sizes in one place.
+    ids outside the layout, so that a mistake causes a failed transfer and never a write to foreign memory. Raises it
+    also if pages of two sizes would be written to one place.
     """
     if len(gpu.group_sizes) > len(layout.groups):
-        raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, and there are {len(layout.groups)}.")
+        raise TransferError(f"A transfer names {len(gpu.group_sizes)} groups, but there are {len(layout.groups)}.")
     all_slots, all_gpu_ids = cpu.block_ids, gpu.block_ids
     if len(all_slots) and not 0 <= int(all_slots.min()) <= int(all_slots.max()) < layout.num_slots:
-        raise TransferError(f"A transfer names slot {all_slots.max()}, and there are {layout.num_slots}.")
+        raise TransferError(f"A transfer names slot {all_slots.max()}, but there are only {layout.num_slots}.")
     device: list[Int64s] = []
     host: list[Int64s] = []
     lengths: list[Int64s] = []
@@ -238,7 +244,7 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
         num_slots = int(positions[-1]) // layout.factor + 1
         slots = all_slots[cpu_start : cpu_start + num_slots]
         if len(slots) != num_slots:
-            raise TransferError(f"A transfer of {size} GPU blocks needs {num_slots} slots, and names {len(slots)}.")
+            raise TransferError(f"A transfer of {size} GPU blocks needs {num_slots} slots, but names {len(slots)}.")
         gpu_ids = all_gpu_ids[gpu_start : gpu_start + size]
         slots, sub_blocks = slots[positions // layout.factor], positions % layout.factor
         if pages is not None:
@@ -253,7 +259,7 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
         gpu_start += size
         cpu_start += num_slots
     if cpu_start != len(all_slots):
-        raise TransferError(f"A transfer names {len(all_slots)} slots, and needs {cpu_start}.")
+        raise TransferError(f"A transfer names {len(all_slots)} slots, but needs {cpu_start}.")
     runs = Runs(_concatenate(device), _concatenate(host), _concatenate(lengths))
     written = all_slots if direction is Direction.STORE else all_gpu_ids
     if len(np.unique(written)) < len(written):
@@ -264,8 +270,10 @@ def plan_runs(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, 
 def plan_parts(
     layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction, num_parts: int
 ) -> tuple[list[Runs], int]:
-    """The runs of a copy within host memory, by ascending addresses of its source, in at most ``num_parts`` parts; and
-    their bytes together. Raises as ``plan_runs`` does."""
+    """Return the runs of a copy within host memory in at most ``num_parts`` parts, and their total number of bytes.
+
+    The runs are in ascending order of their source addresses. Raises ``TransferError`` as ``plan_runs`` does.
+    """
     runs = plan_runs(layout, gpu, cpu, direction)
     runs = runs.in_order_of(runs.device if direction is Direction.STORE else runs.host)
     return runs.split(num_parts), runs.num_bytes
@@ -284,10 +292,10 @@ def _concatenate(parts: list[Int64s]) -> Int64s:
 
 
 def _without_repeats(runs: Runs, direction: Direction) -> Runs:
-    """The last run to each destination."""
+    """Return the runs, keeping only the last one to each destination."""
     destinations = runs.host if direction is Direction.STORE else runs.device
     starts, backwards, which = np.unique(destinations[::-1], return_index=True, return_inverse=True)
-    kept = len(destinations) - 1 - backwards  # the last of each, since they were looked for from the end
+    kept = len(destinations) - 1 - backwards  # the last occurrence of each, because the search was from the end
     lengths = runs.lengths[kept]
     if (lengths[which] != runs.lengths[::-1]).any() or (starts[:-1] + lengths[:-1] > starts[1:]).any():
         raise TransferError("A transfer writes pages of two sizes to one place.")

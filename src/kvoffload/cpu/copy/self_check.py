@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies some blocks out and back before an engine serves: does this machine keep the order that blocks depend on?"""
+"""Check, before an engine serves, that this machine makes dependent copies in the right order."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from kvoffload.cpu.copy.plan import CopyLayout
 from kvoffload.errors import TransferError
 
 _SWAPS = 9  # odd: the slots end up swapped
-_MAX_BYTES = 256 << 20  # of one group's copies: some milliseconds
+_MAX_BYTES = 256 << 20  # one group's copies: a few milliseconds
 _TIMEOUT_S = 30.0
 
 
 class CopiesHang(TransferError):
-    """Copies did not end. They may still run."""
+    """Copies did not end within the time limit. They may still be running."""
 
 
 def check_copies(
     store: OffloadingHandler, load: OffloadingHandler, kv_view: memoryview, layout: CopyLayout, seed: int = 0
 ) -> None:
-    """Swaps two slots of random bytes through two GPU blocks again and again, all jobs submitted at once, for each
-    group. Any two neighbours of that chain out of order leave other bytes.
+    """Check that ``store`` and ``load`` keep the order of dependent copies.
 
-    Call it before the handlers are used, and before slots or GPU blocks hold anything that matters. GPU blocks are as
-    before when it returns, and the slots it used are zero. Takes some milliseconds. Does nothing with fewer
-    than four slots that this rank stores, or two blocks of GPU blocks. Raises ``TransferError`` for a wrong byte or a
-    failed copy.
+    For each group, this swaps two slots of random bytes through two blocks of GPU blocks several times, with all jobs
+    submitted at once. If any two consecutive jobs of that chain run out of order, the final bytes are wrong.
+
+    Call it before the handlers are used and before slots hold any data. It restores the GPU blocks and zeroes the slots
+    that it used. It takes a few milliseconds. It does nothing if this rank stores fewer than four slots, or if a group
+    has fewer than ``2 * layout.factor`` GPU blocks. Raises ``TransferError`` for a wrong byte or a failed copy, and
+    ``CopiesHang`` if copies do not end.
     """
     for group, pages in enumerate(layout.groups):
         num_gpu_blocks = min((page.num_blocks for page in pages), default=0)
@@ -41,25 +43,28 @@ def check_copies(
 
 
 def wait_for_copies(have_ended: Callable[[], bool], nap_s: float = 50e-6) -> None:
-    """Returns once ``have_ended`` says so. Raises ``CopiesHang`` where that takes longer than any copy."""
+    """Return once ``have_ended()`` is true. Raises ``CopiesHang`` after 30 seconds, which is longer than any copy."""
     deadline_s = time.monotonic() + _TIMEOUT_S
     while not have_ended():
         if time.monotonic() > deadline_s:
             raise CopiesHang(
                 f"Copies between the device and host memory did not end within {_TIMEOUT_S:.0f} s; serve without "
-                "kvoffload, and report what `kvoffload doctor` says."
+                "kvoffload, and report the output of `kvoffload doctor`."
             )
         time.sleep(nap_s)
 
 
 def _own_slots(layout: CopyLayout) -> range:
-    """Those that this rank stores. Replicas check at the same time, each with its own."""
+    """Return the slots that this rank stores. Replicas check at the same time, each with its own slots."""
     return range(layout.replica, layout.num_slots, layout.num_replicas)
 
 
 class _Chain:
-    """The chain of one group. Its blocks are the first ones; its slots the outermost, which lie in different pieces of
-    a region that is pinned in more than one."""
+    """The chain of one group.
+
+    It uses the group's first blocks and this rank's outermost slots. If the region is pinned in several pieces, these
+    slots are in different pieces.
+    """
 
     def __init__(
         self,
@@ -102,12 +107,15 @@ class _Chain:
         self._write((*swapped, *kept), np.zeros((4, self._num_bytes), dtype=np.uint8))
         if not is_right:
             raise TransferError(
-                "Blocks that were copied to the device and back at start came back with wrong bytes: this machine does "
-                "not keep the order of copies; serve without kvoffload, and report what `kvoffload doctor` says."
+                "Blocks that kvoffload copied to the device and back at startup contain wrong bytes: this machine does "
+                "not keep the order of copies; serve without kvoffload, and report the output of `kvoffload doctor`."
             )
 
     def _read(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """(slots, bytes): those that this rank fills. Other ranks check at the same time, with the bytes between."""
+        """Return the bytes of ``slots`` that this rank fills, of shape (slots, bytes).
+
+        Other ranks check at the same time, with the other bytes of these slots.
+        """
         return np.concatenate([self._slots[list(slots), part] for part in self._parts], axis=1)
 
     def _write(self, slots: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
@@ -128,7 +136,7 @@ class _Chain:
         handler.transfer_async(job_id, (gpu, cpu) if handler is self._store else (cpu, gpu))
 
     def _finish(self) -> None:
-        """Waits for all jobs. Raises ``TransferError`` if one failed or did not end."""
+        """Wait for all jobs. Raises ``TransferError`` if one failed or did not end."""
         for handler, job_ids in self._job_ids.items():
             wait_for_copies(lambda: self._have_ended(handler, job_ids))  # noqa: B023 - called before the next round
 
@@ -137,7 +145,7 @@ class _Chain:
             job_ids.discard(result.job_id)
             if not result.success:
                 raise TransferError(
-                    "Copies between the device and host memory fail at start; serve without kvoffload, and report the "
-                    "error before this one and what `kvoffload doctor` says."
+                    "Copies between the device and host memory fail at startup; serve without kvoffload, and report "
+                    "the error above this one and the output of `kvoffload doctor`."
                 )
         return not job_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache policies: the seam, the registry, and one algorithm a file."""
+"""Cache policies: the interface, the registry, and one algorithm per file."""
 
 from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Victims
 from kvoffload.cpu.policies.recency import RecencyList

@@ -16,14 +16,15 @@ class ARCCachePolicy(CachePolicy):
     """Splits the cache between blocks used once and blocks used again, and learns the split from its mistakes.
 
     In the paper's names: ``recent`` is T1, ``frequent`` T2, ``recent_ghosts`` B1, ``frequent_ghosts`` B2 (keys only),
-    and ``target`` is p, the real-valued size that T1 aims at. One key at a time, with nothing pinned, lists and target
-    are exactly the paper's. What a host tier adds to it:
+    and ``target`` is p, the real-valued target size of T1. If keys are inserted one at a time and nothing is pinned,
+    the lists and the target are exactly the paper's. Host memory requires three additions:
 
-    * A block is inserted when its writing begins. Uses while it is being written belong to the request that
-      writes it, so they refresh the block but do not make it frequent.
-    * Pinned and protected blocks are stepped over; if a list has no other, the other list gives the victim.
-    * A batch behaves like its keys one by one in the order of insertion, except that all of its ghosts are
-      recognised before any is dropped.
+    * A block is inserted when its write starts. Uses while it is being written belong to the request that writes it, so
+      they refresh the block but do not make it frequent.
+    * Evictions step over pinned and protected blocks. If one list contains only such blocks, the victim comes from the
+      other list.
+    * A batch behaves as if its keys were inserted one by one, except that all of its ghosts are recognised before any
+      ghost is dropped.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -34,9 +35,9 @@ class ARCCachePolicy(CachePolicy):
         self.frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self.target = 0.0
         self._recalled: set[OffloadKey] = set()
-        """Ghosts that ``evict`` has accounted for; their ``insert`` comes next."""
+        """Ghosts that ``evict`` has accounted for. They are inserted next."""
         self._is_prepared = False
-        """``evict`` has looked for ghosts among the keys that ``insert_all`` adds next."""
+        """Whether ``evict`` has looked for ghosts among the keys that ``insert_all`` adds next."""
 
     def __repr__(self) -> str:
         return (
@@ -64,13 +65,13 @@ class ARCCachePolicy(CachePolicy):
                 continue
             block = recent.pop(key)
             if block is not None:
-                # In flight: the first use is still going on.
+                # A block in flight is still in its first use.
                 (recent_blocks if block.pins < 0 else frequent_blocks)[key] = block
             elif frequent.skipped and (block := frequent.pop(key)) is not None:
                 frequent_blocks[key] = block
 
     def _refresh(self, keys: Iterable[OffloadKey]) -> None:
-        """Makes blocks the most recent of their own list, tail first."""
+        """Make blocks the most recent ones of their own list, tail first."""
         for key in reversed(keys if isinstance(keys, (list, tuple)) else list(keys)):
             for recency in (self.recent, self.frequent):
                 if key in recency.blocks:
@@ -112,7 +113,7 @@ class ARCCachePolicy(CachePolicy):
         self._is_prepared = False
 
     def _trim_ghosts(self) -> None:
-        """After insertions: keeps T1 + B1 within the capacity, and all lists together within twice that."""
+        """Drop ghosts until T1 + B1 is within the capacity and all lists together are within twice the capacity."""
         recent, frequent, capacity = self.recent, self.frequent, self._capacity
         once = len(recent.blocks) + len(recent.skipped) + len(self.recent_ghosts)
         if once > capacity:
@@ -138,14 +139,14 @@ class ARCCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         if not incoming:
-            # The paper's REPLACE, n times: from T1 while it is above its target.
+            # This is the paper's REPLACE, n times: evict from T1 while it is above its target.
             above_target = max(math.ceil(len(self.recent) - self.target), 0)
             return self._evict(min(n, above_target), n, protected)
         if self._any_ghost(incoming):
             victims = self._evict_for_ghosts(incoming, n, protected)
         elif n:
-            # As in the paper, key by key: while T1 is within its target, T2 gives a block and T1 grows by the new one;
-            # from then on T1 gives one for each that it gets.
+            # As in the paper, key by key: while T1 is within its target, a block of T2 is evicted and T1 grows by the
+            # new block. After that, T1 loses one block for each new one.
             within_target = max(math.floor(self.target - (len(self.recent) + len(incoming) - n)) + 1, 0)
             victims = self._evict(max(n - within_target, 0), n, protected)
         else:
@@ -154,7 +155,10 @@ class ARCCachePolicy(CachePolicy):
         return victims
 
     def _evict(self, from_recent: int, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """``n`` blocks, ``from_recent`` of them from T1 and the others from T2, as far as either has them."""
+        """Evict ``n`` blocks, if possible ``from_recent`` of them from T1 and the others from T2.
+
+        Returns ``None``, and changes nothing, if both lists together have too few.
+        """
         recent = Sweep(self.recent, protected)
         missing = n - recent.take(from_recent)
         if not missing:
@@ -172,9 +176,10 @@ class ARCCachePolicy(CachePolicy):
     def _evict_for_ghosts(
         self, incoming: Sequence[OffloadKey], n: int, protected: Collection[OffloadKey]
     ) -> Victims | None:
-        """For ``incoming`` with ghosts: takes the paper's steps, key by key, on the lengths of the lists, then evicts.
+        """Evict ``n`` blocks for ``incoming`` keys that include ghosts.
 
-        The first ``len(incoming) - n`` keys have free slots.
+        Follows the paper's steps key by key, on the lengths of the lists. The first ``len(incoming) - n`` keys have
+        free slots.
         """
         recent, frequent = Sweep(self.recent, protected), Sweep(self.frequent, protected)
         t1, b1 = len(self.recent), len(self.recent_ghosts)
@@ -221,7 +226,7 @@ class ARCCachePolicy(CachePolicy):
         return sweep.victims
 
     def _adapted(self, key: OffloadKey, target: float, b1: int, b2: int) -> float:
-        """The target after a hit on the ghost ``key``, with ghost lists of these lengths (``key`` included)."""
+        """Return the target after a hit on the ghost ``key``, with ghost lists of these lengths (``key`` included)."""
         if key in self.recent_ghosts:
             return min(target + max(b2 / max(b1, 1), 1.0), float(self._capacity))
         return max(target - max(b1 / max(b2, 1), 1.0), 0.0)
@@ -247,7 +252,7 @@ class ARCCachePolicy(CachePolicy):
             self.frequent.released(keys)
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        # As evict chooses for n keys that are no ghosts.
+        # This is the choice that ``evict`` makes for n keys that are not ghosts.
         recent, frequent = self.recent.first_idle(n), self.frequent.first_idle(n)
         within_target = max(math.floor(self.target - len(self.recent)) + 1, 0)
         num_recent = max(n - within_target, n - len(frequent), 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam for cache policies: a policy owns the order of blocks, and nothing else."""
+"""The interface of cache policies. A policy owns the order of blocks and nothing else."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class BlockStatus:
-    """One slot of the primary tier: which block it holds, since when, and how many transfers pin it.
+    """The record of one slot in host memory: its block, the time since when it holds it, and the number of pins.
 
-    Made once per slot and reused for every block that the slot ever holds. Only the ``SlotTable`` and its policy keep
-    one beyond a call. The table changes ``key``, ``pins`` and ``since_s``; the policy reads them, and owns
+    It is made once per slot and reused for every block that the slot ever holds. Only the ``SlotTable`` and its policy
+    keep a reference beyond a call. The table changes ``key``, ``pins`` and ``since_s``. The policy reads these and owns
     ``policy_state``.
 
-    ``pins`` counts the reads in progress. While the block is being written it is ``IN_FLIGHT`` (-1): one integer
+    ``pins`` counts the reads in progress. It is ``IN_FLIGHT`` (-1) while the block is being written: one integer
     instead of a count and a flag, because every eviction and every lookup tests it. ``key`` is set before the block is
-    inserted in the policy, and is ``None`` while the slot is free.
+    inserted into the policy, and is ``None`` while the slot is free.
     """
 
     __slots__ = ("block_id", "key", "pins", "policy_state", "since_s")
@@ -46,12 +46,12 @@ class BlockStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Written, hence readable."""
+        """Whether the block is written, and hence readable."""
         return self.pins >= 0
 
     @property
     def is_idle(self) -> bool:
-        """Ready and unpinned, hence evictable."""
+        """Whether the block is ready and unpinned, and hence evictable."""
         return self.pins == 0
 
 
@@ -59,97 +59,106 @@ Victims = list[tuple[OffloadKey, BlockStatus]]
 
 
 class CachePolicy(ABC):
-    """Orders resident blocks for eviction. One thread; no I/O; knows keys and idleness, not bytes or slots.
+    """Orders resident blocks for eviction.
+
+    All calls come from one thread. A policy does no I/O. It sees the blocks' keys and whether they are idle, and does
+    not access bytes or slots.
 
     ``SlotTable`` calls ``get`` or ``get_all`` to find blocks; ``evict`` and then ``insert_all``, tail to head, to
-    reserve slots; ``touch`` when a request uses blocks; ``released`` when pins were given back; ``remove`` when a
+    reserve slots; ``touch`` when a request uses blocks; ``released`` when pins were released; ``remove`` when a
     store failed; ``clear`` on reset.
 
     Laws (``kvoffload.testing.CachePolicyContract`` tests them):
 
     * ``get`` does not change the order.
-    * ``evict(n, protected)`` is atomic: exactly ``n`` idle, unprotected blocks leave, or it returns ``None`` and
-      nothing at all has changed, ghosts and targets included. A batch costs O(n + blocks stepped over).
-    * ``touch(keys)`` takes a prefix head to tail and applies it tail to head, so that the tail is evicted first: a
-      block is worthless once its predecessor is gone. Keys that are not resident are ignored.
+    * ``evict(n, protected)`` is atomic. Either exactly ``n`` idle, unprotected blocks leave, or it returns ``None`` and
+      changes nothing, ghosts and targets included. A batch costs O(n + blocks stepped over).
+    * ``touch(keys)`` accepts a prefix head to tail and applies it tail to head, so that the tail is evicted first. (A
+      block is useless after its predecessor is evicted.) It ignores keys that are not resident.
 
-    The abstract methods are all that a policy needs. It may leave out the parameters ``counts``, ``incoming`` and
-    ``next_use`` if it has no use for them. The other methods are options: ``get_all`` and ``insert_all`` may be faster
-    than their loops, ``released`` saves a policy from stepping over the same pinned block twice, and ``next_victims``
-    lets lower tiers write blocks before they are evicted.
+    A policy must implement the abstract methods, and may leave out the parameters ``counts``, ``incoming`` and
+    ``next_use`` if it does not use them. The other methods are optional: ``get_all`` and ``insert_all`` may be faster
+    than the default loops, ``released`` saves a policy from stepping over the same pinned block twice, and
+    ``next_victims`` lets lower tiers write blocks before they are evicted.
     """
 
     @abstractmethod
     def __init__(self, cache_capacity: int) -> None:
-        """``cache_capacity``: the most blocks that will ever be resident."""
+        """Create an empty policy. ``cache_capacity`` is the largest number of blocks that will ever be resident."""
 
     @abstractmethod
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """The resident block called ``key``."""
+        """Return the resident block with this key, or ``None``."""
 
     @abstractmethod
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Adds an absent block as the most recently used. It is in flight."""
+        """Add an absent block as the most recently used one. The block is in flight."""
 
     @abstractmethod
     def remove(self, key: OffloadKey) -> BlockStatus | None:
-        """Takes a block out without remembering it as evicted; ``None`` if it is not resident."""
+        """Remove a block without remembering it as evicted, and return it, or ``None`` if it is not resident."""
 
     @abstractmethod
     def touch(self, keys: Iterable[OffloadKey], counts: bool = True, next_use: NextUse = NextUse.UNKNOWN) -> None:
-        """One request used these blocks. With ``counts=False`` the use was counted before: the blocks become the most
-        recent, and the policy learns nothing from it. ``next_use``: what the request's client says of the next."""
+        """Record that one request used these blocks.
+
+        With ``counts=False``, an earlier call has counted this use: the blocks become the most recent ones, but the
+        policy learns nothing from the call. ``next_use`` is the client's hint about the next use.
+        """
 
     @abstractmethod
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
-        """Takes out the ``n`` idle blocks that should go first, none of them in ``protected``; or returns ``None``.
+        """Remove and return the first ``n`` idle blocks in the order of eviction that are not ``protected``.
 
-        ``protected`` answers ``in`` in O(1). ``evict(0, ...)`` returns ``[]``. ``incoming``: distinct absent keys
-        that ``insert_all`` adds next, in this order, unless the answer is ``None``; the last ``n`` of them take the
-        victims' slots. A policy that remembers evicted keys learns from it.
+        Returns ``None``, and changes nothing, if there are fewer. ``protected`` answers ``in`` in O(1).
+        ``evict(0, ...)`` returns ``[]``. ``incoming`` lists distinct absent keys. Unless the result is ``None``, the
+        caller adds them next with ``insert_all``, in this order, and the last ``n`` of them get the victims' slots. A
+        policy that remembers evicted keys learns from ``incoming``.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets everything, ghosts and learned targets included."""
+        """Forget everything, ghosts and learned targets included."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Resident blocks."""
+        """Return the number of resident blocks."""
 
     def get_all(self, keys: Collection[OffloadKey]) -> list[BlockStatus | None]:
-        """``get`` for each of ``keys``, in their order."""
+        """Return the result of ``get`` for each of ``keys``, in their order."""
         return list(map(self.get, keys))
 
     def insert_all(
         self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus], next_use: NextUse = NextUse.UNKNOWN
     ) -> None:
-        """``insert`` for each of these distinct keys, in their order: the last is the most recently used.
-        ``next_use``: what the client of the request that stores them says of their next use."""
+        """Insert these distinct keys in their order, so that the last becomes the most recently used.
+
+        ``next_use`` is the hint about their next use from the client whose request stores them.
+        """
         for key, block in zip(keys, blocks, strict=True):
             self.insert(key, block)
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        """Pins of these resident blocks went down, or their writing ended: some may be idle now."""
+        """Note that these resident blocks may have become idle, because pins were released or a write ended."""
 
     def next_victims(self, n: int) -> list[OffloadKey] | None:
-        """The ``n`` idle blocks (or all there are) that ``n`` new blocks would evict now, in about that order.
+        """Return the idle blocks, at most ``n``, that ``n`` new blocks would evict, in approximately that order.
 
-        Changes nothing, and costs O(n + blocks stepped over). A policy that cannot name them returns ``None`` for every
+        Changes nothing, and costs O(n + blocks stepped over). A policy that cannot tell returns ``None`` for every
         ``n``.
         """
         return None
 
     def get_stats(self) -> Stats:
-        """Values of the policy's own metrics."""
+        """Return the values of the policy's own metrics."""
         return {}
 
     def check_invariants(self) -> None:
-        """Recomputes what the policy keeps redundantly; ``AssertionError`` if it disagrees. For tests: O(blocks)."""
+        """Recompute redundant state and raise ``AssertionError`` if it disagrees. For tests: O(blocks)."""
 
 
 POLICIES: Registry[type[CachePolicy]] = Registry("cache policy", "kvoffload.policies")
-"""Every cache policy by name. Outsiders add one with ``POLICIES.register`` or the entry point
+"""All cache policies by name. Other packages add a policy with ``POLICIES.register`` or the entry point
 ``kvoffload.policies``."""
 
 POLICIES.register("lru", "kvoffload.cpu.policies.lru:LRUCachePolicy")
@@ -158,7 +167,7 @@ POLICIES.register("density", "kvoffload.cpu.policies.density:DensityCachePolicy"
 
 
 def with_options(method: Callable[..., T], *options: str) -> Callable[..., T]:
-    """``method`` for callers that pass ``options`` by name, which its author may have left out of its signature."""
+    """Return ``method``, or a wrapper that drops the named ``options`` that its signature lacks."""
     missing = [name for name in options if name not in inspect.signature(method).parameters]
     if not missing:
         return method
@@ -173,7 +182,7 @@ def with_options(method: Callable[..., T], *options: str) -> Callable[..., T]:
 
 
 class Union(Collection[OffloadKey]):
-    """Keys that are in one of two collections, neither of which is copied. A key of both counts twice."""
+    """The keys of two collections, without copying them. A key in both counts twice."""
 
     __slots__ = ("_first", "_second")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Least recently used."""
+"""Evict the least recently used block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffload.cpu.policies.recency import RecencyList, Sweep
 
 
 class LRUCachePolicy(CachePolicy):
-    """Evicts the idle block whose last use is longest ago."""
+    """Evicts the idle block with the oldest last use."""
 
     def __init__(self, cache_capacity: int) -> None:
         self.recency = RecencyList()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recency list whose evictions step over a pinned block once, however long it stays pinned."""
+"""A recency list whose evictions step over each pinned block only once, however long it stays pinned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvoffload.cpu.policies.base import BlockStatus, Victims
 
 
 class _Skipped:
-    """A block that a sweep stepped over. ``rank`` grows with recency; ``queued``: it has an entry in the heap."""
+    """A block that a sweep stepped over.
+
+    ``rank`` grows with recency. ``queued`` says whether the block has an entry in the heap.
+    """
 
     __slots__ = ("block", "queued", "rank")
 
@@ -26,12 +29,12 @@ class _Skipped:
 class RecencyList:
     """Blocks from least to most recently used.
 
-    ``blocks`` has them in that order, except those that a sweep stepped over because they were pinned or protected.
-    These are in ``skipped``, each with its rank; the heap ``returned`` has those of them that may be idle again.
-    Every skipped block is less recent than every one in ``blocks``, and ranks order the skipped ones, so the order is
-    always exact. A pinned block costs one step in all, and O(log skipped) when it is idle again.
+    ``blocks`` contains them in that order, except for blocks that a sweep stepped over because they were pinned or
+    protected. ``skipped`` contains these with their ranks, and the heap ``returned`` lists the skipped blocks that may
+    be idle again. Every skipped block is less recent than all of ``blocks``, and ranks order the skipped blocks, so the
+    order is always exact. A pinned block costs one step in total, and O(log skipped) when it becomes idle.
 
-    Callers on a hot path may read ``blocks`` (and ``skipped`` when it is not empty) directly.
+    Callers on a hot path may read ``blocks`` (and ``skipped`` if it is not empty) directly.
     """
 
     __slots__ = ("blocks", "next_rank", "returned", "skipped")
@@ -46,7 +49,7 @@ class RecencyList:
         return len(self.blocks) + len(self.skipped)
 
     def __iter__(self) -> Iterator[OffloadKey]:
-        """Keys, least recently used first. O(n log n) in skipped blocks: for tests and reports."""
+        """Yield the keys, least recently used first. For tests and reports: O(n log n) in skipped blocks."""
         yield from sorted(self.skipped, key=lambda key: self.skipped[key].rank)
         yield from self.blocks
 
@@ -57,7 +60,7 @@ class RecencyList:
         return block
 
     def pop(self, key: OffloadKey) -> BlockStatus | None:
-        """Takes ``key`` out of the list."""
+        """Remove ``key`` from the list and return its block, or ``None`` if the list does not contain it."""
         block = self.blocks.pop(key, None)
         if block is None and self.skipped:
             skipped = self.skipped.pop(key, None)
@@ -65,7 +68,7 @@ class RecencyList:
         return block
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
-        """Some of ``keys`` may be idle now; those that are skipped take part in the next sweep again."""
+        """Note that ``keys`` may have become idle, so that the next sweep considers the skipped ones again."""
         if self.skipped:
             for key in keys:
                 skipped = self.skipped.get(key)
@@ -79,14 +82,14 @@ class RecencyList:
         self.returned.clear()
 
     def get_all(self, keys: Iterable[OffloadKey], found: list[BlockStatus | None]) -> None:
-        """Fills the gaps of ``found``, which was looked up in ``blocks`` alone, with skipped blocks."""
+        """Fill the gaps of ``found``, which was looked up in ``blocks`` alone, with skipped blocks."""
         skipped = self.skipped
         for position, key in enumerate(keys):
             if found[position] is None and key in skipped:
                 found[position] = skipped[key].block
 
     def first_idle(self, n: int) -> list[OffloadKey]:
-        """The ``n`` least recently used idle blocks, or all there are. Changes nothing."""
+        """Return the ``n`` least recently used idle blocks, or fewer if there are fewer. Changes nothing."""
         skipped = self.skipped
         returned = [key for _, key in sorted(self.returned) if key in skipped and skipped[key].block.pins == 0]
         missing = n - len(returned)
@@ -114,26 +117,26 @@ class RecencyList:
 
 
 class Sweep:
-    """One eviction's walk over a recency list, least recent first. Ends with exactly one of ``commit`` and ``undo``.
+    """One eviction's walk over a recency list, least recent first.
 
-    After either, the blocks that it stepped over are skipped. That keeps their order, and the next sweep meets only
-    those that may be idle.
+    End it with exactly one call of ``commit`` or ``undo``. After that, the blocks that it stepped over are in
+    ``skipped``, which keeps their order. The next sweep visits only those of them that may be idle.
     """
 
     __slots__ = ("_base", "_deferred", "_gaps", "_list", "_protected", "_ranks", "victims")
 
     def __init__(self, recency: RecencyList, protected: Collection[OffloadKey]) -> None:
         self.victims: Victims = []
-        """Taken out so far: first those that were skipped, then others."""
+        """The blocks removed so far: first skipped blocks, then others."""
         self._list = recency
         self._protected = protected
         self._base = recency.next_rank
-        self._ranks: list[int] = []  # of the victims that were skipped
-        self._gaps: list[int] = []  # ranks of blocks stepped over among the others
-        self._deferred: list[tuple[int, OffloadKey]] = []  # protected ones, out of the heap for now
+        self._ranks: list[int] = []  # the ranks of victims that were skipped
+        self._gaps: list[int] = []  # the ranks of the blocks in ``blocks`` that this sweep stepped over
+        self._deferred: list[tuple[int, OffloadKey]] = []  # protected blocks, out of the heap until the sweep ends
 
     def take(self, n: int) -> int:
-        """Takes up to ``n`` more idle, unprotected blocks out of the list. Returns how many it found."""
+        """Remove up to ``n`` more idle, unprotected blocks from the list. Returns how many it found."""
         recency, victims = self._list, self.victims
         before = len(victims)
         if recency.returned:
@@ -151,21 +154,21 @@ class Sweep:
         return n - missing
 
     def commit(self) -> None:
-        """The victims are gone."""
+        """End the sweep. The victims stay removed."""
         for entry in self._deferred:
             heappush(self._list.returned, entry)
 
     def undo(self) -> None:
-        """Puts the victims back where they were. Only after a ``take`` that found less than it was asked for."""
+        """Put the victims back where they were. Call this only after a ``take`` that found fewer than ``n`` blocks."""
         recency = self._list
         assert not recency.blocks
         self.commit()
         skipped, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
         for rank, (key, block) in zip(self._ranks, skipped, strict=True):
             recency.skip(key, block, rank)
-        # The rank of a block that this sweep stepped over is its position among all that the sweep met in ``blocks``.
-        # So the other victims get the ranks between. Those after the last gap are more recent than every skipped
-        # block, and return to ``blocks``.
+        # The rank of a block that this sweep stepped over is its position among all blocks that the sweep visited in
+        # ``blocks``. So the other victims get the ranks in between. The victims after the last gap are more recent than
+        # every skipped block, and return to ``blocks``.
         gaps = set(self._gaps)
         last_gap = self._gaps[-1] if self._gaps else -1
         rank = self._base
@@ -180,14 +183,14 @@ class Sweep:
         recency.next_rank = max(recency.next_rank, rank)
 
     def _take_returned(self, n: int) -> None:
-        """Takes up to ``n`` skipped blocks that are idle again."""
+        """Remove up to ``n`` skipped blocks that are idle again."""
         recency = self._list
         heap = recency.returned
         while n and heap:
             rank, key = entry = heappop(heap)
             skipped = recency.skipped.get(key)
             if skipped is None:
-                continue  # used or removed since it was queued. It is not skipped again before the heap is empty.
+                continue  # it was used or removed after it was queued, and is not skipped again until the heap is empty
             if skipped.block.pins:
                 skipped.queued = False  # pinned again: released() will queue it again
             elif key in self._protected:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned eviction: the policy, the model it learns, and the log it keeps."""
+"""Learned eviction: the policy, its model of reuse, and its log of uses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes in which ``density`` keeps blocks: what the client said of the next use, and how many uses there were."""
+"""Define the classes in which ``density`` keeps blocks, by the client's hint about the next use and the number of
+uses."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ from kvoffload.base import NextUse
 
 _LEAST_USES = (1, 2, 3, 4, 6, 10, 18, 34)
 NUM_USES = len(_LEAST_USES)
-"""Classes by number of uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""
+"""The number of classes by uses: 1, 2, 3, about 4, about 6, ... , 34 or more."""
 OFTEN_USED = _LEAST_USES.index(4)
-"""A path that ends at such a block is a prompt that several clients share: the last block of a session that goes on
-was used once."""
+"""The class of a block with 4 or 5 uses. A path that ends in a block of at least this class is a prompt that several
+clients share, because the last block of a session that continues was used once."""
 SHARED = len(NextUse)
-"""The group of blocks that several clients share, whatever the last one said. A block stays in it."""
+"""The group of blocks that several clients share, whatever hint the last client gave. A block never leaves it."""
 NUM_GROUPS = SHARED + 1
 NUM_CLASSES = NUM_GROUPS * NUM_USES
-"""A class is ``group * NUM_USES + uses``: the group is the ``next_use`` that the last request said, or ``SHARED``, and
-``uses`` counts the classes by number of uses from 0. A block that no client said anything about is in one of the first
-``NUM_USES``."""
+"""The number of all classes. A class is ``group * NUM_USES + uses``. The group is the last request's ``next_use``, or
+``SHARED``, and ``uses`` is the index of the class by uses. Blocks without any hint are in the first ``NUM_USES``
+classes."""
 _TOP = NUM_USES - 1
 _STEPS = [more - less for less, more in pairwise(_LEAST_USES)]
 NUM_DRAWS = max(_STEPS)
@@ -38,9 +39,9 @@ RISEN = [
 ]
 """``RISEN[draw][group][class]``: the class after one more use, which puts the block into ``group``. Beyond 4 uses only
 some uses raise the class, at random (R. Morris, "Counting large numbers of events in small registers", 1978), so blocks
-need no counters. Where a class rises, all below it rise too: with one draw for all blocks of a path, a head never
-counts fewer uses than its tail."""
+need no counters. If a draw raises a class, it also raises all classes below it. So with one draw for all blocks of a
+path, a head never counts fewer uses than its tail."""
 CERTAIN = 1
-"""The draw in which only those classes rise that rise in every draw."""
+"""The draw that raises a class only if every draw does."""
 SAME_USES = _by_group(list(range(NUM_USES)))
 """``SAME_USES[group][class]``: the class after a use that does not count."""

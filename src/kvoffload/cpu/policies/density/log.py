@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recency list kept as a log: a use only appends an entry, and the stale entry it leaves is dropped later."""
+"""A recency list kept as a log. A use only appends an entry; the block's old entry becomes stale and is dropped
+later."""
 
 from __future__ import annotations
 
@@ -16,18 +17,21 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus
 
 _FULL = 128
-"""A chunk this long takes no further batch."""
+"""The number of entries at which a chunk accepts no further batch."""
 _FEW = 16
-"""Times that an array takes as fast one by one as from a buffer."""
+"""Below this number of times, extending an array one by one is as fast as copying a buffer."""
 _CHUNK_WEIGHT = 16
-"""Memory of an empty chunk, counted in entries."""
+"""The memory of an empty chunk, in entries."""
 
 
 class Chunk:
-    """Consecutive uses in a log, with their rising times. Entries before ``first`` are gone. Of the others, an entry is
-    live while its block's ``policy_state`` is the chunk, so a block has at most one live entry in all logs.
+    """Consecutive uses in a log, with ascending times.
 
-    Once a block has ``left``, the chunk takes no more blocks: if that one came back, its old entry would be live again.
+    Entries before ``first`` were removed. Any other entry is live while its block's ``policy_state`` is this chunk, so
+    a block has at most one live entry in all logs.
+
+    ``left`` is set when a block leaves the chunk. From then on, the chunk accepts no more blocks, because if that block
+    returned, its old entry would be live again.
     """
 
     __slots__ = ("blocks", "class_", "first", "left", "times")
@@ -44,8 +48,8 @@ class Chunk:
         return len(self.blocks) + _CHUNK_WEIGHT
 
     def clean(self) -> None:
-        """Drops entries that are not live."""
-        # Paths are used as a whole, so mostly all entries are live, or none.
+        """Drop entries that are not live."""
+        # Paths are used as a whole, so usually all entries are live, or none of them.
         blocks, times = self.blocks[self.first :], self.times[self.first :]
         live = [block.policy_state is self for block in blocks]
         if not all(live):
@@ -54,7 +58,10 @@ class Chunk:
 
 
 class Skipped:
-    """A block that an eviction stepped over, no longer in a chunk. Live while its block's ``policy_state`` is this."""
+    """A block that an eviction stepped over and removed from its chunk.
+
+    It is live while the block's ``policy_state`` is this object.
+    """
 
     __slots__ = ("block", "class_", "time")
 
@@ -68,13 +75,13 @@ class Skipped:
 class UseLog:
     """The blocks of one class, from least to most recently used, each with the time of its last use.
 
-    Only its ``policy_state`` makes a block part of the log, so leaving it costs nothing. ``head`` drops the stale
-    entries it meets, and ``tidy`` bounds how many there are.
+    Only its ``policy_state`` makes a block part of the log, so removing a block costs nothing. ``head`` drops the stale
+    entries that it visits, and ``tidy`` limits the number of stale entries.
 
-    An eviction skips pinned and protected blocks; skipped blocks are less recent than all in the chunks. The pinned
-    ones stay in ``waiting``, which the logs of a policy share, until ``released`` queues them again, so a pinned block
-    costs one step in all. An eviction is a series of ``head`` and ``take``, then ``put_back`` if it found too few
-    blocks, then ``end_eviction``.
+    An eviction skips pinned and protected blocks. Skipped blocks are less recent than all blocks in the chunks. The
+    pinned ones stay in ``waiting``, which all logs of a policy share, until ``released`` queues them again. So a pinned
+    block costs one step in total. An eviction is a series of ``head`` and ``take``, then ``put_back`` if it found too
+    few blocks, then ``end_eviction``.
     """
 
     __slots__ = ("_clean", "_deferred", "_rest", "_waiting", "class_", "skipped", "weight")
@@ -82,19 +89,22 @@ class UseLog:
     def __init__(self, class_: int, waiting: dict[OffloadKey, Skipped]) -> None:
         self.class_ = class_
         self.weight = 0
-        """Memory of all chunks, counted in entries."""
-        # The order is skipped, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
+        """The memory of all chunks, in entries."""
+        # Blocks are in the order skipped, _clean, _rest. ``tidy`` moves chunks from _rest to _clean.
         self._clean: deque[Chunk] = deque()
         self._rest: deque[Chunk] = deque()
         self.skipped: list[tuple[int, Skipped]] = []
-        """A heap of those that may be idle, by time."""
+        """A heap, by time, of the skipped blocks that may be idle."""
         self._waiting = waiting
         self._deferred: list[Skipped] = []
-        """Protected ones, out of the heap until the eviction is over."""
+        """Protected blocks, out of the heap until the eviction is over."""
 
     def open(self) -> Chunk:
-        """Returns the chunk that the next ``append`` fills. The caller sets the ``policy_state`` of the blocks to it,
-        and before, if that was a chunk, its ``left``."""
+        """Return the chunk that the next ``append`` fills.
+
+        If a block's ``policy_state`` is a chunk, the caller first sets ``left`` of that chunk. Then it sets
+        ``policy_state`` to the returned chunk.
+        """
         if self._rest:
             last = self._rest[-1]
             if len(last.times) < _FULL and not last.left:
@@ -105,7 +115,7 @@ class UseLog:
         return chunk
 
     def append(self, blocks: Sequence[BlockStatus], begin: int) -> None:
-        """Adds blocks that were used one after the other, the first at time ``begin``."""
+        """Add blocks that were used one after the other, the first at time ``begin``."""
         if blocks:
             chunk, end = self._rest[-1], begin + len(blocks)
             chunk.blocks += blocks
@@ -116,7 +126,7 @@ class UseLog:
             self.weight += len(blocks)
 
     def head(self, protected: Collection[OffloadKey]) -> int | None:
-        """When the least recent idle and unprotected block was used."""
+        """Return the time of last use of the least recent idle, unprotected block, or ``None`` if there is none."""
         skipped = self.skipped
         while skipped:
             time, one = skipped[0]
@@ -140,8 +150,11 @@ class UseLog:
         return None
 
     def take(self, n: int, until: float, protected: Collection[OffloadKey], victims: list[BlockStatus]) -> None:
-        """Moves blocks last used at or before ``until`` to ``victims``, least recent first: at least the one that
-        ``head`` has just found, and at most ``n``. It may stop early, so callers call ``head`` and ``take`` in turn."""
+        """Move blocks last used at or before ``until`` to ``victims``, least recent first.
+
+        Moves at least the block that ``head`` has just found, and at most ``n`` blocks. It may stop early, so callers
+        alternate ``head`` and ``take``.
+        """
         if self.skipped:
             victims.append(heappop(self.skipped)[1].block)
             return
@@ -168,7 +181,7 @@ class UseLog:
                     self._step_over(Skipped(self.class_, times[at], block))
 
     def put_back(self, entry: Chunk | Skipped, victims: Iterable[BlockStatus]) -> None:
-        """Undoes ``take`` for those of ``victims`` that came from ``entry``. They become skipped blocks."""
+        """Undo ``take`` for the ``victims`` that came from ``entry``. They become skipped blocks."""
         if isinstance(entry, Skipped):
             self.queue(entry)
             return
@@ -178,8 +191,10 @@ class UseLog:
                 self.queue(Skipped(self.class_, times[id(block)], block))
 
     def end_eviction(self) -> bool:
-        """Ends an eviction. The protected blocks that it stepped over take part in the next one. Returns whether there
-        were any."""
+        """End an eviction and return whether it stepped over protected blocks.
+
+        The next eviction considers them again.
+        """
         if not self._deferred:
             return False
         while self._deferred:
@@ -187,11 +202,14 @@ class UseLog:
         return True
 
     def queue(self, one: Skipped) -> None:
-        """A skipped block that may be idle takes part in evictions again."""
+        """Let a skipped block that may be idle take part in evictions again."""
         heappush(self.skipped, (one.time, one))
 
     def idle(self) -> Iterator[tuple[int, BlockStatus]]:
-        """Idle blocks and the times of their last uses, least recently used first. Nothing may change meanwhile."""
+        """Yield the time of last use and the block for all idle blocks, least recently used first.
+
+        The caller must change nothing until the iteration ends.
+        """
         for time, one in sorted(self.skipped):
             if one.block.policy_state is one and not one.block.pins:
                 yield time, one.block
@@ -205,10 +223,10 @@ class UseLog:
                         yield time, block
 
     def tidy(self) -> int:
-        """Drops the stale entries of one chunk, of each in turn. Returns how many entries it looked at."""
+        """Drop the stale entries of the next chunk, in turn. Returns how many entries it looked at."""
         rest = self._rest
         if len(rest) < 2:
-            # All but the last chunk are clean: the round is over. The next round begins with the oldest chunk.
+            # All chunks but the last are clean, so the round is over. The next round starts with the oldest chunk.
             self._clean += rest
             self._clean, self._rest = rest, self._clean
             rest.clear()
@@ -237,7 +255,7 @@ class UseLog:
         self.weight = 0
 
     def live(self) -> list[tuple[int, BlockStatus]]:
-        """Every block but those waiting, with its time, in order. For tests: O(blocks)."""
+        """Return all blocks except the waiting ones, with their times, in order. For tests: O(blocks)."""
         skipped = [(time, one.block) for time, one in sorted(self.skipped) if one.block.policy_state is one]
         return skipped + [
             (time, block)
@@ -257,7 +275,7 @@ class UseLog:
             assert len(set(map(id, live))) == len(live), "a block has two live entries"
 
     def _first_chunk(self) -> Chunk | None:
-        """The least recent chunk that has entries left; those before it are dropped."""
+        """Return the least recent chunk that still has entries, and drop the chunks before it."""
         for chunks in self._clean, self._rest:
             while chunks:
                 chunk = chunks[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cached block is worth, learned from the traffic: expected hits per unit of cache space and time."""
+"""Learn the value of a cached block from the traffic: the expected hits per unit of cache space and time."""
 
 from __future__ import annotations
 
@@ -18,48 +18,51 @@ from kvoffload.cpu.policies.density.score import HintScore
 
 _BUCKETS_PER_OCTAVE = 2
 _FINEST = 64
-"""The first bucket of ages is 1/64 of the capacity wide."""
+"""The capacity divided by the width of the first bucket of ages."""
 _HORIZON = 32
-"""A use more than this many capacities after the previous one is not waited for."""
+"""The time that the model waits for another use of a key, in capacities of block uses."""
 _SAMPLES = 4096
 _EVENTS_PER_FIT = 500
 _EVENTS_PER_EARLY_FIT = 100
-"""While the gap still widens. The history is short then, and values that are half of it old do not fit it."""
+"""The number of events per fit while the gap still widens. The history is short at that time, so values that are half
+as old as the history would not fit it."""
 _DECAY = 0.95
-"""What a fit after ``_EVENTS_PER_FIT`` leaves of earlier counts."""
+"""The factor by which a fit after ``_EVENTS_PER_FIT`` events fades earlier counts."""
 _PRIOR = 5.0
-"""Paths of evidence that a class needs before its own hazard counts as much as that of all classes together."""
+"""The number of paths of evidence at which a class's own hazard counts as much as the hazard of all classes
+together."""
 _LEAST_CAPACITY = 128
 _MOST_LIKELY = 0.95
 _RANDOM_END = 1 << 31
 
 
 class HitDensity:
-    """Value of a block by (class, age), where age is the number of block uses since its own last use.
+    """The value of a block by class and age, where the age is the number of block uses since its own last use.
 
     The model follows sampled keys, resident or not, until each is used again or the horizon has passed. From these it
     estimates the hazard of each class: the chance of a use at each age. The keys that it still follows count as well,
-    up to the age that they have (E. L. Kaplan and P. Meier, "Nonparametric estimation from incomplete observations",
-    1958). So the model knows a class that never comes back as soon as its blocks are old. To wait for the horizon would
-    take longer than many a cache is in use.
+    up to their current age (E. L. Kaplan and P. Meier, "Nonparametric estimation from incomplete observations", 1958).
+    So the model recognises a class that is never reused as soon as its blocks are old. Many caches are not in use long
+    enough to wait for the horizon.
 
-    At ages where a class has little evidence, its hazard is shrunk towards that of all classes together, times one
-    factor for the class: proportional hazards (D. R. Cox, "Regression models and life-tables", 1972). So what a class
-    shows while its blocks are young counts when they are old for the first time, which is when a cache is first full.
-    Blocks of one path are used together, so evidence is counted in paths: a class with a few long prompts has little.
+    At ages where a class has little evidence, the model shrinks its hazard towards the hazard of all classes together,
+    times one factor for the class: proportional hazards (D. R. Cox, "Regression models and life-tables", 1972). So
+    evidence from a class's young blocks counts when its blocks are old for the first time, which is when a cache first
+    becomes full. Blocks of one path are used together, so evidence is counted in paths, and a class with a few long
+    prompts has little evidence.
 
-    The value of a block is a ratio: expected hits to space-time spent, for the waiting time at which this ratio is
-    best. It is the Gittins index (J. Gittins, "Bandit processes and dynamic allocation indices", 1979), the optimal
+    The value of a block is the ratio of expected hits to the space-time spent, for the waiting time at which this ratio
+    is best. It is the Gittins index (J. Gittins, "Bandit processes and dynamic allocation indices", 1979), the optimal
     rank for choosing which of many such wagers to keep. N. Beckmann, H. Chen and A. Cidon call it hit density ("LHD:
     Improving Cache Hit Rate by Maximizing Hit Density", NSDI 2018).
 
-    Values are made to fall with age and to rise with use. A block's predecessors are never older or less used than the
-    block, so it is never worth more than they are: a prefix is evicted from its tail, whatever was learned.
+    The model forces values to fall with age and to rise with use. A block's predecessors are never older or less used
+    than the block, so the block is never worth more than they are. So a prefix is always evicted from its tail.
 
-    Below ``_LEAST_CAPACITY`` blocks (a few prompts) there is too little to learn from, and the order stays that of
-    recency. Memory is constant: the model follows some ``_SAMPLES`` keys, whatever the capacity.
+    A cache below ``_LEAST_CAPACITY`` blocks (a few prompts) provides too little to learn from, so the order stays LRU.
+    Memory is constant: the model follows about ``_SAMPLES`` keys, whatever the capacity.
 
-    ``horizon`` (in capacities) and ``prior`` (in paths) have their defaults from ``bench/policies_mixed.py``.
+    The defaults of ``horizon`` (in capacities) and ``prior`` (in paths) come from ``bench/policies_mixed.py``.
     """
 
     def __init__(self, capacity: int, horizon: int = _HORIZON, prior: float = _PRIOR) -> None:
@@ -69,36 +72,37 @@ class HitDensity:
         octaves = (horizon * _FINEST - 1).bit_length()
         steps = np.arange(octaves * _BUCKETS_PER_OCTAVE + 1)
         self.bounds: list[float] = (capacity / _FINEST * 2.0 ** (steps / _BUCKETS_PER_OCTAVE)).tolist()
-        """Ages at which the next bucket begins: a block of age ``a`` is in bucket ``bisect_right(bounds, a)``."""
+        """The ages at which the next bucket starts: a block of age ``a`` is in bucket ``bisect_right(bounds, a)``."""
         self._whole_bounds = np.ceil(self.bounds).astype(np.int64)
-        """The least whole ages in the buckets."""
+        """``bounds`` rounded up to whole ages."""
         self.youngest = [0.0, *self.bounds]
         """The least age in each bucket."""
         self._widths = np.diff([0.0, *self.bounds, 2 * self.bounds[-1]])
         self._samples: dict[OffloadKey | None, int] = {}
-        """The use since which a key is followed, least recent first: its time, times ``NUM_CLASSES``, plus the class
-        that it gave the key. One number instead of two makes a fit faster."""
+        """For each followed key, the use since which it is followed, least recent first. The number is the time of that
+        use, times ``NUM_CLASSES``, plus the key's class after it. One number instead of two makes a fit faster."""
         self._follows: deque[tuple[int, OffloadKey | None]] = deque()
-        """The same in order of time, with entries of keys that are not followed any more, up to the horizon."""
+        """The same uses in order of time, up to the horizon, including entries of keys that are no longer followed."""
         self._widest_gap = max(-(-self._horizon // _SAMPLES), 1)
         self.clear()
 
     def clear(self) -> None:
         shape = NUM_CLASSES, len(self.bounds) + 1
         self._used = np.zeros(shape)
-        """Followed keys that were used again, by the class and age that they had."""
+        """The number of followed keys that were used again, by their class and age at that use."""
         self._lost = np.zeros(shape)
-        """Those that were not, within the horizon."""
+        """The number of followed keys that were not used again within the horizon."""
         self._used_ages: list[int] = []
-        """Those that ``_used`` does not count yet: age times ``NUM_CLASSES``, less the class."""
+        """Uses that ``_used`` does not count yet, each as age times ``NUM_CLASSES`` minus the class."""
         self._lost_ages: list[int] = []
         self._num_events = 0
-        """Keys that ceased to be followed since the last fit."""
+        """The number of keys that ceased to be followed since the last fit."""
         self._used_sizes: list[int] = []
-        """How many of ``_used_ages`` each path brought."""
+        """The number of entries that each path added to ``_used_ages``."""
         self._score = HintScore()
         self._num_again = self._num_again_paths = 0.0
-        """Followed keys that were used again, and the paths that used them. Both fade, as the counts do."""
+        """The number of followed keys that were used again, and the number of paths that used them. Both fade as the
+        counts do."""
         self._samples.clear()
         self._follows.clear()
         self._num_followed = 0
@@ -108,27 +112,31 @@ class HitDensity:
         self._next_pick = 1
         recency = (1.0 / np.cumsum(self._widths)).tolist()
         self.values: list[list[float]] = [recency] * NUM_CLASSES
-        """``values[class][bucket]``. Falls with age (bucket), rises with uses (class)."""
+        """``values[class][bucket]``. Values fall with age (bucket) and rise with uses (class)."""
         self.uses_hints = False
         """Whether the values of classes with different hints may differ."""
 
     @property
     def hint_score(self) -> float:
-        """How much better uses were foreseen with hints than without, lately. Below 3, hints change no value."""
+        """The recent advantage of predictions with hints over those without. Below 3, hints change no value."""
         return self._score.value
 
     def _set_gap(self, gap: int) -> None:
         self._gap = gap
-        """One use in each ``_gap`` consecutive uses, chosen at random, begins to be followed. The gap doubles as the
-        history grows, up to ``_widest_gap``, so ``_SAMPLES`` keys are spread over the history or over the horizon,
-        whichever is shorter."""
+        """The model starts to follow the key of one use, chosen at random, in each ``_gap`` consecutive uses. The gap
+        doubles as the history grows, up to ``_widest_gap``, so ``_SAMPLES`` keys are spread over the history or over
+        the horizon, whichever is shorter."""
         self._events_per_fit = _EVENTS_PER_EARLY_FIT if gap < self._widest_gap else _EVENTS_PER_FIT
 
     def used(
         self, keys: Collection[OffloadKey | None], blocks: Sequence[BlockStatus], begin: int, all_count: bool = True
     ) -> None:
-        """``blocks`` were used one after the other, the first at time ``begin``, and have their new classes already.
-        ``keys`` has their keys, and perhaps others. Without ``all_count``, uses of blocks in flight do not count."""
+        """Learn that ``blocks``, which already have their new classes, were used one by one, the first at time
+        ``begin``.
+
+        ``keys`` contains their keys, and possibly others. If ``all_count`` is false, uses of blocks in flight do not
+        count.
+        """
         if not self._learns:
             return
         samples, now = self._samples, begin + len(blocks)
@@ -148,7 +156,7 @@ class HitDensity:
             self._fit(now)
 
     def _random(self) -> int:
-        """At least 0, less than ``_RANDOM_END``."""
+        """Return the next pseudo-random number, at least 0 and less than ``_RANDOM_END``."""
         self._draw = (self._draw * 1103515245 + 12345) % _RANDOM_END
         return self._draw
 
@@ -174,7 +182,7 @@ class HitDensity:
                 self._num_events += 1
 
     def _widen_gap(self) -> None:
-        """Doubles the gap, and forgets as much of what the smaller gap found, so that all uses keep the same weight."""
+        """Double the gap, and forget the same share of earlier findings, so that all uses have the same weight."""
         gap = min(2 * self._gap, self._widest_gap)
         kept = self._gap / gap
         self._set_gap(gap)
@@ -190,7 +198,7 @@ class HitDensity:
         self._follows.extend((since, key) for key, since in self._samples.items())
 
     def _count_ages(self) -> None:
-        """Brings ``_used``, ``_lost`` and the score up to date."""
+        """Bring ``_used``, ``_lost`` and the score up to date."""
         at = self._cells(self._used_ages)
         self._score.add(at, self._used_sizes)
         self._used += self._counted(at)
@@ -200,7 +208,10 @@ class HitDensity:
         self._lost_ages.clear()
 
     def _cells(self, ages: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The place of each of ``ages`` (times ``NUM_CLASSES``, less a class) in a flat table (class, bucket)."""
+        """Return the index in the flattened table (class, bucket) for each age.
+
+        ``ages`` holds ages times ``NUM_CLASSES``, minus the class.
+        """
         packed = np.asarray(ages, np.int64)
         classes = -packed % NUM_CLASSES
         buckets = np.searchsorted(self._whole_bounds, (packed + classes) // NUM_CLASSES, side="right")
@@ -225,14 +236,14 @@ class HitDensity:
             self._score.compare(by_class, by_uses, (followed / self._widths).reshape(shape))
             self.uses_hints = self._score.favours_hints
         if self.uses_hints:
-            # One after the other: together they would take four times the memory meanwhile.
+            # Computing the densities of all hints at once would need four times the memory.
             hinted = [densities(hazard, self._widths) for hazard in by_class[:SHARED]]
-            # A prompt must outlive what any of the clients that share it has after it.
+            # A shared prompt must outlive the blocks that any of its clients has after it.
             shared = np.max([values, *hinted], axis=0)
             self.values = np.concatenate([*hinted, shared]).tolist()
         else:
             self.values = values.tolist() * NUM_GROUPS
-        # A gap that is still small gives more events in the same time, so these fade the counts by less.
+        # A gap that is still small causes more events in the same time, so each fit fades the counts by less.
         fade = _DECAY ** (self._gap / self._widest_gap * self._events_per_fit / _EVENTS_PER_FIT)
         self._num_events = 0
         self._used *= fade
@@ -241,8 +252,10 @@ class HitDensity:
         self._num_again_paths *= fade
 
     def hinted_anew(self, blocks: Sequence[BlockStatus], begin: int) -> None:
-        """These blocks were refreshed one after the other, the first at time ``begin``. Those of another class than
-        before are followed anew: the class they had did not see them used again."""
+        """Learn that these blocks were refreshed one by one, the first at time ``begin``.
+
+        Blocks whose class changed are followed from this time on. For the old class, they count as not used again.
+        """
         samples, stamp = self._samples, (begin + len(blocks)) * NUM_CLASSES
         for block in blocks:
             since = samples.get(block.key)
@@ -253,7 +266,7 @@ class HitDensity:
                 self._follows.append((since, block.key))
 
     def forget(self, key: OffloadKey) -> None:
-        """Stops following ``key``: its store failed, so its last use did not happen."""
+        """Stop following ``key``. Its store failed, so its last use did not happen."""
         self._samples.pop(key, None)
 
 
@@ -261,25 +274,31 @@ Table = npt.NDArray[np.float64]
 
 
 def hazards(used: Table, left: Table, prior: float) -> Table:
-    """The chance of a use at each age, by class. ``used`` counts the blocks that were used again at each age, ``left``
-    those that were last seen unused at it; both have shape (classes, buckets).
+    """Return the chance of a use at each age, by class.
 
-    The hazard of a class is its own as far as it has more blocks at risk than ``prior``. Otherwise it is that of all
-    classes together, times how much more often the class was used than that predicts at the ages where it was seen.
+    ``used`` counts the blocks that were used again at each age, and ``left`` counts the blocks that were last seen
+    unused at that age. Both have shape (classes, buckets).
+
+    Where a class has more blocks at risk than ``prior``, its own hazard dominates. Elsewhere the hazard of all classes
+    together dominates, times a factor for the class: the ratio of its actual uses to the uses that the common hazard
+    predicts at the ages where the class was seen.
     """
     at_risk = _at_risk(used, left)
     return _shrunk(used, at_risk, used.sum(axis=0) / (at_risk.sum(axis=0) + 1), prior)
 
 
 def hinted_hazards(used: Table, left: Table, prior: float) -> Table:
-    """The same by hint and class, all of shape (hints, classes, buckets): of a class with little evidence they are
-    those of its hint, and of a hint with little, those of all classes together."""
+    """Return the hazards by hint and class. All tables have shape (hints, classes, buckets).
+
+    A class with little evidence gets the hazard of its hint, and a hint with little evidence gets the hazard of all
+    classes together.
+    """
     of_hints = hazards(used.sum(axis=1), left.sum(axis=1), prior)
     return _shrunk(used, _at_risk(used, left), of_hints[:, None, :], prior)
 
 
 def _at_risk(used: Table, left: Table) -> Table:
-    # Those who left a bucket were at risk for half of it, on average.
+    # A block that left a bucket was at risk for half of it, on average.
     reached: Table = np.cumsum((used + left)[..., ::-1], axis=-1)[..., ::-1]
     return reached - left / 2
 
@@ -293,13 +312,16 @@ def _shrunk(used: Table, at_risk: Table, towards: Table, prior: float) -> Table:
 
 
 def densities(hazard: Table, widths: Table) -> Table:
-    """Values of the same shape as ``hazard``, (..., classes, buckets); ``widths`` is the length of each bucket."""
+    """Return the hit densities, of the same shape as ``hazard``: (..., classes, buckets).
+
+    ``widths`` contains the length of each bucket.
+    """
     alive = np.ones_like(hazard)
     np.cumprod(1 - hazard[..., :-1], axis=-1, out=alive[..., 1:])
-    # Hits to come and space to spend from each bucket on; the difference of two is what lies between.
+    # Future hits and space-time from each bucket on. The difference of two entries is the amount between them.
     hits = _sums_ahead(alive * hazard)
     spent = _sums_ahead(alive * widths * (1 - hazard / 2))
-    # ``later[i, j]``: bucket j ends after bucket i begins.
+    # ``later[i, j]``: bucket j ends after bucket i starts.
     later = _later(hazard.shape[-1])
     gained = hits[..., :-1, None] - hits[..., None, 1:]
     paid = spent[..., :-1, None] - spent[..., None, 1:]
@@ -315,18 +337,18 @@ def _later(buckets: int) -> npt.NDArray[np.bool_]:
 
 
 def _sums_ahead(terms: Table) -> Table:
-    """Along the last axis, the sums of each term and all after it. One more column, of zeros, stands for no terms."""
+    """Return the sums of each term and all terms after it along the last axis, with a final column of zeros."""
     sums = np.zeros((*terms.shape[:-1], terms.shape[-1] + 1))
     np.cumsum(terms[..., ::-1], axis=-1, out=sums[..., -2::-1])
     return sums
 
 
 class UseCounts:
-    """The classes of evicted blocks by key, of at least the last ``size`` remembered and at most about twice as many.
+    """The classes of evicted blocks by key: at least the last ``size`` keys, and at most about twice as many.
 
-    There are two generations. When the young one is full it becomes the old one. The old one is forgotten at once, but
-    its memory is freed little by little. So keys are forgotten in the order in which they were remembered. Tails are
-    evicted before their heads, so a head never loses its class while its tail keeps it.
+    There are two generations. When the young one is full, it becomes the old one. The previous old generation is
+    forgotten at once, but its memory is freed gradually. So keys are forgotten in the order in which they were
+    remembered. Tails are evicted before their heads, so a head never loses its class while its tail keeps it.
     """
 
     __slots__ = ("_leaving", "_old", "_young", "size")
@@ -336,13 +358,13 @@ class UseCounts:
         self._young: dict[OffloadKey, int] = {}
         self._old: dict[OffloadKey, int] = {}
         self._leaving: dict[OffloadKey, int] = {}
-        """A forgotten generation. Each key remembered drops one of these: to free a million at once would take long."""
+        """A forgotten generation. Each remembered key removes one entry, because freeing a million at once is slow."""
 
     def __repr__(self) -> str:
         return f"UseCounts({len(self._young)} of {self.size} in the young generation)"
 
     def __len__(self) -> int:
-        """Keys in memory, forgotten ones that are still there included."""
+        """Return the number of keys in memory, including forgotten keys that are not freed yet."""
         return len(self._young) + len(self._old) + len(self._leaving)
 
     def remember(self, keys: Sequence[OffloadKey], classes: Sequence[int]) -> None:
@@ -354,7 +376,7 @@ class UseCounts:
             deque(starmap(leaving.popitem, repeat((), min(len(keys), len(leaving)))), maxlen=0)
 
     def recall(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """The classes remembered for ``keys``, up to the first key that is not known."""
+        """Return the remembered classes of ``keys``, up to the first unknown key."""
         young, old = self._young.get, self._old.get
         found: list[int] = []
         for key in keys:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy that evicts the block with the fewest expected hits for the space and time it takes."""
+"""A policy that evicts the block with the fewest expected hits per unit of cache space and time."""
 
 from __future__ import annotations
 
@@ -31,29 +31,35 @@ _TIDY_EVERY = 256
 
 
 class _Front(NamedTuple):
-    """The least recent block of a class. Fronts compare as victims do: the least goes first."""
+    """The least recent block of a class. Fronts compare in the order of eviction: the least is evicted first."""
 
     value: float
     last: int
-    """Time of its last use."""
+    """The time of the block's last use."""
     class_: int
     limit: float
-    """Blocks of the class that were used later than this are worth more than ``value``."""
+    """Blocks of this class that were last used after this time are worth more than ``value``."""
     expires: float
-    """When the block's age enters the next bucket, and its value may fall."""
+    """The time at which the block's age enters the next bucket and its value may fall."""
 
     def until(self, rival: _Front | None) -> float:
-        """Blocks of this class used no later than this go before ``rival``, the least front of other classes."""
+        """Return the latest time of last use for which blocks of this class are evicted before ``rival``.
+
+        ``rival`` is the least front of the other classes, or ``None``.
+        """
         return min(self.limit, rival.last) if rival is not None and rival.value == self.value else self.limit
 
 
 class DensityCachePolicy(CachePolicy):
-    """Keeps blocks in classes by number of uses, each in order of recency. Of the least recent blocks of all classes it
-    evicts the one that the model (``kvoffload.cpu.policies.density.model``) values least; among equals, the oldest.
+    """Evicts the block that a learned model values least.
 
-    Before anything is learned this is LRU. Then it keeps blocks of a class that comes back late, evicts those of a
-    class that hardly ever does, and goes on as LRU where uses predict nothing. ``docs/design/0009-policies.md`` has the
-    measurements.
+    The policy keeps blocks in classes by number of uses, and each class in order of recency. It compares the least
+    recent blocks of all classes, and evicts the one that the model (``kvoffload.cpu.policies.density.model``) values
+    least; among equals, the oldest.
+
+    Until the model has learned something, the policy is LRU. Then it keeps blocks of classes that are reused late,
+    evicts blocks of classes that are hardly ever reused, and stays LRU where the number of uses predicts nothing.
+    ``docs/design/0009-policies.md`` reports measurements.
 
     It remembers the keys and classes of evicted blocks for the next 1.5 to 3 capacities of evictions. Uses while a
     block is being written belong to the request that writes it: they refresh the block but do not count.
@@ -66,17 +72,17 @@ class DensityCachePolicy(CachePolicy):
         self._waiting: dict[OffloadKey, Skipped] = {}
         """Blocks that evictions stepped over because they were pinned."""
         self._logs = [UseLog(class_, self._waiting) for class_ in range(NUM_USES)]
-        """One for each class. Those of classes with hints come with the first hint."""
+        """One log for each class. The logs of classes with hints are added with the first hint."""
         self._fronts: list[_Front | None] = []
-        """The front of each class, as last seen. A class may have lost its front since, but never gained a lesser one:
-        whatever could do that removes the front from here (a pinned block that is idle again, a new fit), or makes it
-        expire (an age that enters the next bucket)."""
+        """The front of each class, as last seen. A class may have lost its front since then, but cannot have a lesser
+        one: a pinned block that becomes idle and a new fit remove the front from here, and a front expires when its age
+        enters the next bucket."""
         self._forget_fronts()
         self._draw = 1
         self._now = 0
-        """Uses of blocks so far: the clock of ages."""
+        """The number of block uses so far, which is the clock for ages."""
         self._tidied = 0
-        """The class whose log is being tidied."""
+        """The class whose log ``_tidy`` is working on."""
         self._tidied_at = self._tidied_weight = 0
 
     def __repr__(self) -> str:
@@ -99,7 +105,7 @@ class DensityCachePolicy(CachePolicy):
         begin = self._now + 1
         self._now += len(blocks)
         self._blocks.update(zip(keys, blocks))
-        # Prefixes are remembered longer than their tails, so what comes after an unknown block is unknown too.
+        # Prefixes are remembered longer than their tails, so all blocks after an unknown block are unknown as well.
         known = self._past_uses.recall(keys[::-1])
         num_new = len(blocks) - len(known)
         if num_new:
@@ -143,11 +149,14 @@ class DensityCachePolicy(CachePolicy):
     def _refresh(
         self, path: Sequence[OffloadKey], risen: Sequence[Sequence[int]], group: int
     ) -> tuple[list[BlockStatus], bool]:
-        """Moves the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[group][class]``;
-        those being written, to the end of their own. Returns the blocks in this order, and whether all are ready.
+        """Move the resident blocks of ``path``, tail to head, to the end of the log of their ``risen[group][class]``.
 
-        Once there are hints, blocks that several clients share enter the group ``SHARED``: the whole path if its tail
-        was used often, and otherwise the head that a later request used than the tail, and said something else.
+        Blocks that are being written move to the end of their own log. Returns the blocks in this order, and whether
+        all of them are ready.
+
+        Once there are hints, blocks that several clients share enter the group ``SHARED``. If the tail was used often,
+        that is the whole path. Otherwise it is the part from the head to the last block whose hint differs from the
+        tail's, because a later request used that part and gave another hint.
         """
         found = list(map(self._blocks.get, reversed(path)))
         blocks: list[BlockStatus]
@@ -161,10 +170,10 @@ class DensityCachePolicy(CachePolicy):
         said: int | None = None
         hinted = len(logs) > NUM_USES
         # A path consists of few runs: consecutive blocks that leave one chunk together and enter one chunk together.
-        # The invariant: ``blocks[start:at]`` have ``chunk`` as their state already, and are not in ``log`` yet. A run
-        # ends where a block leaves another chunk than ``source``, or is being written. It is appended as a whole, with
-        # the times that its blocks would have got one by one. It never enters a chunk that a block has left,
-        # which may be one of its own: such a block would have two live entries there.
+        # Invariant: ``blocks[start:at]`` already have ``chunk`` as their state, and are not in ``log`` yet. A run ends
+        # where a block leaves another chunk than ``source`` or is being written. It is appended as a whole, with the
+        # times that its blocks would get one by one. It never enters a chunk that a block has left, which may be one of
+        # its own blocks, because such a block would have two live entries there.
         for at, block in enumerate(blocks):
             if block.policy_state is not source or block.pins < 0:
                 if at:
@@ -190,8 +199,10 @@ class DensityCachePolicy(CachePolicy):
         return blocks, all_ready
 
     def _tidy(self) -> None:
-        """Keeps the logs' memory below about twice that of their live entries, in small steps: each looks at three
-        times as many entries as were added since the last."""
+        """Keep the logs' memory below about twice the memory of their live entries, in small steps.
+
+        Each step looks at three times as many entries as were added since the previous step.
+        """
         logs, enough = self._logs, 3 * len(self._blocks) // 2 + _SLACK
         weight = sum(log.weight for log in logs)
         budget, rounds = 3 * (weight - self._tidied_weight), 0
@@ -245,7 +256,7 @@ class DensityCachePolicy(CachePolicy):
                     head = log.head(protected)
                 classes += repeat(class_, len(victims) - len(classes))
                 if not missing:
-                    break  # the class has another front now, which the next eviction looks for
+                    break  # the next eviction looks for the new front of this class
             if head is not None:
                 fronts[class_] = self._front(head, class_)
         if len(victims) < n:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether hints predict: the model that knows them against the one that does not, on what came after both."""
+"""Score how well hints predict reuse, by comparing models with and without hints on the uses that follow their fit."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ import numpy as np
 import numpy.typing as npt
 
 _KEPT = 0.99
-"""What a path leaves of the score before it."""
+"""The factor by which each path fades the earlier score."""
 _MOST = 1.0
-"""The most that a path gains or loses: so a hundred paths can take back what any number gave."""
+"""The most that one path adds or subtracts. So a hundred paths can undo the effect of any number of earlier paths."""
 
 
 _LEAST = 3.0
-"""The score from which hints are believed. Those that mean nothing often have one just above 0, by chance."""
+"""The least score at which the policy uses hints. Meaningless hints often score just above 0 by chance."""
 
 
 class HintScore:
-    """Compares two sets of hazards by the uses that follow their fit, path by path.
+    """Compares two models' hazards by the uses that follow their fit, path by path.
 
-    A use scores the logarithm of how much likelier one model held it than the other: that this key of all keys that
-    were followed would be the next (the partial likelihood of D. R. Cox, 1972). So a model gains nothing by expecting
-    more uses of everything. The keys of a path come together and count as one, with the mean of their scores.
+    Each model assigns a probability that, of all followed keys, the key in question is used next (the partial
+    likelihood of D. R. Cox, 1972). A use scores the logarithm of the ratio of the two probabilities. So a model gains
+    nothing by expecting more uses of everything. The keys of a path are used together and count as one use, with the
+    mean of their scores.
     """
 
     def __init__(self) -> None:
         self.value = 0.0
-        """Above 0, the hinted model held the recent paths to be likelier. The last hundred or so count most."""
+        """The score. If it is above 0, recent paths were more likely under the hinted model. About the last hundred
+        paths count most."""
         self._gains: npt.NDArray[np.float64] | None = None
 
     @property
@@ -41,9 +43,13 @@ class HintScore:
         unhinted: npt.NDArray[np.float64],
         followed: npt.NDArray[np.float64],
     ) -> None:
-        """From now on uses are judged by these hazards, of shape (hints, classes, buckets) and (classes, buckets).
-        ``followed``: keys per age in each cell, of the shape of ``hinted``."""
-        # Where no key was ever used, both hazards are 0, and no model is better. So it is while no use is expected.
+        """Score later uses by these hazards.
+
+        ``hinted`` has shape (hints, classes, buckets) and ``unhinted`` has shape (classes, buckets). ``followed`` is
+        the number of keys per age in each cell, of the same shape as ``hinted``.
+        """
+        # Where no key was ever used, both hazards are 0 and neither model is better. The same holds if no use is
+        # expected anywhere.
         expected, expected_unhinted = (followed * hinted).sum(), (followed * unhinted).sum()
         ratios = np.divide(
             hinted * expected_unhinted, unhinted * expected, out=np.ones_like(hinted), where=hinted * expected > 0
@@ -51,7 +57,7 @@ class HintScore:
         self._gains = np.clip(np.log(ratios), -_MOST, _MOST).reshape(-1)
 
     def add(self, cells: npt.NDArray[np.int64], sizes: Sequence[int]) -> None:
-        """Uses of keys in these cells of the flat table, path by path: ``sizes`` has the number of keys of each."""
+        """Add uses of keys in these cells of the flattened table, path by path. ``sizes`` has each path's key count."""
         if self._gains is None or not sizes:
             return
         lengths = np.asarray(sizes)
