@@ -13,8 +13,9 @@ import msgspec
 import pytest
 from tests.connector.rig import BT, FULL, SLIDING, Request, Rig, key
 
+from kvoffload.base import ReqContext, TransferResult
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, parse_config
-from kvoffload.connector import OffloadingConnectorScheduler
+from kvoffload.connector import EngineStep, OffloadingConnectorScheduler, ScheduledRequest, WorkerReport
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.errors import ConfigError
@@ -150,6 +151,33 @@ def ended(rig: Rig, *requests: Request) -> list[dict[str, dict[str, int]]]:
     assert rig.record_trace is not None
     lines = Path(rig.record_trace).read_text().splitlines()
     return [json.loads(line)["story"] for line in lines[-len(requests) :]]
+
+
+def test_a_prompt_that_evicts_its_own_blocks_for_want_of_room_is_not_called_longer_than_host_memory(
+    tmp_path: Path,
+) -> None:
+    values = {"cpu_bytes_to_use": 8 * FULL.page_bytes, "record_trace": str(tmp_path / "t.jsonl")}
+    manager = CPUOffloadingManager(8, lost=LostBlocks())
+    layout = EngineLayout((FULL,), BT, "rig")
+    scheduler = OffloadingConnectorScheduler(manager, layout, parse_config(values))
+    assert layout.num_slots(parse_config(values)) == 8
+    others = [key(n, stem="other") for n in range(5)]
+    manager.prepare_store(others, ReqContext("others"))  # in flight: three slots are left
+    for name in ("first", "second"):
+        request = Request(name, 6 * BT + 1)
+        scheduler.on_new_request(request)
+        hit, _ = scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, (tuple(range(7)),), hit)
+        steps = [EngineStep((ScheduledRequest(name, (tuple(range(7)),), hit, 6 * BT + 1 - hit, True),))]
+        for step in [*steps, *[EngineStep()] * 8]:
+            meta = scheduler.build_connector_meta(step)
+            ends = [(0, TransferResult(job.job_id, True)) for job in (*meta.loads, *meta.stores)]
+            scheduler.update_connector_output(WorkerReport(tuple(ends)))
+        scheduler.request_finished(request)
+    scheduler.shutdown()
+    explanation = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[-1])["story"]
+    assert "refused" in explanation["missed"]
+    assert "too long" not in explanation["missed"]
 
 
 def test_a_device_hit_inside_a_lost_block_with_nothing_behind_it_ends_no_recording(tmp_path: Path) -> None:

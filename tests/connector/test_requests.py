@@ -145,6 +145,7 @@ def test_a_request_whose_hashes_are_wrong_neither_loads_nor_stores_and_its_block
     rig = Rig(left_out=frozenset({"wrong"}))
     rig.store_prefix(16)
     first = rig.arrive(Request("first", 16, "other"))
+    rig.ask(first)
     rig.alloc(first, range(4))
     (store,) = rig.step(rig.run(first, range(4))).stores
     rig.finish(first)

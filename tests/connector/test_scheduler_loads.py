@@ -250,6 +250,26 @@ def test_an_abort_before_anything_else() -> None:
     rig.assert_drained()
 
 
+def test_the_late_end_of_a_request_leaves_the_one_that_has_its_id_alone() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    rig.store_prefix(8, "q", 200)
+    earlier, request = Request("x", 9), Request("x", 9, "q")
+    load = start_load(rig, earlier, [0, 1, 2], 8)
+    rig.arrive(request)  # the engine uses the id again
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, [5, 6, 7], external=8)
+    (own,) = rig.step().loads
+    rig.finish(earlier)
+    assert rig.scheduler.hit_tokens_by_tier(earlier) == {}
+    assert rig.scheduler.hit_tokens_by_tier(request) == {"CPU": 8}
+    assert rig.end(load) == LoadOutcome(), "nobody waits for it"
+    assert rig.end(own).loaded_request_ids == {"x"}
+    rig.finish(request)
+    assert [name for name, _ in rig.manager.calls].count("on_request_finished") == 2
+    rig.assert_drained()
+
+
 def test_an_abort_between_the_decision_and_the_step_calls_the_load_back() -> None:
     rig = Rig()
     rig.store_prefix(8)
@@ -362,6 +382,20 @@ def test_different_block_sizes() -> None:
     (load,) = rig.step().loads
     assert load.destination.block_ids.tolist() == [0, 1, 2, 3, 20, 21]
     assert len(load.source.block_ids) == 3
+
+
+def test_a_hit_that_queued_until_the_manager_forgot_its_sources_counts_for_its_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    request = rig.arrive(Request("r", 9))
+    monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(1): "disk"})
+    assert rig.ask(request) == (8, True)  # the engine has no blocks for it yet
+    monkeypatch.setattr(rig.manager, "sources", lambda req_context: {})
+    assert rig.ask(request) == (8, True)
+    rig.alloc(request, [0, 1, 2], external=8)
+    assert rig.scheduler.hit_tokens_by_tier(request) == {"CPU": 4, "disk": 4}
 
 
 @pytest.mark.parametrize(("groups", "on_disk"), [((STATE, FULL), 4), ((STATE,), 8)])

@@ -606,6 +606,39 @@ def test_the_next_admission_offers_again() -> None:
     assert rig.manager.offered[-1] == [key(3), key(4), key(5)]
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)])
+def test_refused_blocks_are_offered_after_a_preemption_although_the_device_still_has_them(
+    groups: tuple[KVGroupLayout, ...],
+) -> None:
+    rig = Rig(groups=groups, num_blocks=8)
+    others, keys = ReqContext("others"), [key(n, stem="other") for n in range(8)]
+    rig.manager.prepare_store(keys, others)
+    request = Request("r", 14)
+    tables = [range(10 * n, 10 * n + 4) for n in range(len(groups))]
+    rig.admit(request, *tables)
+    rig.step(preempted=["r"])
+    rig.manager.complete_store(keys, others, success=False)
+    assert rig.ask(request, computed=12) == (0, False)
+    rig.alloc(request, *tables)
+    stores = rig.step(rig.run(request, *tables, computed=12)).stores
+    assert sorted(each for ids in sources(stores) for each in ids) == [0, 1, 2, *[11, 12][: 2 * len(groups) - 2]]
+    rig.end(*stores)
+    rig.finish(request)
+    later = rig.arrive(Request("later", 14))
+    assert rig.ask(later) == (12, True)
+
+
+def test_a_device_hit_that_the_request_did_not_compute_is_not_offered_after_a_preemption_either() -> None:
+    rig = Rig()
+    request = Request("r", 14)
+    rig.admit(request, range(4), computed=8)
+    rig.step(preempted=["r"])
+    rig.ask(request, computed=12)
+    rig.alloc(request, range(4))
+    rig.step(rig.run(request, range(4), computed=12))
+    assert rig.manager.offered == [[key(2)]]
+
+
 def test_a_full_tier_costs_few_calls_each_of_one_block() -> None:
     rig = Rig(num_blocks=4)
     fill_and_pin(rig, 4)
@@ -684,8 +717,9 @@ def test_eviction_shortens_the_hit_of_a_model_with_several_groups_instead_of_end
 
 def test_a_gpu_block_handed_out_again_flushes_the_store_that_reads_it() -> None:
     rig = Rig()
-    (store,) = rig.admit(Request("r", 8), [0, 1]).stores
-    rig.finish(Request("r", 8))
+    request = Request("r", 8)
+    (store,) = rig.admit(request, [0, 1]).stores
+    rig.finish(request)
     other = rig.arrive(Request("o", 9, "q"))
     rig.ask(other)
     rig.alloc(other, [1, 5, 6])

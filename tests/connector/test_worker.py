@@ -202,12 +202,31 @@ def test_reports_merge_in_order_and_can_be_sent_between_processes() -> None:
     assert pickle.loads(pickle.dumps(merged)) == merged
 
 
-def test_two_failed_loads_of_a_request_both_leave_invalid_blocks() -> None:
+@pytest.mark.parametrize("success", [True, False])
+def test_the_end_of_an_earlier_load_of_the_same_id_is_not_that_of_the_newest(success: bool) -> None:
+    """The engine used the id again while the load of the earlier request ran."""
     rank = Rank()
-    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "a"))))
-    rank.handler.run(0, success=False)
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"),)))
+    rank.worker.start_step(ConnectorMeta(loads=(load(1, 6, 2, "a"),)))
+    rank.handler.run(0, success=success)
+    assert rank.worker.take_load_outcome() == LoadOutcome()
+    assert [result[:2] for _, result in rank.worker.get_report().results] == [(0, success)]
+    rank.handler.run(1, success=not success)
+    expected = LoadOutcome(failed_loads={"a": frozenset({6})}) if success else LoadOutcome(frozenset({"a"}))
+    assert rank.worker.take_load_outcome() == expected
+
+
+def test_the_end_of_an_earlier_load_that_nobody_took_is_not_that_of_the_newest() -> None:
+    rank = Rank()
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "b"))))
+    rank.handler.run(0)
     rank.handler.run(1, success=False)
-    assert rank.worker.take_load_outcome() == LoadOutcome(failed_loads={"a": frozenset({5, 6})})
+    rank.worker.get_report()
+    rank.worker.start_step(ConnectorMeta(loads=(load(2, 7, 1, "a"), load(3, 4, 2, "b"))))
+    assert rank.worker.take_load_outcome() == LoadOutcome()
+    rank.handler.run(2)
+    rank.handler.run(3)
+    assert rank.worker.take_load_outcome() == LoadOutcome(frozenset({"a", "b"}))
 
 
 def test_the_layout_of_another_rank_is_refused() -> None:
@@ -272,7 +291,7 @@ def test_a_store_that_could_not_be_flushed_has_failed_unless_the_host_waited_for
 
 def test_transfers_of_a_handler_that_cannot_say_what_ended_have_failed_once_it_has_waited_for_them() -> None:
     rank = broken_rank()
-    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1), load(1, 6, 2))))
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"), load(1, 6, 2, "b"))))
     rank.handler.broken = ("get_finished", "wait")
     assert rank.worker.get_report().results == (), "they may still write"
     rank.handler.broken = ("get_finished",)

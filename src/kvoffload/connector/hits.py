@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvoffload.base import Direction, GPULoadStoreSpec, LoadStoreSpec, NextUse, OffloadingManager, OffloadKey
 from kvoffload.config import GroupKind
@@ -83,6 +83,7 @@ class Hits:
                     )
                 return None
             tokens = found
+            hit.sources = hit.sources or self._manager.sources(request.context)
             since_s = self._waiting.pop(request, None)
             if since_s is not None:
                 hit.wait_s += self._clock() - since_s
@@ -159,9 +160,10 @@ class Hits:
         is_first = hit.tokens_by_tier is None
         hit.tokens = hit.computed_tokens + num_external_tokens
         hit.is_answered, hit.wait_s, hit.tokens_by_tier = False, 0.0, {}
+        sources, hit.sources = hit.sources or self._manager.sources(request.context), {}
         if request.context.reads_cache:
             if num_external_tokens > 0:
-                hit.tokens_by_tier = self._tokens_by_tier(request)
+                hit.tokens_by_tier = self._tokens_by_tier(request, sources)
             if is_first:
                 self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
@@ -186,11 +188,11 @@ class Hits:
         for tier, tokens in (request.hit.tokens_by_tier or {}).items():
             counts["tier_hit_tokens", tier] += tokens
 
-    def _tokens_by_tier(self, request: Request) -> dict[str, int]:
-        """The tokens of a hit by the tier in which their blocks lay when the request came. With several groups, those
-        of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing else.
-        """
-        first, stop, sources = request.hit.computed_tokens, request.hit.tokens, self._manager.sources(request.context)
+    def _tokens_by_tier(self, request: Request, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
+        """Return the tokens of a hit by the tier in which their blocks lay when the request came. With several groups,
+        those of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing
+        else."""
+        first, stop = request.hit.computed_tokens, request.hit.tokens
         if not sources or any(stop > len(own.keys) * own.group.block_tokens for own in request.groups):
             return {HOST: stop - first}  # or no hit can be so long
         if self._counted is None:

@@ -281,9 +281,9 @@ class Observer:
         beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
         if self._epochs.is_over(request.epoch):
             beyond = Miss.RESET
-        short = Miss.TOO_LONG if not request.max_blocks else None
-        if has_no_room:
-            # Its own stores may have kept all slots.
+        short = None
+        if has_no_room or not request.max_blocks:
+            # Its own stores kept all slots, or those of others did.
             short = Miss.TOO_LONG if self._surely_stored(request) > self._num_slots else Miss.REFUSED
         ready_tokens = request.ready_tokens
         for own in request.groups:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
@@ -30,7 +30,7 @@ class Keys:
     gpu_block_ids: list[int] = field(default_factory=list)
     next_block: int = 0
     """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that. Of a
-    group of states: those that came from a hit."""
+    group of states: those that came from a hit. ``UNLIMITED`` until the request's first admission, with block level."""
     states: dict[int, int] = field(default_factory=dict)
     """Of a group of states: the GPU block of each state that the engine named in this step, by the block it ends."""
     _own: set[OffloadKey] = field(default_factory=set)
@@ -60,6 +60,9 @@ class Hit:
     """The value of ``computed_tokens`` once the load has succeeded."""
     tokens_by_tier: dict[str, int] | None = None
     """Those of them that are loaded, by the tier in which their blocks lay. ``None``: it was never admitted."""
+    sources: Mapping[OffloadKey, str] = field(default_factory=dict)
+    """The tiers below that its blocks came from, as of the first answer since the last admission. The manager forgets
+    them when the request's time limit has passed, also while it queues with an answer."""
     is_answered: bool = False
     """The engine has an answer, and has not reported yet which GPU blocks it allocated upon it."""
     wait_s: float = 0.0
@@ -111,6 +114,7 @@ class Request:
     """What ``Turnover`` had counted when the request's prefix was touched last."""
 
     def __post_init__(self) -> None:
+        self._compute_nothing_yet()
         self.num_prompt_tokens = self.of_engine.num_prompt_tokens
         self._leave_out()
 
@@ -159,6 +163,7 @@ class Request:
         are others, nothing was offered under them yet."""
         if epoch.seed != self.epoch.seed:
             self.groups = tuple(Keys(own.group, gpu_block_ids=own.gpu_block_ids) for own in self.groups)
+            self._compute_nothing_yet()
             self.stored = set()
         self.epoch = epoch
         self.hit.possible, self.hit.unknown = UNKNOWN, None
@@ -181,15 +186,16 @@ class Request:
         hit.load_job_id = hit.awaited_job_id = None
 
     def begin_offers(self, hit_tokens: int) -> None:
-        """The request was admitted with ``hit_tokens``.
+        """Begin to offer blocks: the request was admitted with ``hit_tokens``.
 
-        Block level offers only what is computed from here on; a block in which the hit ends is offered whole. Request
-        level offers every block once, those of the hit too, so nothing changes: what a resumed request computes again
-        was offered before.
+        Block level offers only what the request computes from here on, and a block in which the hit ends is offered
+        whole. If the request computed blocks before a preemption and they were not accepted, they are offered too,
+        although the engine's own cache kept them and they are a hit by now. Request level offers every block once,
+        those of the hit too, so nothing changes: what a resumed request computes again was offered before.
         """
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for own in self.groups:
-                own.next_block = hit_tokens // own.group.block_tokens
+                own.next_block = min(own.next_block, hit_tokens // own.group.block_tokens)
         self.forget_computed()
         self.max_blocks = self.max_blocks or UNLIMITED
         self.wait_for_next_block()
@@ -208,6 +214,12 @@ class Request:
         blocks = [range(len(own.keys)) for own in self.groups]
         keys = by_position((own.group for own in self.groups), blocks, [key for own in self.groups for key in own.keys])
         return keys if self.context.reads_cache else [key for key in keys if key in self.stored]
+
+    def _compute_nothing_yet(self) -> None:
+        """Offer no block of a hit as if the request had computed it."""
+        if self.policy is OffloadPolicy.BLOCK_LEVEL:
+            for own in self.groups:
+                own.next_block = UNLIMITED
 
     def _leave_out(self) -> None:
         """For good. The reason may go: a session whose grammar refuses a token is none any more when vLLM ends it."""

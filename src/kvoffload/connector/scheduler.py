@@ -89,11 +89,12 @@ class OffloadingConnectorScheduler:
         self._request_of(request)
 
     def _request_of(self, of_engine: EngineRequest) -> Request:
-        request = self._requests.get(of_engine.request_id)
-        if request is not None and request.of_engine is of_engine:
+        request = self._known(of_engine)
+        if request is not None:
             return request
-        if request is not None:  # the engine uses the id again, without request_finished
-            self._finish(request)
+        earlier = self._requests.get(of_engine.request_id)
+        if earlier is not None:  # the engine uses the id again, without request_finished
+            self._finish(earlier)
         params = of_engine.kv_transfer_params
         limits, problems = RequestLimits.parse(params)
         if problems:
@@ -117,13 +118,19 @@ class OffloadingConnectorScheduler:
             self._observer.arrived(request)
         return request
 
+    def _known(self, of_engine: EngineRequest) -> Request | None:
+        """Return the engine's request as it is tracked. ``None`` if it is not, even if another one has its id."""
+        request = self._requests.get(of_engine.request_id)
+        return request if request is not None and request.of_engine is of_engine else None
+
     def request_finished(self, request: EngineRequest) -> None:
-        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests.
+        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests, also
+        those whose id another request has now.
 
         Blocks that could not be stored yet are offered a last time, while they still have their content. The next
         step's meta has the stores.
         """
-        own = self._requests.get(request.request_id)
+        own = self._known(request)
         if own is not None:
             if own.hit.load_job_id is None:
                 # With asynchronous scheduling that is its last full block: the step that fills it is scheduled before
@@ -187,7 +194,7 @@ class OffloadingConnectorScheduler:
 
     def hit_tokens_by_tier(self, request: EngineRequest) -> Mapping[str, int]:
         """The external tokens of the request's last admission, by the tier in which their blocks lay."""
-        own = self._requests.get(request.request_id)
+        own = self._known(request)
         return {} if own is None else own.hit.tokens_by_tier or {}
 
     # ------------------------------------------------------------------------------------------------- steps

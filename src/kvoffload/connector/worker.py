@@ -38,14 +38,16 @@ class OffloadingConnectorWorker:
         """Transfers that each handler has started and not returned yet."""
         self._doubtful: set[int] = set()
         """Transfers of which a flush failed: their blocks may have been used meanwhile."""
-        # Loads in flight on this rank, for engines whose workers report them.
-        self._loads: dict[int, TransferJob] = {}
+        # For engines whose workers report loads, by request.
+        self._loads: dict[str, TransferJob] = {}
+        """The newest load of each request id, until it ends. An engine may use an id again while a load of the id's
+        earlier request runs. Nobody waits for that load any more, so its end is not reported here."""
         self._results: list[TransferResult] = []
         self._loaded_request_ids: set[str] = set()
         self._failed_loads: dict[str, frozenset[int]] = {}
 
     def __repr__(self) -> str:
-        return f"OffloadingConnectorWorker(rank={self._rank}, loads={sorted(self._loads)})"
+        return f"OffloadingConnectorWorker(rank={self._rank}, loads of {sorted(self._loads)})"
 
     def register_kv_caches(
         self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches, flushes_on_host: bool = False
@@ -78,10 +80,10 @@ class OffloadingConnectorWorker:
         if meta.flush_job_ids:
             self._flush(meta.flush_job_ids)
         for job in meta.loads:
-            self._loads[job.job_id] = job
+            self._expect(job)
             self._start(job)
         for job in meta.lost_loads:
-            self._loads[job.job_id] = job
+            self._expect(job)
             self._end(TransferResult(job.job_id, success=False))
         self._waiting_stores += meta.stores
 
@@ -118,7 +120,7 @@ class OffloadingConnectorWorker:
         return WorkerReport(tuple((self._rank, result) for result in results))
 
     def take_load_outcome(self) -> LoadOutcome:
-        """The loads that ended on this rank since the last call, for engines whose workers report loads.
+        """Return the loads that ended on this rank since the last call, for engines whose workers report loads.
 
         Independent of ``get_report``, which returns them too.
         """
@@ -134,6 +136,11 @@ class OffloadingConnectorWorker:
         self._open.clear()
         for handler in dict.fromkeys(handlers.values()):
             self._guard("shutdown", handler.shutdown)
+
+    def _expect(self, load: TransferJob) -> None:
+        self._loads[load.request_id] = load
+        self._loaded_request_ids.discard(load.request_id)
+        self._failed_loads.pop(load.request_id, None)
 
     def _start(self, job: TransferJob) -> None:
         if self._is_suspended:
@@ -185,16 +192,15 @@ class OffloadingConnectorWorker:
             self._doubtful.remove(result.job_id)
             result = TransferResult(result.job_id, success=False)
         self._results.append(result)
-        load = self._loads.pop(result.job_id, None)
+        load = next((each for each in self._loads.values() if each.job_id == result.job_id), None)
         if load is None:
             return
+        del self._loads[load.request_id]
         if result.success:
             self._loaded_request_ids.add(load.request_id)
         else:
             assert isinstance(load.destination, GPULoadStoreSpec)
-            # An earlier load of the request may have failed since the last call: both left blocks undefined.
-            before = self._failed_loads.get(load.request_id, frozenset())
-            self._failed_loads[load.request_id] = before.union(load.destination.block_ids.tolist())
+            self._failed_loads[load.request_id] = frozenset(load.destination.block_ids.tolist())
 
 
 def _take_finished(handler: OffloadingHandler, results: list[TransferResult]) -> None:

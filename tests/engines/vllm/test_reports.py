@@ -228,6 +228,19 @@ def test_windows_are_never_described() -> None:
 
 
 @BOTH
+def test_the_late_end_of_a_request_leaves_the_one_that_has_its_id_tracked() -> None:
+    translator = EventTranslator(LAYOUT, factor=1, describe=True)
+    earlier, asked = request("a", 1), request("a", 1)
+    translator.track(earlier)
+    translator.track(asked)
+    translator.finish(earlier)
+    asked.block_hashes.append(b"a-1")
+    asked.all_token_ids += [1, 2, 3, 4]
+    (event,) = translator.translate([stored(key("a", 1))])
+    assert event.block_size == 4
+
+
+@BOTH
 def test_hashes_that_grow_are_tracked_and_requests_are_forgotten_after_their_end() -> None:
     translator = EventTranslator(LAYOUT, factor=1, describe=True)
     growing = request("a", 1)

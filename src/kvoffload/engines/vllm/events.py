@@ -109,6 +109,9 @@ class EventTranslator:
     def finish(self, request: Any) -> None:
         if not self._describe:
             return
+        tracked = self._live.get(request.request_id)
+        if tracked is not None and tracked.request is not request:
+            return  # another request has the id by now, and this one was finished then
         self.track(request)
         tracked = self._live.pop(request.request_id)
         if request.prompt_embeds is not None:
