@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, KVOffloadError
 from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.remote import check_credentials
 from kvoffload.tiering.stores.resolver import Resolver
@@ -138,7 +138,7 @@ def _addresses(texts: Sequence[str], port: int, host: str = "") -> tuple[Address
     return tuple(found)
 
 
-class _RefusedError(ConnectionError):
+class _RefusedError(KVOffloadError, ConnectionError):
     """The server rejected the user and password."""
 
 
