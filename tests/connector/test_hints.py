@@ -21,7 +21,7 @@ from kvoffload.metrics import IGNORED_HINTS, NEXT_USES
 from kvoffload.testing.clock import ManualClock
 
 UNKNOWN, SOON, LATER, NEVER = NextUse
-PAGE = Path(__file__).parents[2] / "docs/vllm.md"
+PAGE = Path(__file__).parents[2] / "docs/requests.md"
 
 
 def envelope(*actions: Any) -> dict[str, Any]:

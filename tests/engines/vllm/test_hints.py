@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kinds of clients on ``vllm serve``: agents that give hints, by the client of ``docs/vllm.md``, and chats that do
+"""Two kinds of clients on ``vllm serve``: agents that give hints, by the client of ``docs/requests.md``, and chats that do
 not. Between two turns of an agent comes a flood of other prompts, larger than host memory leaves room for."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rounds:
 
     def __init__(self, client: Any) -> None:
         names: dict[str, Any] = {}
-        exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs/vllm.md").read_text(), re.DOTALL)[0], names)
+        exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs/requests.md").read_text(), re.DOTALL)[0], names)
         self._hinting_client = names["HintingClient"]
         self._client = client
         self._prompts = long_prompts()

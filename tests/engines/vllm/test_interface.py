@@ -90,7 +90,7 @@ def test_a_reset_reaches_the_connector_by_the_names_in_the_docs(sources: Sources
     assert [each.arg for each in arguments][1:] == ["reset_running_requests", "reset_external"]
     python = sources.methods("vllm.entrypoints.llm", "LLM")["reset_prefix_cache"]
     assert python.parameters[-2:] == ("reset_running_requests", "reset_connector")
-    told = (ADAPTER.parents[3] / "docs" / "vllm.md").read_text()
+    told = (ADAPTER.parents[3] / "docs" / "weights.md").read_text()
     assert "/reset_prefix_cache?reset_running_requests=true&reset_external=true" in told
     assert "reset_prefix_cache(reset_running_requests=True, reset_connector=True)" in told
 
