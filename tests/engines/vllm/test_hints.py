@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kinds of clients on ``vllm serve``: agents that give hints, by the client of ``docs/requests.md``, and chats that do
-not. Between two turns of an agent comes a flood of other prompts, larger than host memory leaves room for."""
+"""Run two kinds of clients on ``vllm serve``: agents with hints, by the client of ``docs/requests.md``, and chats
+without. Other prompts that exceed host memory arrive between two turns of an agent."""
 
 from __future__ import annotations
 
