@@ -99,7 +99,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         elif version.keys() == {"file"}:
             where = f"weights_version is to be read from {version['file']}, which"
             try:
-                with Path(version["file"]).open("rb") as file:
+                with open(os.path.expanduser(version["file"]), "rb") as file:
                     version = file.read(_LONGEST_VERSION + 2).decode().strip()
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"{where} fails: {getattr(exc, 'strerror', None) or exc}.") from exc
@@ -302,7 +302,7 @@ def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Pro
     if not 0 < config.promotion_share <= 1:
         problems.add(f"promotion_share must be above 0 and at most 1, not {config.promotion_share}.")
     if config.record_trace is not None:
-        trace = Path(config.record_trace)
+        trace = Path(os.path.expanduser(config.record_trace))
         if not trace.parent.is_dir():
             problems.add(f"record_trace names a file in {trace.parent}, which is not a directory.")
         elif trace.is_dir():

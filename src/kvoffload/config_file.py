@@ -1,38 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration in a file of its own, JSON or YAML, instead of on the engine's command line."""
+"""The configuration in a file of its own, JSON or YAML, instead of on the engine's command line.
+
+What people write into files is taken literally or rejected, never changed in silence: ``12:00`` is no number, and a
+variable that is not set is an error.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import ConfigError, MissingExtraError, Problems
 
 ENVIRONMENT = "KVOFFLOAD_CONFIG"
-"""The environment variable that names the file where the configuration has no ``config_file``."""
+"""The environment variable that names the file if the configuration contains no ``config_file``."""
 
 _WRAPPERS = ("kv-transfer-config", "kv_transfer_config", "kv_connector_extra_config")
-"""Keys of vLLM's own files and of its option, from the outermost: the configuration lies in the innermost."""
+"""Keys of vLLM's own files and of its option, from the outermost: the innermost contains the configuration."""
 
 _MOST_VALUES = 100_000
-"""In a file of YAML, aliases written out: no configuration has as many, and a few lines can stand for billions."""
+"""In a YAML file, with aliases written out: no configuration has as many, and a few lines can stand for billions."""
+
+_BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+"""Windows editors write them, and PowerShell writes UTF-16."""
+
+_VARIABLE = re.compile(r"\$(?:\{([^{}$]*)\}|\(([^()$]*)\))")
+"""``${NAME}`` of shells and Compose, ``$(NAME)`` of Kubernetes."""
+
+
+def file_in_environment(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file that ``KVOFFLOAD_CONFIG`` names; ``None`` if the variable is not set, or blank."""
+    return environ.get(ENVIRONMENT, "").strip() or None
 
 
 def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """``values``, and below them what the file has that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names.
+    """Return ``values`` on top of the file that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names.
 
-    A key in ``values`` wins over the file's. Raises ``ConfigError`` if the file cannot be read.
+    A key in ``values`` replaces the file's. Variables are replaced by their values (``expanded``). Raises
+    ``ConfigError`` if the file cannot be read, or a variable is not set.
     """
     own = dict(values)
-    path = own.pop("config_file", None) or environ.get(ENVIRONMENT)
+    path, source = own.pop("config_file", None), "config_file"
+    if not path:
+        path, source = file_in_environment(environ), ENVIRONMENT
     if path is None:
-        return own
+        return _all_expanded(own, environ)
     if not isinstance(path, str):
         raise ConfigError(f"config_file must be the path of a file, not a {type(path).__name__}.")
-    return load_config_file(Path(path)) | own
+    if re.match("[\"']|[a-z]+://", path):
+        raise ConfigError(f"{source} is {path!r}: write the path alone, without quotes or file://.")
+    return _all_expanded(load_config_file(Path(os.path.expanduser(path.strip()))) | own, environ)
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
@@ -44,17 +66,17 @@ def load_config_file(path: Path) -> dict[str, Any]:
 
 
 def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``load_config_file``, and what the file has around these keys: arguments of vLLM's own."""
+    """``load_config_file``, and the arguments of vLLM's own that surround these keys in the file."""
     wrappers: dict[str, Any] = {}
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path.read_bytes())
         found = _yaml(text) if is_yaml else _json(text)
         for wrapper in _WRAPPERS:
             if isinstance(found, dict) and wrapper in found:
                 wrappers |= {str(name): None if name == wrapper else value for name, value in found.items()}
                 found = found[wrapper]
-                if isinstance(found, str):  # vLLM's files have its option as text, too
+                if isinstance(found, str):  # vLLM's files may contain its option as text
                     found = _json(found)
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}.") from exc
@@ -63,16 +85,62 @@ def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except RecursionError as exc:
         raise ConfigError(f"{path} is nested too deep for a configuration.") from exc
     except ValueError as exc:
-        line = exc.lineno if isinstance(exc, json.JSONDecodeError) else exc.args[0]
-        place = f": see line {line}" if isinstance(line, int) else ""
-        raise ConfigError(f"{path} is not valid {'YAML' if is_yaml else 'JSON'}{place}.") from exc
+        kind = "YAML" if is_yaml else "JSON"
+        hint = "" if is_yaml or path.suffix.lower() == ".json" else " A file of YAML needs a name that ends in .yaml."
+        raise ConfigError(f"{path} is not valid {kind}: {str(exc).rstrip('.')}.{hint}") from exc
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} must have a mapping of keys to values, such as cpu_bytes_to_use: 64GiB.")
+        raise ConfigError(f"{path} must contain a mapping of keys to values, such as cpu_bytes_to_use: 64GiB.")
     return {str(name): value for name, value in found.items()}, wrappers
 
 
+def has_variable(text: str) -> bool:
+    return _VARIABLE.search(text) is not None
+
+
+def expanded(values: Mapping[str, Any], environ: Mapping[str, str], problems: Problems) -> dict[str, Any]:
+    """Return ``values`` with each ``${NAME}`` and ``$(NAME)`` in a text replaced by that environment variable. Add a
+    problem for each variable that is not set; its text stays."""
+
+    def walk(value: Any, key: str) -> Any:
+        if isinstance(value, str):
+            return _VARIABLE.sub(lambda found: replaced(found, key), value)
+        if isinstance(value, Mapping):
+            return {name: walk(inner, str(name)) for name, inner in value.items()}
+        return [walk(inner, key) for inner in value] if isinstance(value, list | tuple) else value
+
+    def replaced(found: re.Match[str], key: str) -> str:
+        name = found[1] or found[2] or ""
+        if name not in environ:
+            problems.add(
+                f"{key} contains {found[0]}, but no such environment variable is set: set it, or write a value."
+            )
+        return environ.get(name, found[0])
+
+    return {name: walk(value, name) for name, value in values.items()}
+
+
+def _all_expanded(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    problems = Problems()
+    found = expanded(values, environ, problems)
+    problems.raise_found()
+    return found
+
+
+def _text_of(data: bytes) -> str:
+    """Raises ``ValueError`` with the line of a byte that is no text."""
+    encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as exc:
+        line, byte = data.count(b"\n", 0, exc.start) + 1, data[exc.start]
+        raise ValueError(f"line {line} has the byte 0x{byte:02x}, which is not UTF-8; save the file as UTF-8") from exc
+
+
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_mapping)
+    try:
+        return json.loads(text, object_pairs_hook=_mapping)
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"line {exc.lineno}: {exc.msg[0].lower()}{exc.msg[1:]}") from exc
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,35 +153,67 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Raises ``ValueError`` with the number of the line, from 1, if that is known; ``ConfigError`` for a key that is
-    there twice, and for aliases that make much of little."""
+    """Raises ``ValueError`` with the line, from 1, and the reason; ``ConfigError`` for a key that occurs twice, for a
+    number that YAML changes, and for aliases that repeat too much."""
     try:
         import yaml
     except ImportError as exc:
         raise MissingExtraError("A configuration in YAML needs kvoffload's extra 'cli': pip install pyyaml.") from exc
-    loader = yaml.SafeLoader(text)
+    loader = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         _check_node(node, {})
         return None if node is None else loader.construct_document(node)
+    except yaml.reader.ReaderError as exc:
+        line = text.count("\n", 0, exc.position) + 1
+        raise ValueError(f"line {line} has the character U+{ord(text[exc.position]):04X}, which YAML forbids") from exc
+    except yaml.MarkedYAMLError as exc:
+        raise ValueError(_reason(exc, text)) from exc
     except yaml.YAMLError as exc:
-        mark = getattr(exc, "problem_mark", None)
-        raise ValueError("" if mark is None else mark.line + 1) from exc
-    except (AttributeError, LookupError, TypeError) as exc:  # of a value that its own !!tag does not fit
-        raise ValueError("") from exc
+        raise ValueError(str(exc)) from exc
+    except (AttributeError, LookupError, TypeError) as exc:
+        raise ValueError("a value does not fit its !!tag") from exc
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def _reason(exc: Any, text: str) -> str:
+    """The line and the reason of an error of PyYAML, for people."""
+    mark = exc.problem_mark or exc.context_mark
+    number = 0 if mark is None else mark.line + 1
+    lines = text.splitlines()
+    # PyYAML may notice a tab only at the end of the value that it interrupts.
+    for near in (number, number + 1):
+        if 0 < near <= len(lines) and lines[near - 1].lstrip(" ").startswith("\t"):
+            return f"line {near} is indented with a tab; use spaces"
+    if "single document" in str(exc.context or ""):
+        return f"line {number} begins a second document; keep one"
+    line = lines[number - 1] if 0 < number <= len(lines) else ""
+    if _VARIABLE.search(line) and "{" in line:
+        return f"line {number}: put quotes around a value with ${{...}}"
+    return f"line {number}: {exc.problem or exc.context or 'it cannot be read'}"
+
+
+_CHANGED = re.compile(r"[-+]?([0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?|0[0-7_]+|0[bx][0-9a-fA-F_]+)")
+"""Numbers to the base 60, 8, 2 or 16: ``12:00`` is 720, and ``010`` is 8."""
 
 
 def _check_node(node: Any, sizes: dict[int, int]) -> int:
-    """The values in a node of YAML, those of each alias counted again; ``sizes`` has those of the nodes seen.
+    """Return how many values a node of YAML contains, with those of each alias counted again. ``sizes`` remembers the
+    nodes seen.
 
-    Raises ``ConfigError`` for a mapping that has a key twice, and for aliases that make much of little.
+    Raises ``ConfigError`` for a mapping with a key twice, for a number that YAML changes, and for aliases that repeat
+    too much.
     """
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = _MOST_VALUES  # for an alias to what it is in
     inner = getattr(node, "value", None)
+    if isinstance(inner, str) and node.tag.endswith((":int", ":float")) and _CHANGED.fullmatch(inner):
+        line = node.start_mark.line + 1
+        raise ConfigError(f"has {inner} in line {line}, which YAML reads as another number: put quotes around it.")
     total = 1
     seen = set[tuple[str, str]]()
     for part in inner if isinstance(inner, list) else ():

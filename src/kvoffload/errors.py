@@ -55,20 +55,24 @@ class StoreError(KVOffloadError):
 class Problems:
     """Collects the problems of several checks, so that a caller learns all of them at once.
 
-    ``with problems:`` around a check keeps the ``ConfigError`` that it raises; ``raise_found`` raises them as one.
+    ``with problems:`` around a check keeps the ``ConfigError`` or ``MissingExtraError`` that it raises; ``raise_found``
+    raises all of them as one.
     """
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self._extras: list[str] = []
 
     def __enter__(self) -> Problems:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, ConfigError | MissingExtraError):
             return False
         for problem in error.args:
             self.add(str(problem))
+        if isinstance(error, MissingExtraError):
+            self._extras += map(str, error.args)
         return True
 
     def add(self, problem: str) -> None:
@@ -76,9 +80,10 @@ class Problems:
             self.found.append(problem)
 
     def raise_found(self) -> None:
-        """Raises what was collected as one ``ConfigError``; without problems, returns."""
+        """Raise what was collected as one ``ConfigError``, or as ``MissingExtraError`` if that is all; return if there
+        are no problems."""
         if self.found:
-            raise ConfigError(*self.found)
+            raise (MissingExtraError if self.found == self._extras[:1] else ConfigError)(*self.found)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

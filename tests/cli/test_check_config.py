@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kvoffload.cli import main
 from kvoffload.cli.check_config import _probe_directory
 from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_file
 from kvoffload.cpu import memory_limits
-from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.errors import CapacityError, ConfigError, MissingExtraError
 from kvoffload.specs import read_config
 from kvoffload.tiering.stores.disk.options import DiskOptions
 
@@ -73,6 +74,45 @@ def test_all_mistakes_of_a_file_are_named_at_once(config: Any, messages: list[st
     for message in messages:
         assert "`" not in message and "$." not in message and "Object missing" not in message
         assert "hunter2" not in message
+
+
+def test_everything_that_is_wrong_is_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes in the file, extras that are missing, and what this machine cannot give, of each tier."""
+    for package in ("obstore", "mooncake", "mooncake.store"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("kvoffload.tiering.options.require_ciphers", no_ciphers)
+    (tmp_path / "file").write_text("")
+    tiers = [
+        {"type": "disk", "path": str(tmp_path / "file"), "max_bytes": "1GiB"},
+        {"type": "object", "url": "s3://b/p", "encryption_key": "k" * 32, "requests": 0},
+        {"type": "mooncake", "master": "h:1", "metadata": "http://h:2/metadata"},
+        REDIS | {"ttl": "soon", "window_timeout_s": -1, "password": {"path": "x"}},
+    ]
+    file = tmp_path / "c.json"
+    config = {"cpu_bytes_to_use": "900TiB", "record_trace": "${NOWHERE}/t", "max_wait_s": -1, "secondary_tiers": tiers}
+    file.write_text(json.dumps(config))
+    code, out, err = run(capsys, file)
+    assert (code, out) == (1, "")
+    for words in (
+        "${NOWHERE}",
+        "max_wait_s must be",
+        "host memory",
+        "is a file",
+        "extra 'object'",
+        "extra 'encryption'",
+        "requests of the 'object' tier",
+        "extra 'mooncake'",
+        "ttl of the 'redis' tier",
+        "window_timeout_s of the 'redis' tier",
+        "password of the 'redis' tier",
+    ):
+        assert sum(words in line for line in err.splitlines()) == 1, (words, err)
+
+
+def no_ciphers() -> None:
+    raise MissingExtraError("Keys need kvoffload's extra 'encryption'.")
 
 
 def test_a_good_file_is_shown_as_a_server_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,9 +305,9 @@ def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("c.json", '{"cpu_bytes_to_use": 1,\n "block_size": }', "c.json is not valid JSON: see line 2."),
-        ("c.yaml", "cpu_bytes_to_use: 1\nblock_size: [1\n", "c.yaml is not valid YAML: see line 3."),
-        ("c.json", "[]", "must have a mapping of keys to values"),
+        ("c.json", '{"cpu_bytes_to_use": 1,\n "block_size": }', "c.json is not valid JSON: line 2: "),
+        ("c.yaml", "cpu_bytes_to_use: 1\nblock_size: [1\n", "c.yaml is not valid YAML: line 3: "),
+        ("c.json", "[]", "must contain a mapping of keys to values"),
         ("c.json", None, "cannot be read: No such file"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +16,13 @@ import typer
 
 from kvoffload.cli.kv_size import ModelKV, model_kv
 from kvoffload.cli.output import Json, print_json
-from kvoffload.config import OffloadingConfig
-from kvoffload.config_file import ENVIRONMENT, load_wrapped
+from kvoffload.config import OffloadingConfig, read_config_values
+from kvoffload.config_file import ENVIRONMENT, expanded, has_variable, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
 from kvoffload.engines.vllm.arguments import check_file
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
-from kvoffload.specs import read_config
-from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tiers
+from kvoffload.specs import spec_class
+from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, parse_tiers
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
@@ -50,22 +51,23 @@ def check_config(
     Exit codes: 0, it would be taken; 1, it has problems, each in one line; 2, it cannot be read.
     """
     values, wrappers = load_wrapped(file)
-    problems = Problems()
-    config = None
-    try:
-        with problems:
-            config = read_config(values)
-    except MissingExtraError as exc:  # of a tier's library
-        problems.add(str(exc))
+    unset = Problems()
+    config, problems = read_config_values(expanded(values, os.environ, unset))
+    with problems:
+        spec_class(config).check_config(config)
+    # Without a size the configuration has a stand-in.
+    cpu_bytes = None if any("cpu_bytes_to_use" in problem for problem in problems.found) else config.cpu_bytes
     sizes = None
     if model is not None:
         with problems:
             sizes = model_kv(model)
+    _probe(config, cpu_bytes, sizes, connect, problems)
     unchecked: list[str] = []
-    if config is not None:
-        _probe(config, sizes, connect, problems)
+    with problems:
         unchecked = check_file(wrappers, config, problems)
-    if config is None or problems.found:
+    # A text with a variable that is not set is wrong in other ways, too.
+    problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
+    if problems.found:
         if as_json:
             print_json({"problems": problems.found})
         for problem in () if as_json else problems.found:
@@ -86,37 +88,53 @@ def check_config(
         print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
 
 
-def _probe(config: OffloadingConfig, sizes: ModelKV | None, connect: bool, problems: Problems) -> None:
-    """What this machine, and with ``connect`` the servers, would refuse."""
-    with problems:
-        check_host_memory(config.cpu_bytes)
+def _probe(
+    config: OffloadingConfig, cpu_bytes: int | None, sizes: ModelKV | None, connect: bool, problems: Problems
+) -> None:
+    """Add to ``problems`` everything that this machine, and with ``connect`` the servers, would reject."""
     block_bytes = None if sizes is None else sizes.bytes_per_token * (config.block_size or _BLOCK_TOKENS)
-    if block_bytes is not None and block_bytes > config.cpu_bytes:
-        problems.add(
-            f"cpu_bytes_to_use is {format_bytes(config.cpu_bytes)}, and one block of this model takes "
-            f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
-        )
-    else:
+    if cpu_bytes is not None:
         with problems:
-            _check_unit("cpu_bytes_to_use", config.cpu_bytes)
-    for options in parse_tiers(config.secondary_tiers):
+            check_host_memory(cpu_bytes)
+        with problems:
+            _check_unit("cpu_bytes_to_use", cpu_bytes)
+        if block_bytes is not None and block_bytes > cpu_bytes:
+            problems.add(
+                f"cpu_bytes_to_use is {format_bytes(cpu_bytes)}, but one block of this model needs "
+                f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
+            )
+    for options in _readable_tiers(config):
         with problems:
             options.check(block_bytes)
-            if block_bytes is None and options.bound_bytes is not None:
+        if block_bytes is None and options.bound_bytes is not None:
+            with problems:
                 _check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
-            if isinstance(options, SealedOptions):
+        if isinstance(options, SealedOptions):
+            with problems:
                 options.read_keys()
-            if options.directories:
-                (outcome,) = in_time([partial(_probe_directories, options, config.cpu_bytes)], _ANSWER_S)
-                if isinstance(outcome, TimeoutError):
-                    raise ConfigError(
-                        f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s: "
-                        "look at its disk, or choose another directory."
-                    )
-                if outcome is not None:
-                    raise outcome
-            elif isinstance(options, RemoteOptions):
+        if options.directories:
+            (outcome,) = in_time([partial(_probe_directories, options, cpu_bytes or 0, problems)], _ANSWER_S)
+            if isinstance(outcome, TimeoutError):
+                problems.add(
+                    f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s: "
+                    "look at its disk, or choose another directory."
+                )
+            elif outcome is not None:
+                raise outcome
+        elif isinstance(options, RemoteOptions):
+            with problems:
                 _probe_remote(options, block_bytes or 1 << 20, connect)
+
+
+def _readable_tiers(config: OffloadingConfig) -> Sequence[StoreOptions]:
+    """The tiers that are right each by itself. What is wrong with the others, or with all together, is known."""
+    with Problems():
+        return parse_tiers(config.secondary_tiers)
+    tiers: list[StoreOptions] = []
+    for tier in config.secondary_tiers:
+        with Problems():
+            tiers.append(parse_tier(tier))
+    return tiers
 
 
 def _check_unit(name: str, size_bytes: int) -> None:
@@ -128,13 +146,19 @@ def _check_unit(name: str, size_bytes: int) -> None:
         )
 
 
-def _probe_directories(options: StoreOptions, beside_bytes: int) -> None:
-    """Raises ``ConfigError`` if the tier's directories cannot be used, beside so much host memory."""
+def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Problems) -> None:
+    """Add to ``problems`` why the tier's directories cannot be used, in addition to so much host memory."""
+    found = Problems()
     for directory in options.directories:
-        _probe_directory(options, directory)
-    if isinstance(options, DiskOptions):
-        options.check_place(beside_bytes)
-    _probe_quota(options)
+        with found:
+            _probe_directory(options, directory)
+    if not found.found:
+        with found:
+            if isinstance(options, DiskOptions):
+                options.check_place(beside_bytes)
+            _probe_quota(options)
+    for problem in found.found:
+        problems.add(problem)
 
 
 def _probe_directory(options: StoreOptions, path: str) -> None:

@@ -70,12 +70,13 @@ class TraceRecorder:
         self._machine = machine
         self._end = 0
         """Where the last whole line ends in the file."""
+        wanted = Path(os.path.expanduser(path))
         try:
             self._fd: int | None
-            self._fd, self.path = _open_own(Path(path))
+            self._fd, self.path = _open_own(wanted)
         except OSError as exc:
             raise ConfigError(f"A trace cannot be recorded to {path}: {exc.strerror}.") from exc
-        if self.path != Path(path):
+        if self.path != wanted:
             logger.warning("Another process may record to %s, so this one records to %s.", path, self.path)
 
     def __repr__(self) -> str:

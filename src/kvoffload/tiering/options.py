@@ -73,19 +73,23 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
     effect on ``redis``, ``object`` and ``mooncake``, which are always asked."""
 
     def check(self, block_bytes: int | None = None) -> None:
-        """Raises ``ConfigError`` for options that cannot work with blocks of ``block_bytes``. Touches nothing."""
-        self.check_limits(self.type)
+        """Raise a ``ConfigError`` with all mistakes in the options, for blocks of ``block_bytes``. Touches nothing."""
+        problems = Problems()
+        with problems:
+            self.check_limits(self.type)
         if self.name == "":
-            raise ConfigError(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
+            problems.add(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
         if self.name is not None and self.name.upper() == HOST:
-            raise ConfigError(f"name of the {self.type!r} tier is what metrics call host memory; give it another.")
-        _ = self.expected_bytes_per_s
+            problems.add(f"name of the {self.type!r} tier is what metrics call host memory; give it another.")
+        with problems:
+            _ = self.expected_bytes_per_s
         policies = [policy.value for policy in OffloadPolicy]
         if self.offload_policy not in policies:
-            raise ConfigError(
+            problems.add(
                 f"offload_policy of the {self.type!r} tier must be one of {', '.join(policies)}, "
                 f"not {self.offload_policy!r}."
             )
+        problems.raise_found()
 
     @property
     def label(self) -> str:
@@ -189,15 +193,20 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
     def check(self, block_bytes: int | None = None) -> None:
-        StoreOptions.check(self, block_bytes)
+        problems = Problems()
+        with problems:
+            StoreOptions.check(self, block_bytes)
         for name in ("seal_key", "encryption_key"):
-            check_keys(getattr(self, name), self._called(name))
+            with problems:
+                check_keys(getattr(self, name), self._called(name))
         if self.seal_key is not None and self.encryption_key is not None:
-            raise ConfigError(
+            problems.add(
                 f"The {self.type!r} tier has seal_key and encryption_key: leave seal_key out, as encryption seals too."
             )
         if (self.seal_key, self.encryption_key) != (None, None):
-            require_ciphers()
+            with problems:
+                require_ciphers()
+        problems.raise_found()
 
     def secret(self, name: str) -> str | None:
         """The text of the option ``name``, which is a secret."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,39 @@ def test_the_variable_is_enough(given: dict[str, Any] | None, llama: SmallModel,
     assert transfer.kv_load_failure_policy == "recompute"
 
 
-def test_other_connectors_stay_as_they_are(llama: SmallModel, variable: Path) -> None:
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What kvoffload's logger below vLLM's warns of; vLLM's hands nothing on."""
+    logger, found = logging.getLogger("vllm.kvoffload.engines.vllm"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_other_connectors_stay_as_they_are(llama: SmallModel, variable: Path, warnings: list[str]) -> None:
     transfer = transfer_of(llama, OTHER)
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == ("ExampleConnector", "fail")
+    assert len(warnings) == 1 and "ExampleConnector" in warnings[0]
 
 
-def test_vllms_own_offloading_stays_as_it_is(llama: SmallModel, variable: Path) -> None:
+def test_vllms_own_offloading_stays_as_it_is(llama: SmallModel, variable: Path, warnings: list[str]) -> None:
     assert transfer_of(llama, kv_offloading_size=0.1).kv_connector == "OffloadingConnector"
+    assert len(warnings) == 1 and "KVOFFLOAD_CONFIG" in warnings[0] and "--kv-offloading-size" in warnings[0]
+
+
+def test_beside_others_of_one_connector_nothing_is_warned_of(
+    llama: SmallModel, variable: Path, warnings: list[str]
+) -> None:
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer_of(llama, both | {"kv_connector_extra_config": {"connectors": [OURS, OTHER]}})
+    assert warnings == []
+
+
+def test_a_blank_variable_is_none(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", "")
+    assert transfer_of(llama) is None
 
 
 def test_without_the_variable_nothing_is_filled_in(llama: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.config_file import ENVIRONMENT
+from kvoffload.config_file import ENVIRONMENT, file_in_environment
 from kvoffload.engines.vllm.versions import installed_version, release_of, vllm_release
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _prepare_engine_arguments() -> None:
 
     @functools.wraps(read)
     def read_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if os.environ.get(ENVIRONMENT):
+        if file_in_environment():
             _fill_in(self)
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
@@ -120,6 +119,7 @@ def _fill_in(arguments: Any) -> None:
     Of a ``--kv-transfer-config`` that names kvoffload, the policy alone."""
     from vllm.config import KVTransferConfig
 
+    log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only its own loggers
     given = arguments.kv_transfer_config
     if isinstance(given, dict):  # from Python
         given = arguments.kv_transfer_config = KVTransferConfig(**given)
@@ -133,6 +133,8 @@ def _fill_in(arguments: Any) -> None:
         given.kv_load_failure_policy = _FAILURE_POLICY
         what = f'"kv_load_failure_policy": "{_FAILURE_POLICY}"'
     else:
+        if given is None or _NAME not in repr(given):  # a MultiConnector may contain kvoffload
+            other = "--kv-offloading-size" if given is None else f"the connector {given.kv_connector}"
+            log.warning("%s is set, but kvoffload does nothing beside %s: use one of them.", ENVIRONMENT, other)
         return
-    # vLLM shows its own loggers alone.
-    logging.getLogger(f"vllm.{__name__}").info("%s is set, so --kv-transfer-config gets %s", ENVIRONMENT, what)
+    log.info("%s is set, so --kv-transfer-config gets %s", ENVIRONMENT, what)

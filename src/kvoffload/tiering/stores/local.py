@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
@@ -41,23 +41,26 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
         return directory
 
     def check(self, block_bytes: int | None = None) -> None:
-        SealedOptions.check(self, block_bytes)
+        problems = Problems()
+        with problems:
+            SealedOptions.check(self, block_bytes)
         for directory in self.directories:
             if not directory:
-                raise ConfigError(f"path of the {self.type!r} tier is empty; name a directory.")
-            if directory.startswith("~"):
-                raise ConfigError(
-                    f"path of the {self.type!r} tier names the home of a user who is not known: {directory}."
-                )
-            if not os.path.isabs(directory):
-                raise ConfigError(
+                problems.add(f"path of the {self.type!r} tier is empty; name a directory.")
+            elif directory.startswith("~"):
+                problems.add(f"path of the {self.type!r} tier names the home of a user who is not known: {directory}.")
+            elif not os.path.isabs(directory):
+                problems.add(
                     f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {directory!r}."
                 )
-        max_bytes = self.bound_bytes
-        if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
-            raise ConfigError(
-                f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} bytes."
-            )
+        with problems:
+            max_bytes = self.bound_bytes
+            if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
+                problems.add(
+                    f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} "
+                    "bytes."
+                )
+        problems.raise_found()
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         (outcome,) = open_each([self], block_bytes, namespace)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.seal import secret_id
@@ -69,17 +69,23 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
         return without_credentials(url) if url else ""
 
     def check(self, block_bytes: int | None = None) -> None:
-        SealedOptions.check(self, block_bytes)
-        check_secret(getattr(self, "url", None), f"url of the {self.type!r} tier")
+        problems = Problems()
+        with problems:
+            SealedOptions.check(self, block_bytes)
+        with problems:
+            check_secret(getattr(self, "url", None), f"url of the {self.type!r} tier")
+        problems.raise_found()
 
     def _check_deadlines(self, *names: str) -> None:
         """The options ``names`` are seconds that a call may take."""
+        problems = Problems()
         for name in names:
             if not 0 < getattr(self, name) <= _LONGEST_S:
-                raise ConfigError(
+                problems.add(
                     f"{name} of the {self.type!r} tier must be positive, and at most {_LONGEST_S:.0f}, "
                     f"not {getattr(self, name)}."
                 )
+        problems.raise_found()
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         store = super().open_store(block_bytes, namespace)

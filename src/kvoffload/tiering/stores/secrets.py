@@ -37,7 +37,7 @@ def read_secret(secret: Secret, what: str) -> str:
     else:
         source = secret["file"]
         try:
-            value = Path(source).read_bytes().rstrip(b"\r\n")
+            value = Path(os.path.expanduser(source)).read_bytes().rstrip(b"\r\n")
         except (OSError, ValueError) as exc:
             reason = getattr(exc, "strerror", None) or str(exc)
             raise ConfigError(f"{what} is to be read from {source}, which fails: {reason}.") from exc

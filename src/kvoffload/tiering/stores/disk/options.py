@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.errors import ConfigError, causes
+from kvoffload.errors import ConfigError, Problems, causes
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, REFUSED
 from kvoffload.tiering.stores.disk.format import SlabFormat
@@ -66,16 +66,20 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         return None if self.max_bytes is None else parse_bytes(self.max_bytes, f"max_bytes of the {self.type!r} tier")
 
     def check(self, block_bytes: int | None = None) -> None:
+        problems = Problems()
         if not self.directories:
-            raise ConfigError(f"path of the {self.type!r} tier is an empty list; name a directory.")
+            problems.add(f"path of the {self.type!r} tier is an empty list; name a directory.")
         if isinstance(self.max_bytes, list) and len(self.max_bytes) != len(self.directories):
-            raise ConfigError(
+            problems.add(
                 f"max_bytes of the {self.type!r} tier has {len(self.max_bytes)} sizes for {len(self.directories)} "
                 "paths; give one for each, or one for all of them together."
             )
-        DirectoryOptions.check(self, block_bytes)
+        with problems:
+            DirectoryOptions.check(self, block_bytes)
         for one, other in itertools.combinations(self.directories, 2):
-            check_apart(one, other, f"Two paths of the {self.type!r} tier have")
+            with problems:
+                check_apart(one, other, f"Two paths of the {self.type!r} tier have")
+        problems.raise_found()
 
     def each_disk(self) -> list[DiskOptions]:
         """The same for each of its disks alone. A quota for all is shared out by the sizes of their file systems."""

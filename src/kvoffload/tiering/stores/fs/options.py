@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import Problems
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.local import DirectoryOptions
@@ -27,12 +27,15 @@ class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
     same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""
 
     def check(self, block_bytes: int | None = None) -> None:
-        DirectoryOptions.check(self, block_bytes)
+        problems = Problems()
+        with problems:
+            DirectoryOptions.check(self, block_bytes)
         if self.max_bytes is None:
-            raise ConfigError(
+            problems.add(
                 f"max_bytes of the {self.type!r} tier is missing: give a quota for all hosts together, for example "
                 f"'200GiB', or {_UNLIMITED!r}."
             )
+        problems.raise_found()
 
     @property
     def directories(self) -> tuple[str, ...]:

@@ -49,6 +49,20 @@ def check_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
 
+def require_obstore() -> Any:
+    """Raise ``MissingExtraError`` if obstore is not installed, or is too old."""
+    try:
+        import obstore
+
+        if tuple(map(int, obstore.__version__.split(".")[:2])) < _LEAST_OBSTORE:
+            raise ImportError(f"obstore {obstore.__version__} is too old")
+    except ImportError as exc:
+        raise MissingExtraError(
+            f"The 'object' tier needs kvoffload's extra 'object': pip install 'obstore>=0.11' ({exc})."
+        ) from exc
+    return obstore
+
+
 class Client:
     """obstore's client for ``url``, opened again with new credentials when their files have changed. Any thread."""
 
@@ -100,16 +114,9 @@ def _content(path: str) -> bytes | None:
 def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
     """obstore, and its store for ``url``, which ``check_url`` has passed. Does no I/O but to read ``tls_ca``
     and the file of a service account."""
-    try:
-        import obstore
-        from obstore.store import from_url
+    obstore = require_obstore()
+    from obstore.store import from_url
 
-        if tuple(map(int, obstore.__version__.split(".")[:2])) < _LEAST_OBSTORE:
-            raise ImportError(f"obstore {obstore.__version__} is too old")
-    except ImportError as exc:
-        raise MissingExtraError(
-            f"The 'object' tier needs kvoffload's extra 'object': pip install 'obstore>=0.11' ({exc})."
-        ) from exc
     for name, value in config.items():
         if not isinstance(value, str):
             raise ConfigError(f"config of the 'object' tier: {name} must be text, not {type(value).__name__}.")

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import Problems
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.object.client import Deadlines
+from kvoffload.tiering.stores.object.client import Deadlines, require_obstore
 from kvoffload.tiering.stores.object.store import ObjectStore
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.tiering.stores.secrets import Secret, check_secret
@@ -37,19 +38,27 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """Seconds for one request, its body included."""
 
     def check(self, block_bytes: int | None = None) -> None:
-        RemoteOptions.check(self, block_bytes)
+        problems = Problems()
+        with problems:
+            RemoteOptions.check(self, block_bytes)
         if not 1 <= self.requests <= MOST_THREADS:
-            raise ConfigError(f"requests of the 'object' tier must be 1 to {MOST_THREADS:,}, not {self.requests}.")
-        self._check_deadlines("connect_timeout_s", "request_timeout_s")
+            problems.add(f"requests of the 'object' tier must be 1 to {MOST_THREADS:,}, not {self.requests}.")
+        with problems:
+            self._check_deadlines("connect_timeout_s", "request_timeout_s")
         for name, value in (self.config or {}).items():
-            check_secret(value, f"config of the 'object' tier: {name}")
-        if isinstance(self.url, str):
+            with problems:
+                check_secret(value, f"config of the 'object' tier: {name}")
+        with problems:
+            require_obstore()
+        if isinstance(self.url, str) and not problems.found:
             known = {
                 name: value if isinstance(value, str) else _UNREAD
                 for name, value in (self.config or {}).items()
                 if isinstance(value, str) or not name.lower().endswith("service_account_key")  # which is parsed at once
             }
-            self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request
+            with problems:
+                self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request
+        problems.raise_found()
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         return self._make(block_bytes, namespace, self.secret("url") or "", self.config or {}, secret)
@@ -65,7 +74,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
             requests=self.requests,
             secret=secret,
             deadlines=Deadlines(self.connect_timeout_s, self.request_timeout_s),
-            tls_ca=self.tls_ca,
+            tls_ca=self.tls_ca and os.path.expanduser(self.tls_ca),
         )
 
     def _check_store(self, store: BlockStore) -> None:

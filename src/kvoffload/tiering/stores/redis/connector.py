@@ -8,6 +8,7 @@ runs: a Kubernetes secret, a token of 15 minutes.
 from __future__ import annotations
 
 import copy
+import os
 import re
 import socket
 import ssl
@@ -269,9 +270,10 @@ def _say(wire: Wire, commands: Sequence[tuple[bytes, ...]]) -> None:
 
 def _tls(access: Access) -> ssl.SSLContext:
     """Reads the files anew for each connection, so that they may be replaced."""
-    context = ssl.create_default_context(cafile=access.tls_ca)
-    if access.tls_cert:
-        context.load_cert_chain(access.tls_cert, access.tls_key)
+    ca, cert, key = (path and os.path.expanduser(path) for path in (access.tls_ca, access.tls_cert, access.tls_key))
+    context = ssl.create_default_context(cafile=ca)
+    if cert:
+        context.load_cert_chain(cert, key)
     if not access.tls_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

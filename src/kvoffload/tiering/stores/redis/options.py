@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvoffload.errors import Problems
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
@@ -55,13 +56,20 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     """Seconds for some 4 MiB of requests and all of their answers. The connection is closed then."""
 
     def check(self, block_bytes: int | None = None) -> None:
-        RemoteOptions.check(self, block_bytes)
-        check_secret(self.password, "password of the 'redis' tier")
-        check_secret(self.sentinel_password, "sentinel_password of the 'redis' tier")
-        self._check_deadlines("connect_timeout_s", "window_timeout_s")
-        check_age(self.ttl_s, "ttl of the 'redis' tier")
+        problems = Problems()
+        with problems:
+            RemoteOptions.check(self, block_bytes)
+        for name in ("password", "sentinel_password"):
+            with problems:
+                check_secret(getattr(self, name), self._called(name))
+        with problems:
+            self._check_deadlines("connect_timeout_s", "window_timeout_s")
+        with problems:
+            check_age(self.ttl_s, "ttl of the 'redis' tier")
         if isinstance(self.url, str):
-            self._make(block_bytes or 1, "", None).close()  # reads no other secret, and connects to nothing
+            with problems:
+                self._make(block_bytes or 1, "", None).close()  # reads no other secret, and connects to nothing
+        problems.raise_found()
 
     @property
     def ttl_s(self) -> float | None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people write into files and variables is taken literally, or rejected in words that name the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_file
+from kvoffload.errors import ConfigError
+
+GOOD = {"cpu_bytes_to_use": "64MiB", "block_size": 32}
+YAML, JSON = "cpu_bytes_to_use: 64MiB\nblock_size: 32\n", '{"cpu_bytes_to_use": "64MiB",\n"block_size": 32}\n'
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le with a mark", "utf-16-be with a mark"])
+@pytest.mark.parametrize(("name", "text"), [("c.yaml", YAML), ("c.json", JSON), ("c", JSON)])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_files_of_any_editor(encoding: str, name: str, text: str, line_end: str, tmp_path: Path) -> None:
+    file, (codec, _, mark) = tmp_path / name, encoding.partition(" with ")
+    file.write_bytes((("\ufeff" if mark else "") + text.replace("\n", line_end)).encode(codec))
+    assert load_config_file(file) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("c.yaml", b"a: 1\nname: caf\xe9\n", ["line 2 ", "0xe9", "UTF-8"]),
+        ("c.json", b'{"a": 1,\n\n"name": "caf\xe9"}', ["line 3 ", "0xe9", "UTF-8"]),
+        ("c.yaml", b"a: 1\nb: \x07\n", ["line 2 ", "U+0007"]),
+        ("c.yaml", b"a:\n\tb: 1\n", ["line 2 ", "tab"]),
+        ("c.yaml", b"a:\t64MiB\n\tb: 16\n", ["line 2 ", "tab"]),
+        ("c.yaml", b"a: 1\n  \tb: 16\n", ["line 2 ", "tab"]),
+        ("c.yaml", b"a: 1\n---\nb: 2\n", ["line 2 ", "second document"]),
+        ("c.yaml", b"a: 1\nb: {c: ${D}/kv, e: 1}\n", ["line 2: ", "quotes"]),
+        ("c.yaml", b"a: 1\nb: [1\nc: 2\n", ["line 3: expected ',' or ']'"]),
+        ("c.yaml", b"a: *b\n", ["line 1: ", "alias"]),
+        ("c.yaml", b"a: 1\na: 2\n", ["'a' twice", "line 2"]),
+        ("c.yaml", b"a: !!int b\n", [""]),
+        ("c.json", b'{"a": 1,\n}', ["line 2: "]),
+        ("c.json", b'{// words\n"a": 1}', ["line 1: "]),
+        ("c.conf", YAML.encode(), ["line 1: ", "ends in .yaml"]),
+        ("c.yaml", b"ttl: 12:00\n", ["12:00 in line 1", "quotes"]),
+        ("c.yaml", b"a: 1\ntiers: [{ttl: 1:30:00}]\n", ["1:30:00 in line 2", "quotes"]),
+        ("c.yaml", b"ttl: 1:30.5\n", ["1:30.5 in line 1"]),
+        ("c.yaml", b"block_size: 016\n", ["016 in line 1"]),
+        ("c.yaml", b"block_size: 0x10\n", ["0x10 in line 1"]),
+        ("c.yaml", b"block_size: 0b10\n", ["0b10 in line 1"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_its_line_and_its_reason(
+    name: str, content: bytes, words: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config_file(file)
+    text = str(caught.value)
+    assert text.startswith(str(file)) and "\n" not in text
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(("written", "value"), [("0", 0), ("10", 10), ("-3", -3), ("1_000", 1000), ("0.5", 0.5)])
+def test_plain_numbers_are_numbers(written: str, value: float, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(f"a: {written}\nb: '{written}'\nc: \"12:00\"\nd: redis://h:12\n")
+    assert load_config_file(file) == {"a": value, "b": written, "c": "12:00", "d": "redis://h:12"}
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t\n"])
+def test_a_blank_variable_is_none(blank: str) -> None:
+    assert with_config_file({"block_size": 1}, {ENVIRONMENT: blank}) == {"block_size": 1}
+
+
+def test_a_path_may_begin_with_a_tilde_and_have_blanks_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.yaml").write_text(YAML)
+    for path in ("~/c.yaml", " ~/c.yaml\n", f"{tmp_path}/c.yaml "):
+        assert with_config_file({}, {ENVIRONMENT: path}) == GOOD
+        assert with_config_file({"config_file": path}, {}) == GOOD
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/no/such/c.yaml", "~nobody-of-this-name/c.yaml", '"/tmp/c.yaml"', "'c.yaml'", "file:///tmp/c.yaml", "/tmp"],
+)
+def test_a_path_that_leads_nowhere_is_shown(path: str) -> None:
+    for values, environ in (({}, {ENVIRONMENT: path}), ({"config_file": path}, {})):
+        with pytest.raises(ConfigError) as caught:
+            with_config_file(values, environ)
+        assert path in str(caught.value) and "Errno" not in str(caught.value)
+
+
+def test_variables_are_replaced_by_their_values(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "cpu_bytes_to_use: '${SIZE}'\n"
+        "weights_version: $(POD)-${POD}\n"
+        "secondary_tiers:\n- {type: disk, path: '/mnt/$(NODE)/kv', name: $NODE, price: 5$}\n"
+    )
+    environ = {ENVIRONMENT: str(file), "SIZE": "8GiB", "POD": "pod-1", "NODE": "node-2"}
+    assert with_config_file({"record_trace": "/var/${POD}.jsonl"}, environ) == {
+        "cpu_bytes_to_use": "8GiB",
+        "weights_version": "pod-1-pod-1",
+        "secondary_tiers": [{"type": "disk", "path": "/mnt/node-2/kv", "name": "$NODE", "price": "5$"}],
+        "record_trace": "/var/pod-1.jsonl",
+    }
+
+
+def test_variables_that_are_not_set_are_all_named() -> None:
+    values = {"a": "${ONE}", "b": [{"c": "/x/$(TWO)/y"}], "d": "$()"}
+    with pytest.raises(ConfigError) as caught:
+        with_config_file(values, {})
+    first, second, third = caught.value.args
+    assert "a contains ${ONE}" in first and "c contains $(TWO)" in second and "d contains $()" in third
