@@ -66,6 +66,7 @@ _ANSWER_S = 5.0
 """How long a file system may take to say where a path leads."""
 _LOOK_S = 10.0
 """How old what is known of a disk's free space may be."""
+_MOST_DIRECTORIES = 32
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
 _SEALED = "#"
@@ -176,6 +177,7 @@ class Access:
 
 
 PRIVATE = Access()
+ANYBODYS = Access("group")
 
 
 def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: bool = True) -> Access:
@@ -189,6 +191,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     except OSError as exc:
         raise ConfigError(f"The store's directory {root} cannot be made: {exc.strerror}.") from exc
     check_locks(root, needs_locks)
+    check_owner(root, access)
     if needs_locks and (network := network_type(root)) is not None:
         raise ConfigError(
             f"{root} is on {network}, whose locks may end at this host, so that two hosts would write over each "
@@ -250,10 +253,22 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
     return Access(mode, status.st_uid)
 
 
+def check_owner(root: str, access: Access) -> None:
+    """Raises ``ConfigError`` if the root belongs to another user, who could exchange all that is in it. The
+    administrator's roots are accepted: a mount point or a volume often belongs to root."""
+    status = os.stat(root)
+    if status.st_uid and not access.admits(status) and status.st_uid != _owner_of_ours(root):
+        raise ConfigError(
+            f"{root} belongs to user {status.st_uid}: name a directory in it, which kvoffload then makes for itself, "
+            "or share this one with mode='group' in all of its users."
+        )
+
+
 def access_to(root: str) -> Access:
     """Access to an existing root, in the mode that its control directory has. Raises ``ConfigError``."""
     shared = stat.S_ISGID | stat.S_IRWXG
     is_group = os.lstat(os.path.join(root, CONTROL_DIR)).st_mode & shared == shared
+    check_owner(root, Access("group" if is_group else "private"))
     return check_control(root, "group" if is_group else "private")
 
 
@@ -451,16 +466,67 @@ def make_file(name: str, dir_fd: int, access: Access, flags: int = 0) -> int:
     return fd
 
 
-def check_directory(root: str, directory: str, access: Access) -> os.stat_result | None:
-    """What a ``directory`` is, ``None`` if there is none. Raises ``OSError`` if it is a link or another user's."""
-    path = f"{root}/{directory}"
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISDIR(status.st_mode) or not access.admits(status):
-        raise PermissionError(errno.EPERM, "is not a directory of ours", path)
-    return status
+class NotOurs(PermissionError):
+    """A directory is a link, or another user's."""
+
+
+class Directories:
+    """Directories below a root, each opened one step at a time, so that no link is followed however late it is put
+    there. A context, which closes them at its end. One thread.
+
+    A path through the descriptor of an open directory names that directory, whatever becomes of its own path.
+    """
+
+    def __init__(self, root: str, access: Access) -> None:
+        self._root = root
+        self._access = access
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Directories:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def is_in_place(self) -> bool:
+        """Whether the root that is open is still the one at its path."""
+        try:
+            return os.path.samestat(os.stat(self._root), os.fstat(self.fd("")))
+        except OSError:
+            return False
+
+    def path(self, path: str) -> str:
+        """``path``, relative to the root, of something in an open directory. Raises ``OSError`` as ``fd`` does."""
+        directory, _, name = path.rpartition("/")
+        return f"/proc/self/fd/{self.fd(directory)}/{name}"
+
+    def fd(self, directory: str) -> int:
+        """The descriptor of a directory, which ``path`` or ``fd`` may close when they open others. Raises ``OSError``:
+        ``FileNotFoundError`` if there is none, ``NotOurs`` if it is a link or belongs to another user."""
+        if (fd := self._open.get(directory)) is not None:
+            return fd
+        if not directory:
+            fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        else:
+            above, _, name = directory.rpartition("/")
+            try:
+                fd = os.open(f"/proc/self/fd/{self.fd(above)}/{name}", _OPEN_DIRECTORY)
+            except OSError as exc:
+                if exc.errno in (errno.ENOTDIR, errno.ELOOP):
+                    raise self._refused(directory) from exc
+                raise
+            if not self._access.admits(os.fstat(fd)):
+                os.close(fd)
+                raise self._refused(directory)
+        if len(self._open) >= _MOST_DIRECTORIES:  # the root stays open, and so do the last directories that were used
+            oldest = next(known for known in self._open if known and not directory.startswith(f"{known}/"))
+            os.close(self._open.pop(oldest))
+        self._open[directory] = fd
+        return fd
+
+    def _refused(self, directory: str) -> OSError:
+        return NotOurs(errno.EPERM, "is not a directory of ours", f"{self._root}/{directory}")
 
 
 def open_control(root: str, access: Access) -> int:

@@ -63,13 +63,13 @@ ssize_t readv(int fd, const struct iovec *buffers, int count) {
 int lstat(const char *path, struct stat *status) {
     int (*real)(const char *, struct stat *) = dlsym(RTLD_NEXT, "lstat");
     char line[4200];
-    snprintf(line, sizeof line, "stat:%s", path);
+    snprintf(line, sizeof line, "stat:%s", strrchr(path, '/') ? strrchr(path, '/') + 1 : path);
     return strstr(path, ".kvb") && check(line) ? -1 : real(path, status);
 }
 
 int lstat64(const char *path, struct stat64 *status) {
     int (*real)(const char *, struct stat64 *) = dlsym(RTLD_NEXT, "lstat64");
     char line[4200];
-    snprintf(line, sizeof line, "stat:%s", path);
+    snprintf(line, sizeof line, "stat:%s", strrchr(path, '/') ? strrchr(path, '/') + 1 : path);
     return strstr(path, ".kvb") && check(line) ? -1 : real(path, status);
 }

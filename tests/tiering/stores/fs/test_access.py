@@ -7,8 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,10 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
-from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs import store as store_module
+from kvoffload.tiering.stores.disk import DiskStore
+from kvoffload.tiering.stores.fs import FileSystemStore, quota
 from kvoffload.tiering.stores.fs.admin import StoreRoot
+from kvoffload.tiering.stores.fs.quota import FileSeen
 from kvoffload.tiering.stores.root import CONTROL_DIR
 
 
@@ -258,24 +258,49 @@ class TestLinks:
         path.parent.unlink()
         assert write(store, KEY) == [True], "until it is gone"
 
-    def test_a_fan_is_looked_at_again_once_the_directory_above_it_has_changed(
+    def test_a_link_that_is_put_there_during_a_write_is_not_followed(
         self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """And not before: each block would take another call of the system."""
-        monkeypatch.setattr(store_module, "_SETTLED_S", 0.0)
-        store, looked_at, lstat = open_store(), list[str](), os.lstat
+        store, victim, real = open_store(), tmp_path / "victim", os.writev
         write(store, KEY)
         (path,) = files(tmp_path)
-        time.sleep(0.05)  # more than a step of the file system's clock
-        assert read(store, KEY) == block_of(KEY, SMALL)
-        monkeypatch.setattr(os, "lstat", lambda path: looked_at.append(os.fspath(path)) or lstat(path))
-        assert read(store, KEY) == block_of(KEY, SMALL)
-        assert write(store, KEY) == [True]
-        assert str(path.parent.parent) in looked_at and str(path.parent) not in looked_at
-        path.parent.rename(tmp_path / "moved")
-        path.parent.symlink_to(tmp_path / "moved")
-        with pytest.raises(StoreError, match="not a directory of ours"):
-            read(store, KEY)
+        store.discard([KEY])
+        victim.mkdir()
+
+        def writev(fd: int, buffers: list[memoryview]) -> int:
+            moved = real(fd, buffers)
+            if not path.parent.is_symlink():
+                path.parent.rename(tmp_path / "moved")
+                path.parent.symlink_to(victim)
+            return moved
+
+        monkeypatch.setattr(os, "writev", writev)
+        write(store, KEY)
+        assert path.parent.is_symlink(), "the fault happened"
+        assert list(victim.iterdir()) == []
+
+    @pytest.mark.parametrize("part", ["namespace", "fan"])
+    def test_a_link_that_is_put_there_while_files_are_listed_deletes_nothing_through_it(
+        self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    ) -> None:
+        store, real = open_store(max_bytes=room_for(4)), quota.in_order
+        write(store, *keys_of(*range(4)))
+        own, copy = tmp_path / "kv" / "=", tmp_path / "copy"
+        shutil.copytree(own, copy)
+        before = sorted(copy.rglob("*.kvb"))
+
+        def exchange(seen: list[FileSeen], newest: Collection[str] = ()) -> list[FileSeen]:
+            """Between the listing and the deletions."""
+            for link in [own] if part == "namespace" else list(own.iterdir()):
+                if not link.is_symlink():
+                    link.rename(tmp_path / f"moved-{link.name}")
+                    link.symlink_to(copy / link.relative_to(own))
+            return real(seen, newest)
+
+        monkeypatch.setattr(quota, "in_order", exchange)
+        write(store, *keys_of(10, 11, 12))
+        assert own.is_symlink() or all(fan.is_symlink() for fan in own.iterdir())
+        assert sorted(copy.rglob("*.kvb")) == before
 
 
 @needs_root
@@ -288,6 +313,21 @@ class TestOwners:
             StoreRoot(public).sweep()
         assert sorted(path.name for path in public.iterdir()) == [CONTROL_DIR]
         FileSystemStore(public, SMALL, mode="group").close()
+
+    @pytest.mark.parametrize("kind", [FileSystemStore, DiskStore])
+    def test_a_root_of_another_user_is_refused(self, public: Path, kind: type[FileSystemStore | DiskStore]) -> None:
+        os.chown(public, NOBODY, NOBODY)
+        with pytest.raises(ConfigError, match=f"{public} belongs to user {NOBODY}: name a directory in it"):
+            kind(public, SMALL, "", 1 << 20)
+        assert list(public.iterdir()) == []
+        kind(public / "kv", SMALL, "", 1 << 20).close()
+        kind(public, SMALL, "", 1 << 20, mode="group").close()
+
+    @pytest.mark.parametrize("kind", [FileSystemStore, DiskStore])
+    def test_a_root_of_the_administrator_is_used(self, public: Path, kind: type[FileSystemStore | DiskStore]) -> None:
+        """As a volume that a cluster mounts for a server."""
+        as_user(NOBODY, lambda: kind(public, SMALL, "", 1 << 20).close())
+        assert (public / CONTROL_DIR).stat().st_uid == NOBODY
 
     def test_a_file_of_another_user_is_no_block(self, public: Path) -> None:
         store = FileSystemStore(public / "kv", SMALL, max_bytes=room_for(2))

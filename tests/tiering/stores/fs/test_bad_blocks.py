@@ -169,7 +169,7 @@ class TestUnreadable:
     def test_a_name_that_cannot_be_looked_at_is_a_miss(self, rig: Rig) -> None:
         again = FileSystemStore(rig.root, PAGED, max_bytes=room_for(40, PAGED))
         assert PLAN is not None
-        Path(PLAN).write_text(f"eio stat:{rig.root / rig.path_of(K[5])}\n")
+        Path(PLAN).write_text(f"eio stat:{Path(rig.path_of(K[5])).name}\n")
         assert again.contains(K[4:7]) == [True, False, True]
         assert write(again, K[5], size=PAGED) == [True]
         rig.plan()
@@ -203,7 +203,7 @@ class TestHung:
         assert rig.ask(K[3]) == [True]
 
     def test_a_lookup_that_hangs_costs_its_thread_and_its_blocks(self, rig: Rig) -> None:
-        (key,) = keys_of(500)
+        key = next(key for key in keys_of(*range(500, 5000)) if (rig.root / rig.path_of(key)).parent.exists())
         rig.plan(("hang", key))
         assert rig.tier.lookup(key, CONTEXT) is None
         rig.step()

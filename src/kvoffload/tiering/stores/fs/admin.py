@@ -11,15 +11,18 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat, parse_name, stated_in
 from kvoffload.tiering.stores.fs.io import is_absence
-from kvoffload.tiering.stores.fs.quota import (
-    FileSeen,
-    delete_oldest,
-    fan_directories,
-    namespaces_of,
-    seen_in,
-    sweep,
+from kvoffload.tiering.stores.fs.owned import fans_in, namespaces_of
+from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, fan_directories, seen_in, sweep
+from kvoffload.tiering.stores.root import (
+    ANYBODYS,
+    CONTROL_DIR,
+    SAFE,
+    Directories,
+    NamespaceUsage,
+    access_to,
+    find_directory,
+    secret_for,
 )
-from kvoffload.tiering.stores.root import CONTROL_DIR, SAFE, NamespaceUsage, access_to, find_directory, secret_for
 
 
 class StoreRoot:
@@ -65,19 +68,31 @@ class StoreRoot:
         return is_sound(path, self._secrets) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
-        """Deletes files. Returns how many are gone."""
+        """Deletes bad files, whatever their headers say: they have the names of blocks of a namespace that is ours.
+        Returns how many are gone."""
         access_to(self._root)
-        return len(delete_oldest(self._root, files, -1))
+        count = 0
+        with Directories(self._root, ANYBODYS) as opened:
+            for file in files:
+                try:
+                    os.unlink(opened.path(file.path))
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    continue
+                count += 1
+        return count
 
     def clear(self, directory: str) -> int:
         """Removes a namespace. Returns how many blocks it had. What a server writes meanwhile stays."""
-        count = self.remove(list(self.files(directory)))
-        top = os.path.join(self._root, directory)
-        for path in [*(entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)), top]:
-            try:
-                os.rmdir(path)
-            except OSError:
-                pass  # a server has just written there again, or it holds files that are not ours
+        access_to(self._root)
+        count = len(delete_oldest(self._root, list(self.files(directory)), -1))
+        with Directories(self._root, ANYBODYS) as opened:
+            for path in [*(f"{directory}/{fan}" for fan in fans_in(self._root, directory)), directory]:
+                try:
+                    os.rmdir(opened.path(path))
+                except OSError:
+                    pass  # a server has just written there again, or it holds files that are not ours
         return count
 
     def sweep(self) -> int:

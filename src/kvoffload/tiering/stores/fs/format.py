@@ -22,6 +22,7 @@ payload's xxh3_128, or with a secret what seals identity and payload (``stores/s
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from dataclasses import dataclass, field
 
@@ -43,6 +44,9 @@ _SMALL_HEADER_BYTES = 128
 _SUM_BYTES = 8
 _PAGED_FROM_BYTES = 16 * PAGE_BYTES
 _LONGEST_HEX_KEY = 112
+_TEMPORARY = re.compile(TEMPORARY_PREFIX + "[0-9a-f]+(-[0-9]+)?")
+_LONG_KEY = re.compile("~[0-9a-f]{64}" + re.escape(SUFFIX))
+_FAN = re.compile("[0-9a-f]{2}")
 
 
 def parse_name(name: str) -> OffloadKey | None:
@@ -55,6 +59,34 @@ def parse_name(name: str) -> OffloadKey | None:
         return None
     # Upper case and spaces are hexadecimal too, but no block is ever looked for under such a name.
     return key if key.hex() + SUFFIX == name else None
+
+
+def is_our_name(fan: str, name: str) -> bool:
+    """Whether a file in the directory ``fan`` may be called so: a block whose key belongs there, or one that is being
+    written."""
+    if name.startswith(TEMPORARY_PREFIX):
+        return _TEMPORARY.fullmatch(name) is not None
+    key = parse_name(name)
+    return _LONG_KEY.fullmatch(name) is not None if key is None else _fan_of_key(key) == fan
+
+
+def fan_of_name(name: str) -> int | None:
+    """The fan that a directory of this name is. ``None``: none."""
+    return int(name, 16) if _FAN.fullmatch(name) else None
+
+
+def _fan_of_key(key: OffloadKey) -> str:
+    return f"{xxhash.xxh3_64_intdigest(key) % NUM_FANS:02x}"
+
+
+def identity_of(directory: str, key: OffloadKey) -> bytes:
+    """What the header of a block has of its namespace and key."""
+    return hashlib.blake2b(directory.encode() + b"\0" + key, digest_size=32).digest()
+
+
+def is_blank(start: bytes) -> bool:
+    """Whether a file that begins like this has no content: nothing was written, or a power failure lost it."""
+    return not start.strip(b"\0")
 
 
 def fan_of(path: str) -> int:
@@ -86,7 +118,6 @@ class BlockFormat:
     header_bytes: int = field(init=False)
     file_bytes: int = field(init=False)
     _front: bytes = field(init=False, repr=False)
-    _salt: bytes = field(init=False, repr=False)
     _sealer: Sealer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +127,6 @@ class BlockFormat:
         object.__setattr__(self, "file_bytes", header_bytes + self.block_bytes)
         front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32))[:-32]
         object.__setattr__(self, "_front", front)
-        object.__setattr__(self, "_salt", self.directory.encode() + b"\0")
         # The header says which key it is.
         sealer = sealer_of(self.directory, self.secret, lambda _, payload: xxhash.xxh3_128_digest(payload))
         object.__setattr__(self, "_sealer", sealer)
@@ -109,10 +139,10 @@ class BlockFormat:
     def path_of(self, key: OffloadKey) -> str:
         """The file of ``key``, relative to the root. A key too long for a name is replaced by its digest."""
         name = key.hex() if len(key) <= _LONGEST_HEX_KEY else "~" + self.identity(key).hex()
-        return f"{self.directory}/{xxhash.xxh3_64_intdigest(key) % NUM_FANS:02x}/{name}{SUFFIX}"
+        return f"{self.directory}/{_fan_of_key(key)}/{name}{SUFFIX}"
 
     def identity(self, key: OffloadKey) -> bytes:
-        return hashlib.blake2b(self._salt + key, digest_size=32).digest()
+        return identity_of(self.directory, key)
 
     def sealed(self, identity: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
         """The header and the payload of a file for a block with a key of this identity."""

@@ -19,7 +19,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.direct_io import O_DIRECT, PAGE_BYTES, after, is_aligned
 from kvoffload.tiering.stores.fs.format import TEMPORARY_PREFIX, BlockFormat
 from kvoffload.tiering.stores.fs.quota import Quota
-from kvoffload.tiering.stores.root import SAFE, Access, check_there, is_mount, make_directory
+from kvoffload.tiering.stores.root import SAFE, Access, Directories, check_there, is_mount, make_directory
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
@@ -40,8 +40,8 @@ class ReadOutcome(Enum):
 
 
 class FileIO:
-    """Reads and writes the files of one ``BlockFormat`` under ``root``, to which paths are relative. Any number of
-    threads. A transfer that stops short is continued.
+    """Reads and writes the files of one ``BlockFormat`` under ``root``. Paths are relative to it, and each call gets
+    the ``Directories`` through which it opens them. Any number of threads. A transfer that stops short is continued.
 
     Direct I/O is used while header, payload and buffer are whole aligned pages and the file system supports it. The
     first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
@@ -60,28 +60,28 @@ class FileIO:
         self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         self._numbers = itertools.count()
 
-    def is_whole(self, path: str) -> bool:
+    def is_whole(self, opened: Directories, path: str) -> bool:
         """Whether a file of the right size is there. Raises ``OSError`` if that cannot be found out."""
         try:
-            return self._is_whole(os.lstat(f"{self._root}/{path}"))
+            return self._is_whole(os.lstat(opened.path(path)))
         except OSError as exc:
             if is_absence(exc):
                 return False
             raise
 
-    def write(self, path: str, key: OffloadKey, payload: memoryview) -> None:
+    def write(self, opened: Directories, path: str, key: OffloadKey, payload: memoryview) -> None:
         """Writes a block and publishes it as ``path``, in place of any file of that name. Raises ``OSError``,
         and then leaves nothing, unless the process is killed."""
-        directory = os.path.dirname(path)
         # In the same directory, as some file systems cannot rename from one to another. Each name is used once.
-        temporary = f"{self._root}/{directory}/{self._prefix}-{next(self._numbers)}"
+        name = f"{os.path.dirname(path)}/{self._prefix}-{next(self._numbers)}"
         try:
-            try:
-                self._write(temporary, key, payload)
-            except FileNotFoundError:
-                self._make_directory(directory)
-                self._write(temporary, key, payload)
-            self._publish(temporary, path)
+            temporary = opened.path(name)
+        except FileNotFoundError:
+            self._make_directory(opened, os.path.dirname(path))
+            temporary = opened.path(name)
+        try:
+            self._write(temporary, key, payload)
+            self._publish(temporary, opened.path(path))
         except OSError:
             try:
                 os.unlink(temporary)
@@ -89,23 +89,27 @@ class FileIO:
                 pass  # it was never made, or whoever lists the directory in an hour removes it
             raise
 
-    def mark_used(self, path: str) -> None:
+    def mark_used(self, opened: Directories, path: str) -> None:
         """Dates an old file anew, so that it is deleted later."""
-        full = f"{self._root}/{path}"
         with contextlib.suppress(OSError):
+            full = opened.path(path)
             if os.lstat(full).st_mtime_ns < self._quota.old_before_ns:
-                os.utime(full, follow_symlinks=False)
+                fd = os.open(full, os.O_RDONLY | SAFE)
+                try:
+                    self._use(fd)
+                finally:
+                    os.close(fd)
 
-    def sync_names(self, paths: Iterable[str]) -> None:
+    def sync_names(self, opened: Directories, paths: Iterable[str]) -> None:
         """Puts the names of published files on the disk. Raises ``OSError``."""
         for directory in {os.path.dirname(path) for path in paths}:
-            _sync_directory(f"{self._root}/{directory}")
+            os.fsync(opened.fd(directory))
 
-    def read(self, path: str, key: OffloadKey, payload: memoryview) -> ReadOutcome:
+    def read(self, opened: Directories, path: str, key: OffloadKey, payload: memoryview) -> ReadOutcome:
         """Fills ``payload`` from a file, and deletes a bad one. Raises ``OSError`` if the file is neither readable nor
         absent."""
-        full = f"{self._root}/{path}"
         try:
+            full = opened.path(path)
             outcome, _ = self._read(full, key, payload, direct=self._direct)
             if outcome is ReadOutcome.BAD:
                 # Memory, bus, a stale cache or a passing fault may be to blame. Only a file that is wrong twice is
@@ -118,14 +122,13 @@ class FileIO:
                 return ReadOutcome.ABSENT
             raise
         if outcome is ReadOutcome.BAD:
-            self.remove(path)
+            self.remove(opened, path)
         return outcome
 
-    def remove(self, path: str) -> bool:
+    def remove(self, opened: Directories, path: str) -> bool:
         """Deletes a file. Returns whether it is gone, whoever deleted it."""
-        full = f"{self._root}/{path}"
         try:
-            os.unlink(full)
+            os.unlink(opened.path(path))
         except IsADirectoryError:
             return False
         except OSError as exc:
@@ -141,14 +144,14 @@ class FileIO:
                 raise OSError(errno.EIO, "the kernel wrote nothing", temporary)
             if self._access.is_group:
                 os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+            self._quota.date(fd)
             if self._durable:
                 os.fsync(fd)
         finally:
             os.close(fd)  # on a network mount this is where a full disk may show
 
-    def _publish(self, temporary: str, path: str) -> None:
+    def _publish(self, temporary: str, final: str) -> None:
         # The invariant: a file has its final name only when it is complete.
-        final = f"{self._root}/{path}"
         try:
             os.rename(temporary, final)
         except IsADirectoryError:
@@ -156,17 +159,23 @@ class FileIO:
             os.rename(temporary, final)
         except FileNotFoundError:
             # A mount that sends a call again when its answer was lost finds that the first one has renamed the file.
-            if not self.is_whole(path):
+            try:
+                is_there = self._is_whole(os.lstat(final))
+            except OSError:
+                is_there = False
+            if not is_there:
                 raise
 
-    def _make_directory(self, directory: str) -> None:
+    def _make_directory(self, opened: Directories, directory: str) -> None:
         check_there(self._root, self._is_mount)
-        full = f"{self._root}/{directory}"
-        for part in (os.path.dirname(full), full):
-            make_directory(part, self._access)
-        if self._durable:
-            _sync_directory(os.path.dirname(full))
-            _sync_directory(self._root)
+        for part in (os.path.dirname(directory), directory):
+            make_directory(opened.path(part), self._access)
+            if self._durable:
+                os.fsync(opened.fd(os.path.dirname(part)))
+
+    def _use(self, fd: int) -> None:
+        os.utime(fd)
+        self._quota.date(fd)
 
     def _read(self, full: str, key: OffloadKey, payload: memoryview, *, direct: bool) -> tuple[ReadOutcome, int]:
         """What the file holds, and its inode."""
@@ -185,7 +194,7 @@ class FileIO:
             good = self._layout.unseal(header.tobytes(), self._layout.identity(key), payload)
             if good and status.st_mtime_ns < self._quota.old_before_ns:
                 with contextlib.suppress(OSError):
-                    os.utime(fd)  # a use: it is deleted later
+                    self._use(fd)  # it is deleted later
             return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
         finally:
             os.close(fd)
@@ -242,11 +251,3 @@ def _make_buffered(fd: int) -> bool:
         return False
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~O_DIRECT)
     return True
-
-
-def _sync_directory(full: str) -> None:
-    fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

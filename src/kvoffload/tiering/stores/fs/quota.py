@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import stat
 import statistics
+import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, TEMPORARY_PREFIX, fan_of, turn_of
-from kvoffload.tiering.stores.root import CONTROL_DIR, Access
+from kvoffload.tiering.stores.fs.owned import Namespaces, fans_in, is_ours, ours_in
+from kvoffload.tiering.stores.root import ANYBODYS, CONTROL_DIR, SAFE, Access, Directories
 
 _DEAD_AFTER_NS = 3600 * 10**9
 """A temporary file as old as this is of a dead writer. Clocks of hosts are minutes apart at most."""
@@ -24,8 +26,15 @@ _FREED_SHARE = 10
 """On a full disk a tenth of the listed files goes at once, so that few writes find the disk full."""
 _FEWEST_CHOICES = 64
 """Files that are listed before the oldest of them go."""
-_FAN = re.compile("[0-9a-f]{2}")
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_EVERY_FAN = frozenset(range(NUM_FANS))
+_AT_ONCE = 256
+"""Files that are listed or deleted between two looks at how much a write has done."""
+_DIRECTORY_COSTS = 4
+"""To list a directory counts as so many files."""
+_MOST_IN_A_WRITE = 4096
+"""Files that one write lists or deletes. A slow mount takes a quarter of a millisecond for each."""
+_STEP_NS = 1000
+"""How far apart the dates of two files are if this host's clock is behind the root's."""
 
 
 class FileSeen(NamedTuple):
@@ -47,10 +56,13 @@ class Quota:
 
     Each fan (the directories with the same two hex digits) has its share. One publish in ``_period`` of a fan lists it
     and deletes its oldest files. Which ones do so depends on the keys alone, so that a fan is listed after as many new
-    files whether one host writes them or a hundred. Deleting a file twice is harmless: no host waits for another.
+    files whether one host writes them or a hundred. Deleting a file twice is harmless: no host waits for another. A
+    write does a bounded part of a large listing; the next writes of any thread do the rest.
 
-    Files are ordered by mtime: when they were written, or used after they had become old. Any number of threads. Errors
-    of single files are passed over.
+    Files are ordered by mtime: when they were written, or used after they had become old. The root's own time counts,
+    which is that of the newest file: a file is never dated earlier than one that a listing has found. So the order is
+    that of writing, whether a clock is ahead, behind or jumps. Any number of threads. Errors of single files are
+    passed over.
     """
 
     old_before_ns = 0
@@ -58,7 +70,8 @@ class Quota:
     they are used: so few uses write to the disk, and blocks that are used together grow old together. A hint, which
     each process has for itself."""
 
-    def __init__(self, root: str, max_bytes: int | None, file_bytes: int, access: Access) -> None:
+    def __init__(self, root: str, max_bytes: int | None, file_bytes: int, access: Access, own: str = "") -> None:
+        """``own``: the directory of this process's namespace."""
         self._root = root
         self._access = access
         self._by_fan = max_bytes is not None and max_bytes >= _FEWEST_FILES * NUM_FANS * file_bytes
@@ -70,6 +83,18 @@ class Quota:
         # As low as makes it a twentieth less than the quota on average.
         margin = (self._period - 1) * (1.5 if self._by_fan else 3)
         self._kept_bytes = self._share_bytes - int(margin * file_bytes)
+        self._newest_ns = 0
+        self._lock = threading.Lock()
+        self._begun: deque[tuple[frozenset[int], Iterator[Sequence[FileSeen]]]] = deque()
+        """Listings that were begun, by their fans. A thread takes one out while it works on it."""
+        self._namespaces = Namespaces(root, access, own)
+
+    def date(self, fd: int) -> None:
+        """Dates a file that was just written or used: now, and no earlier than the newest file of the root."""
+        if os.fstat(fd).st_mtime_ns < self._newest_ns:
+            with self._lock:
+                self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
+            os.utime(fd, ns=(newest_ns, newest_ns))
 
     def keep(self, published: Iterable[tuple[OffloadKey, str]]) -> list[str]:
         """After files were published: lists the fans whose turn it is. Returns the paths of deleted files."""
@@ -81,13 +106,12 @@ class Quota:
             paths.add(path)
             if turn_of(key) % self._period == 0:
                 due.add(fan_of(path))
-        if not due:
-            return []
-        listed: Iterable[Sequence[FileSeen]] = self._listed(list(due) if self._by_fan else range(NUM_FANS))
-        if not self._by_fan:
-            listed = [[file for files in listed for file in files]]
-        gone = [self._delete_oldest(self._swept(files), self._kept_bytes, paths) for files in listed]
-        return [file.path for files in gone for file in files]
+        listings = [frozenset((fan,)) for fan in due] if self._by_fan else [_EVERY_FAN] if due else []
+        with self._lock:
+            for fans in listings:
+                if all(fans != begun for begun, _ in self._begun):
+                    self._begun.append((fans, self._tidy(sorted(fans), paths)))
+        return self._go_on()
 
     def make_room(self, path: str, num_bytes: int) -> list[str]:
         """Deletes old files on a full disk, of the fan of ``path`` and as many more as give a choice. Returns their
@@ -100,43 +124,88 @@ class Quota:
         blocks = self._swept(seen)
         total_bytes = sum(file.size_bytes for file in blocks)
         kept_bytes = total_bytes - max(num_bytes, total_bytes // _FREED_SHARE)
-        return [file.path for file in self._delete_oldest(blocks, kept_bytes)]
+        gone = delete_oldest(self._root, blocks, kept_bytes, (), self._access)
+        self._note_old(blocks, bool(gone))
+        return [file.path for file in gone]
 
-    def _delete_oldest(
-        self, blocks: Collection[FileSeen], kept_bytes: int, newest: Collection[str] = ()
-    ) -> list[FileSeen]:
-        if gone := delete_oldest(self._root, blocks, kept_bytes, newest):
-            self.old_before_ns = statistics.median_low(file.written_ns for file in blocks)
+    def _go_on(self) -> list[str]:
+        """Goes on with the listings that were begun, as far as one write does."""
+        gone, num_done = list[str](), 0
+        while num_done < _MOST_IN_A_WRITE:
+            with self._lock:
+                if not self._begun:
+                    break
+                fans, listing = self._begun.popleft()
+            for deleted in listing:
+                num_done += _AT_ONCE
+                gone += [file.path for file in deleted]
+                if num_done >= _MOST_IN_A_WRITE:
+                    with self._lock:
+                        self._begun.appendleft((fans, listing))
+                    break
         return gone
 
+    def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Iterator[Sequence[FileSeen]]:
+        """Lists fans, and deletes the oldest of their files if they are too many. Yields after each part of the work:
+        the files that it deleted."""
+        seen, cost = list[FileSeen](), 0
+        for files in self._listed(fans):
+            seen += files
+            cost += len(files) + _DIRECTORY_COSTS
+            if cost >= _AT_ONCE:
+                cost = 0
+                yield ()
+        self._date_again([file for file in seen if file.path in newest and file.written_ns < self._newest_ns])
+        blocks = self._swept(seen)
+        left_bytes, order = sum(file.size_bytes for file in blocks), deque(in_order(blocks, newest))
+        gone_at_all = False
+        while order and left_bytes > self._kept_bytes:
+            chosen, chosen_bytes = list[FileSeen](), 0
+            while order and len(chosen) < _AT_ONCE and left_bytes - chosen_bytes > self._kept_bytes:
+                chosen.append(order.popleft())
+                chosen_bytes += chosen[-1].size_bytes
+            gone = delete_oldest(self._root, chosen, -1, (), self._access)
+            left_bytes -= sum(file.size_bytes for file in gone)
+            gone_at_all |= bool(gone)
+            yield gone
+        self._note_old(blocks, gone_at_all)
+
+    def _date_again(self, files: Iterable[FileSeen]) -> None:
+        """Dates files that were written just before a listing found a newer one."""
+        with Directories(self._root, self._access) as opened:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    fd = os.open(opened.path(file.path), os.O_RDONLY | SAFE)
+                    try:
+                        self.date(fd)
+                    finally:
+                        os.close(fd)
+
+    def _note_old(self, blocks: Collection[FileSeen], has_deleted: bool) -> None:
+        if has_deleted:
+            self.old_before_ns = statistics.median_low(file.written_ns for file in blocks)
+
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
-        """The files of one of ``fans`` after the other, of all namespaces."""
-        namespaces = namespaces_of(self._root, self._access)
+        """The files of ``fans`` one after the other, of all namespaces, a few at a time."""
+        namespaces = self._namespaces.known()
         if len(fans) < NUM_FANS:  # whose directories are opened sooner than listed
             directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
         else:
             directories = fan_directories(self._root, namespaces)
         for fan in fans:
-            yield [file for path in directories.get(fan, ()) for file in seen_in(self._root, path, self._access)]
+            for directory in directories.get(fan, ()):
+                names = ours_in(self._root, directory, self._access)
+                for first in range(0, len(names), _AT_ONCE):
+                    seen = seen_in(self._root, directory, self._access, names[first : first + _AT_ONCE])
+                    newest_ns = max((file.written_ns for file in seen), default=0)
+                    with self._lock:
+                        self._newest_ns = max(self._newest_ns, newest_ns)
+                    yield seen
 
     def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
         """The blocks among the files that were ``seen``. Deletes what dead writers left."""
-        sweep(self._root, seen)
+        sweep(self._root, seen, self._access)
         return [file for file in seen if file.is_block]
-
-
-def namespaces_of(root: str, access: Access | None = None) -> list[str]:
-    """The directories of all namespaces, sorted. Skips other directories, what cannot be read, and, with ``access``,
-    what is not ours."""
-    names = list[str]()
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name == "lost+found":
-                continue
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                if access is None or access.admits(entry.stat(follow_symlinks=False)):
-                    names += [entry.name] if entry.is_dir(follow_symlinks=False) else []
-    return sorted(names)
 
 
 def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]]:
@@ -144,78 +213,69 @@ def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]
     found: dict[int, list[str]] = {}
     for namespace in namespaces:
         with contextlib.suppress(OSError):
-            for name in filter(_FAN.fullmatch, list_names(root, namespace)):
+            for name in fans_in(root, namespace):
                 found.setdefault(int(name, 16), []).append(f"{namespace}/{name}")
     return found
 
 
-def list_names(root: str, directory: str) -> list[str]:
-    """The names in one directory, as the server of a network mount knows them; none if there is no such directory.
-    Raises ``OSError``."""
-    try:
-        fd = os.open(f"{root}/{directory}", _OPEN)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)
-
-
-def seen_in(root: str, directory: str, access: Access | None = None) -> list[FileSeen]:
-    """The block files and temporary files in one directory. Skips what cannot be read, and a directory that is a link
-    or, with ``access``, not ours."""
-    try:
-        fd = os.open(f"{root}/{directory}", _OPEN)
-    except OSError:
-        return []
-    seen = []
-    try:
-        if access is not None and not access.admits(os.fstat(fd)):
-            return []
-        with contextlib.suppress(OSError), os.scandir(fd) as entries:
-            for entry in entries:
-                if not entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY_PREFIX):
-                    continue
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except OSError:
-                    continue  # deleted meanwhile
+def seen_in(
+    root: str, directory: str, access: Access | None = None, names: Sequence[str] | None = None
+) -> list[FileSeen]:
+    """The block files and temporary files in one directory: those of ``names``, or all. Skips what cannot be read, and
+    a directory that is a link or, with ``access``, not ours."""
+    seen = list[FileSeen]()
+    with Directories(root, access or ANYBODYS) as opened:
+        for name in ours_in(root, directory, access) if names is None else names:
+            path = f"{directory}/{name}"
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                status = os.lstat(opened.path(path))
                 if stat.S_ISREG(status.st_mode):
-                    seen.append(FileSeen(f"{directory}/{entry.name}", status.st_size, status.st_mtime_ns))
-    finally:
-        os.close(fd)
+                    seen.append(FileSeen(path, status.st_size, status.st_mtime_ns))
     return seen
 
 
+def in_order(files: Iterable[FileSeen], newest: Collection[str] = ()) -> list[FileSeen]:
+    """The oldest first; the paths among ``newest`` are the last, whatever a clock has dated them."""
+    return sorted(files, key=lambda file: (file.path in newest, file.written_ns, file.path))
+
+
 def delete_oldest(
-    root: str, files: Collection[FileSeen], kept_bytes: int, newest: Collection[str] = ()
+    root: str,
+    files: Collection[FileSeen],
+    kept_bytes: int,
+    newest: Collection[str] = (),
+    access: Access | None = None,
 ) -> list[FileSeen]:
-    """Deletes the oldest of ``files`` until at most ``kept_bytes`` are left, and of those with one age the paths that
-    are not among ``newest``. Returns those that are gone, by whomever. What cannot be deleted is passed over."""
+    """Deletes the oldest of ``files``, ``in_order``, until at most ``kept_bytes`` are left. Returns those that are
+    gone, by whomever. What cannot be deleted is passed over, and so is a file with a block's name whose header does
+    not say that it is one."""
     left_bytes, gone = sum(file.size_bytes for file in files), list[FileSeen]()
-    for file in sorted(files, key=lambda file: (file.written_ns, file.path in newest, file.path)):
-        if left_bytes <= kept_bytes:
-            break
-        try:
-            os.unlink(f"{root}/{file.path}")
-        except FileNotFoundError:
-            pass  # another host had the same to do
-        except OSError:
-            continue
-        left_bytes -= file.size_bytes
-        gone.append(file)
+    with Directories(root, access or ANYBODYS) as opened:
+        for file in in_order(files, newest):
+            if left_bytes <= kept_bytes:
+                break
+            try:
+                path = opened.path(file.path)
+                if file.is_block and not is_ours(path):
+                    continue
+                os.unlink(path)
+            except FileNotFoundError:
+                pass  # another host had the same to do
+            except OSError:
+                continue
+            left_bytes -= file.size_bytes
+            gone.append(file)
     return gone
 
 
-def sweep(root: str, seen: Iterable[FileSeen]) -> int:
+def sweep(root: str, seen: Iterable[FileSeen], access: Access | None = None) -> int:
     """Deletes the temporary files among ``seen`` that dead writers left. Returns how many."""
     temporaries = [file for file in seen if not file.is_block]
     now_ns = time_at(root) if temporaries else None
     if now_ns is None:
         return 0
     dead = [file for file in temporaries if now_ns - file.written_ns > _DEAD_AFTER_NS]
-    return len(delete_oldest(root, dead, -1))  # all of them, empty ones too
+    return len(delete_oldest(root, dead, -1, (), access))  # all of them, empty ones too
 
 
 def time_at(root: str) -> int | None:

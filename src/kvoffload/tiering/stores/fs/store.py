@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Literal
 
 from kvoffload.base import OffloadKey
@@ -17,25 +15,14 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
-from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome
-from kvoffload.tiering.stores.fs.quota import Quota, list_names, seen_in, sweep
-from kvoffload.tiering.stores.root import RootedStore, check_directory, directory_of, gone, make_file, open_control
+from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, is_absence
+from kvoffload.tiering.stores.fs.owned import list_names
+from kvoffload.tiering.stores.fs.quota import Quota, seen_in, sweep
+from kvoffload.tiering.stores.root import Directories, RootedStore, directory_of, make_file, open_control
+from kvoffload.tiering.stores.root import gone as root_is_gone
 
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
-_SETTLED_S = 2.0
-"""File systems count the time of a change in steps of this length at most. From then on the next one has another."""
-
-
-@dataclass(slots=True)
-class _Fans:
-    """What is known of the fans in our directory while that is in one ``state``: its inode and the time of its last
-    change, which each new, renamed or exchanged fan sets. Threads may forget what others add."""
-
-    state: tuple[int, int, int] | None = None
-    since_s: float = 0.0
-    sound: set[str] = field(default_factory=set)
-    """Need not be checked again."""
 
 
 class FileSystemStore(RootedStore):
@@ -80,43 +67,47 @@ class FileSystemStore(RootedStore):
         super().__init__(root, block_bytes, max_bytes, layout.file_bytes, durability, mode)
         self._layout = layout
         try:
-            check_directory(self._root, layout.directory, self._access)
+            with self._directories() as opened, suppress(FileNotFoundError):
+                opened.fd(layout.directory)
         except OSError as exc:
             raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
         self._mark()
-        self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access)
+        self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access, layout.directory)
         self._io = FileIO(self._root, layout, self._access, self._quota, durable=self._durable)
         self._lock = threading.Lock()
         self._lost: dict[OffloadKey, LossCause] = {}
         self._num_bad = self._num_evicted = 0
         # Files that the disk could not read, oldest first; each until it is written anew.
         self._unreadable: OrderedDict[str, None] = OrderedDict()
-        self._fans = _Fans()
 
     def __repr__(self) -> str:
         return f"FileSystemStore({self._root!r}, {self._layout.directory!r}, block_bytes={self._layout.block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         errors = list[OSError]()
-        return self._outcomes(self._find(keys, self._paths(keys, errors), errors), errors)
+        with self._directories() as opened:
+            return self._outcomes(self._find(opened, keys, self._paths(opened, keys, errors), errors), errors)
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         errors = list[OSError]()
-        paths = self._paths(keys, errors)
-        found = self._find(keys, paths, errors)
-        here = {path for path, is_here in zip(paths, found, strict=True) if path and is_here}
-        for path in here:
-            self._io.mark_used(path)  # it was computed again, for the lack of a block before it
-        published, gone = dict[str, OffloadKey](), set[str]()
-        for key, path, block in zip(keys, paths, blocks, strict=True):
-            is_new = path not in here and path not in published
-            if path and is_new and self._publish(path, key, self._bytes(block), errors, gone):
-                published[path] = key
-        if self._durable and published:
-            try:
-                self._io.sync_names(published)
-            except OSError as exc:
-                raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+        with self._directories() as opened:
+            paths = self._paths(opened, keys, errors)
+            found = self._find(opened, keys, paths, errors)
+            here = {path for path, is_here in zip(paths, found, strict=True) if path and is_here}
+            for path in here:
+                self._io.mark_used(opened, path)  # it was computed again, for the lack of a block before it
+            published, gone = dict[str, OffloadKey](), set[str]()
+            for key, path, block in zip(keys, paths, blocks, strict=True):
+                is_new = path not in here and path not in published
+                if path and is_new and self._publish(opened, path, key, self._bytes(block), errors, gone):
+                    published[path] = key
+            if published and not opened.is_in_place():
+                raise StoreError(root_is_gone(self._root))
+            if self._durable and published:
+                try:
+                    self._io.sync_names(opened, published)
+                except OSError as exc:
+                    raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
         self._look_at_disk()
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
         answers = [(path in here or path in published) and path not in gone for path in paths]
@@ -124,46 +115,46 @@ class FileSystemStore(RootedStore):
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         answers, errors = list[bool](), list[OSError]()
-        for key, path, block in zip(keys, self._paths(keys, errors), blocks, strict=True):
-            outcome = None
-            try:
-                outcome = self._io.read(path, key, self._bytes(block)) if path else None
-            except OSError as exc:
-                self._add_error(errors, exc, key, path)
-            answers.append(outcome is ReadOutcome.GOOD)
-            if answers[-1] and self._unreadable:
-                self._unreadable.pop(path, None)
-            if outcome is ReadOutcome.BAD:
-                with self._lock:
-                    self._lost[key] = "corrupt"
-                    self._num_bad += 1
+        with self._directories() as opened:
+            for key, path, block in zip(keys, self._paths(opened, keys, errors), blocks, strict=True):
+                outcome = None
+                try:
+                    outcome = self._io.read(opened, path, key, self._bytes(block)) if path else None
+                except OSError as exc:
+                    self._add_error(errors, exc, key, path)
+                answers.append(outcome is ReadOutcome.GOOD)
+                if answers[-1] and self._unreadable:
+                    self._unreadable.pop(path, None)
+                if outcome is ReadOutcome.BAD:
+                    with self._lock:
+                        self._lost[key] = "corrupt"
+                        self._num_bad += 1
         return self._outcomes(answers, errors)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        try:
-            paths = self._paths(keys, [])
-        except StoreError:
-            return
-        for path in filter(None, paths):
-            self._io.remove(path)
+        with self._directories() as opened, suppress(StoreError):
+            for path in filter(None, self._paths(opened, keys, [])):
+                with suppress(OSError):
+                    self._io.remove(opened, path)
 
     def close(self) -> None:
         """Holds nothing open."""
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        self._check_directory()
+        with self._directories() as opened:
+            self._check_directory(opened)
         for fan in range(NUM_FANS):
             directory = f"{self._layout.directory}/{fan:02x}"
             try:
-                names = list_names(self._root, directory)
+                names = list_names(self._root, directory, self._access)
             except OSError as exc:
                 raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
             if any(name.startswith(TEMPORARY_PREFIX) for name in names):
-                sweep(self._root, seen_in(self._root, directory, self._access))
+                sweep(self._root, seen_in(self._root, directory, self._access), self._access)
             if keys := self._own_keys(f"{directory}/{name}" for name in names):
                 yield [key for path, key in keys if path not in self._unreadable]
         if not os.path.isdir(self._root):
-            raise StoreError(gone(self._root))
+            raise StoreError(root_is_gone(self._root))
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         if not self._lost:
@@ -186,50 +177,59 @@ class FileSystemStore(RootedStore):
             finally:
                 os.close(control)
 
-    def _check_directory(self) -> tuple[int, int, int] | None:
-        """Before each batch: raises ``StoreError`` if somebody has put a link in the place of our directory. Returns
-        its state."""
-        try:
-            status = check_directory(self._root, self._layout.directory, self._access)
-        except OSError as exc:
-            raise self._failed(exc) from exc
-        return None if status is None else (status.st_dev, status.st_ino, status.st_ctime_ns)
+    def _directories(self) -> Directories:
+        return Directories(self._root, self._access)
 
-    def _paths(self, keys: Sequence[OffloadKey], errors: list[OSError]) -> list[str]:
+    def _check_directory(self, opened: Directories) -> None:
+        """Raises ``StoreError`` if somebody has put a link in the place of our directory."""
+        try:
+            opened.fd(self._layout.directory)
+        except OSError as exc:
+            if not is_absence(exc):
+                raise self._failed(exc) from exc
+
+    def _paths(self, opened: Directories, keys: Sequence[OffloadKey], errors: list[OSError]) -> list[str]:
         """The file of each key, empty where somebody has put a link in the place of its fan: nothing is read, written
         or deleted through it. Here and below, paths are relative to the root. Raises ``StoreError``."""
-        state, fans, now_s = self._check_directory(), self._fans, time.monotonic()
-        if state != fans.state:
-            self._fans = fans = _Fans(state, now_s)
+        self._check_directory(opened)
         paths = [self._layout.path_of(key) for key in keys]
         strange = set[str]()
-        for fan in {path.rpartition("/")[0] for path in paths} - fans.sound:
+        for fan in sorted({path.rpartition("/")[0] for path in paths}):
             try:
-                check_directory(self._root, fan, self._access)
-                if now_s - fans.since_s >= _SETTLED_S:
-                    fans.sound.add(fan)
+                opened.fd(fan)
             except OSError as exc:
-                strange.add(fan)
-                errors.append(exc)
+                if not is_absence(exc):
+                    strange.add(fan)
+                    errors.append(exc)
         return [path if os.path.dirname(path) not in strange else "" for path in paths] if strange else paths
 
-    def _find(self, keys: Sequence[OffloadKey], paths: Sequence[str], errors: list[OSError]) -> list[bool]:
+    def _find(
+        self, opened: Directories, keys: Sequence[OffloadKey], paths: Sequence[str], errors: list[OSError]
+    ) -> list[bool]:
         """Which files are there with the right size."""
-        found = list[bool]()
-        for key, path in zip(keys, paths, strict=True):
+        found = [False] * len(paths)
+        for at in sorted(range(len(paths)), key=paths.__getitem__):  # so that each directory is opened once
+            path = paths[at]
             try:
-                found.append(bool(path) and path not in self._unreadable and self._io.is_whole(path))
+                found[at] = bool(path) and path not in self._unreadable and self._io.is_whole(opened, path)
             except OSError as exc:
-                self._add_error(errors, exc, key, path)
-                found.append(False)
+                self._add_error(errors, exc, keys[at], path)
         return found
 
-    def _publish(self, path: str, key: OffloadKey, payload: memoryview, errors: list[OSError], gone: set[str]) -> bool:
+    def _publish(
+        self,
+        opened: Directories,
+        path: str,
+        key: OffloadKey,
+        payload: memoryview,
+        errors: list[OSError],
+        gone: set[str],
+    ) -> bool:
         """Writes one block, and makes room for it on a full disk. Others may take that room meanwhile. Adds the paths
         of deleted files to ``gone``."""
         for rounds_left in reversed(range(_FULL_DISK_ROUNDS)):
             try:
-                self._io.write(path, key, payload)
+                self._io.write(opened, path, key, payload)
                 self._unreadable.pop(path, None)
                 return True
             except OSError as exc:
