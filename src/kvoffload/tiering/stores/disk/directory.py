@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.file import SlabFile
-from kvoffload.tiering.stores.disk.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat
+from kvoffload.tiering.stores.disk.format import NEW_PREFIX, PAYLOAD_SUFFIX, TABLE_SUFFIX, SlabFormat, Stated, stated_in
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     SAFE,
@@ -35,6 +35,9 @@ _NAME = re.compile(f"(?:{NEW_PREFIX})?[0-9a-f]{{1,16}}")
 _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
 """Times of directories have steps of a few milliseconds, or on some file systems of up to two seconds."""
 _MAX_LISTINGS = 256
+_START_BYTES = 64
+_TABLES_TRIED = 64
+"""Tables of a directory whose headers are read before it counts as another program's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class SlabSeen:
 
     name: str
     num_bytes: int
-    """Of both files."""
+    """Of both files, as long as its header says they are: its owner may write there although somebody cut them off."""
     used_ns: int
     """When its table was last written to, nanoseconds since 1970."""
     inodes: tuple[int, int]
@@ -55,7 +58,8 @@ class SlabSeen:
 
 
 def slabs_in(dir_fd: int) -> list[SlabSeen]:
-    """Every slab in a directory, oldest use first. Half a slab counts too. Raises ``OSError``."""
+    """Every slab in a namespace's directory, oldest use first. Half a slab counts too, but no table that does not begin
+    like one of ours. Raises ``OSError``."""
     found: dict[str, dict[str, os.stat_result]] = {}
     with os.scandir(dir_fd) as entries:
         for entry in entries:
@@ -73,8 +77,37 @@ def slabs_in(dir_fd: int) -> list[SlabSeen]:
         table, payload = files.get(TABLE_SUFFIX), files.get(PAYLOAD_SUFFIX)
         inodes = table.st_ino if table else 0, payload.st_ino if payload else 0
         num_bytes = sum(status.st_size for status in files.values())
-        slabs.append(SlabSeen(name, num_bytes, table.st_mtime_ns if table else 0, inodes))
+        is_ours, stated = _proof(name, dir_fd) if table else (True, None)
+        if table and payload and stated:
+            num_bytes = max(num_bytes, table.st_size + stated.num_slots * stated.block_bytes)
+        if is_ours:
+            slabs.append(SlabSeen(name, num_bytes, table.st_mtime_ns if table else 0, inodes))
     return sorted(slabs, key=lambda slab: slab.used_ns)
+
+
+def _proof(name: str, dir_fd: int) -> tuple[bool, Stated | None]:
+    """Whether a table is one of ours, and what its header says. A damaged one may lack either the magic number or the
+    digest of its directory; one that a power failure or a killed process has left may be blank."""
+    try:
+        fd = os.open(name + TABLE_SUFFIX, os.O_RDONLY | SAFE, dir_fd=dir_fd)
+        try:
+            start = os.pread(fd, _START_BYTES, 0)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return True, None  # removed meanwhile
+    except OSError:
+        return False, None
+    if not start.strip(b"\0"):
+        return True, None
+    stated = stated_in(start)
+    if stated is None or not (stated.has_magic or stated.is_of(_name_of(dir_fd))):
+        return False, None
+    return True, stated
+
+
+def _name_of(dir_fd: int) -> str:
+    return os.path.basename(os.readlink(f"/proc/self/fd/{dir_fd}"))
 
 
 class Listings:
@@ -118,7 +151,9 @@ def root_lock(root: str, access: Access) -> Iterator[bool]:
 
 
 def unlink_slab(name: str, dir_fd: int) -> None:
-    """Removes a slab, or what is left of one. Raises ``OSError``."""
+    """Removes a slab, or what is left of one, that ``slabs_in`` has found. Raises ``OSError``."""
+    if not _proof(name, dir_fd)[0]:
+        return  # another file has taken its name meanwhile
     for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):  # payloads are not used without their table
         with suppress(FileNotFoundError):
             os.unlink(name + suffix, dir_fd=dir_fd)
@@ -173,9 +208,12 @@ def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
     return num_removed
 
 
-def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterator[tuple[str, int]]:
+def namespaces_in(
+    root: str, access: Access, only: str | None = None, own: str | None = None
+) -> Iterator[tuple[str, int]]:
     """Name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed when
-    the next is asked for. No namespace's name begins with a dot."""
+    the next is asked for. No namespace's name begins with a dot. A directory is a namespace's if a table in it says
+    so; ``only`` and ``own`` are in any case."""
     root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in sorted(os.listdir(root_fd)) if only is None else [only]:
@@ -186,12 +224,30 @@ def namespaces_in(root: str, access: Access, only: str | None = None) -> Iterato
             except OSError:
                 continue  # a link, a file, or not for us
             try:
-                if access.admits(os.fstat(fd)):
+                if access.admits(os.fstat(fd)) and (name in (own, only) or _holds_slabs(name, fd)):
                     yield name, fd
             finally:
                 os.close(fd)
     finally:
         os.close(root_fd)
+
+
+def _holds_slabs(directory: str, dir_fd: int) -> bool:
+    """Whether a table in this directory says that it is of this namespace."""
+    num_tried = 0
+    try:
+        with os.scandir(dir_fd) as entries:
+            for entry in entries:
+                name, _, suffix = entry.name.rpartition(".")
+                if f".{suffix}" == TABLE_SUFFIX and _NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
+                    stated = _proof(name, dir_fd)[1]
+                    if stated is not None and stated.is_of(directory):
+                        return True
+                    if (num_tried := num_tried + 1) >= _TABLES_TRIED:
+                        break
+    except OSError:
+        pass
+    return False
 
 
 def is_unused(dir_fd: int) -> bool:

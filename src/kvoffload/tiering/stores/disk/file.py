@@ -54,17 +54,28 @@ class SlabFile:
 
     On a memory file system payloads are mapped, and a block is copied to or from its slot: reading and writing such a
     file takes twice the time and more. To touch a page that the file does not have would kill the process. So a file is
-    mapped only if it has all its pages, and its size is asked for before each copy.
+    mapped only if it has all its pages and no other user may write to it, and both its size and its pages are asked
+    for before each copy. With ``is_shared``, when a group may cut it off at any moment, it is read and written.
     """
 
-    def __init__(self, name: str, layout: SlabFormat, num_slots: int, table_fd: int, payload_fd: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: SlabFormat,
+        num_slots: int,
+        table_fd: int,
+        payload_fd: int,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.name = name
         self.num_slots = num_slots
         self._block_bytes = layout.block_bytes
         self._table_fd = table_fd
         self._payload_fd = payload_fd
         is_memory = memory_file_system(f"/proc/self/fd/{payload_fd}") is not None
-        self._memory = _map(payload_fd, num_slots * layout.block_bytes) if is_memory else None
+        self._memory = _map(payload_fd, num_slots * layout.block_bytes) if is_memory and not is_shared else None
+        self._mapped_bytes = num_slots * layout.block_bytes
         self._direct_fd = _reopen_direct(payload_fd) if layout.is_paged and not is_memory else -1
         self._uses_at = layout.uses_at(num_slots)
         self._entries_at = layout.entries_at(num_slots)
@@ -101,7 +112,7 @@ class SlabFile:
             if durable:
                 os.fsync(table_fd)
                 os.fsync(dir_fd)
-            return cls(name, layout, num_slots, table_fd, payload_fd)
+            return cls(name, layout, num_slots, table_fd, payload_fd, is_shared=access.is_group)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -130,7 +141,13 @@ class SlabFile:
                 raise SlabRefused(f"{name} is of another format")
             if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
                 raise SlabRefused(f"{name}{TABLE_SUFFIX} was cut off")
-            return cls(name, layout, num_slots, table_fd, payload_fd)
+            payload, payload_bytes = os.fstat(payload_fd), num_slots * layout.block_bytes
+            if payload.st_size < payload_bytes:
+                raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} was cut off")
+            if access.is_group and 2 * 512 * payload.st_blocks < payload_bytes:
+                # The table takes memory of every process that opens it: a member of the group must pay for the disk.
+                raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} has holes")
+            return cls(name, layout, num_slots, table_fd, payload_fd, is_shared=access.is_group)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -221,11 +238,12 @@ class SlabFile:
         if (memory := self._memory) is None:
             return self._move(os.preadv, first, blocks)
         size = self._block_bytes
-        whole = self._num_backed(first, len(blocks))
-        for at, block in enumerate(blocks[:whole]):
+        if not self._is_backed(first, len(blocks)):
+            return self._move(os.preadv, first, blocks)
+        for at, block in enumerate(blocks):
             begin = (first + at) * size
             np.copyto(np.frombuffer(block, np.uint8), memory[begin : begin + size])
-        return whole
+        return len(blocks)
 
     def read_buffered(self, index: int, block: memoryview) -> bool:
         """Reads one block another way, through the page cache."""
@@ -236,20 +254,22 @@ class SlabFile:
         if (memory := self._memory) is None:
             return self._move(os.pwritev, first, blocks)
         size = self._block_bytes
-        whole = self._num_backed(first, len(blocks))
-        for at, block in enumerate(blocks[:whole]):
+        if not self._is_backed(first, len(blocks)):
+            return self._move(os.pwritev, first, blocks)
+        for at, block in enumerate(blocks):
             begin = (first + at) * size
             np.copyto(memory[begin : begin + size], np.frombuffer(block, np.uint8))
-        return whole if whole == len(blocks) else self._move(os.pwritev, first, blocks)
+        return len(blocks)
 
-    def _num_backed(self, first: int, count: int) -> int:
-        """How many of ``count`` mapped slots the file still has. If somebody has cut it off, it is not used as memory
-        any more: when it is written to again, it may lack pages in the middle."""
-        backed_bytes = os.fstat(self._payload_fd).st_size - first * self._block_bytes
-        if backed_bytes >= count * self._block_bytes:
-            return count
+    def _is_backed(self, first: int, count: int) -> bool:
+        """Whether ``count`` mapped slots may be touched. If somebody has cut the file off or made a hole, it is never
+        used as memory again."""
+        status = os.fstat(self._payload_fd)
+        backed_bytes = status.st_size - first * self._block_bytes
+        if backed_bytes >= count * self._block_bytes and 512 * status.st_blocks >= self._mapped_bytes:
+            return True
         self._memory = None
-        return max(0, backed_bytes // self._block_bytes)
+        return False
 
     def sync(self) -> None:
         """Puts payloads and entries on the disk."""

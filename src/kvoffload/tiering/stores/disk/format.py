@@ -70,6 +70,35 @@ _MANY_SLABS = 256
 _MAX_SLABS = 2000
 
 
+class Stated(NamedTuple):
+    """What the header of a table says, sound or not."""
+
+    has_magic: bool
+    num_slots: int
+    block_bytes: int
+    digest: bytes
+
+    def is_of(self, directory: str) -> bool:
+        """Whether the table was made for this directory."""
+        return self.digest == _digest(directory, self.block_bytes)
+
+
+def stated_in(start: bytes) -> Stated | None:
+    """What a file that begins with ``start`` says as the header of a table. ``None``: it is too short for one."""
+    if len(start) < _FIELDS.size:
+        return None
+    magic, _, _, num_slots, block_bytes, digest = _FIELDS.unpack_from(start)
+    return Stated(magic == _MAGIC, num_slots, block_bytes, digest)
+
+
+def _identity(directory: str, block_bytes: int) -> str:
+    return f"{block_bytes}:{directory}"
+
+
+def _digest(directory: str, block_bytes: int) -> bytes:
+    return hashlib.blake2b(_identity(directory, block_bytes).encode(), digest_size=32).digest()
+
+
 class HashedKey(NamedTuple):
     """What a store needs of a key: its hash ``h``, and the part of an entry that follows from the key."""
 
@@ -99,8 +128,8 @@ class SlabFormat:
     """Of payloads. A key is there what an entry has of it, its ``probe``."""
 
     def __post_init__(self) -> None:
-        identity = f"{self.block_bytes}:{self.directory}"
-        object.__setattr__(self, "digest", hashlib.blake2b(identity.encode(), digest_size=32).digest())
+        identity = _identity(self.directory, self.block_bytes)
+        object.__setattr__(self, "digest", _digest(self.directory, self.block_bytes))
         object.__setattr__(self, "_seed", xxhash.xxh3_64_intdigest(identity.encode()))
         object.__setattr__(self, "tail_bytes", seal_bytes_of(self.secret) - SEAL_BYTES)
         object.__setattr__(self, "sealer", sealer_of(identity, self.secret, self._checksum))

@@ -219,7 +219,7 @@ class Quota:
 
     def _room_bytes(self) -> int:
         used_bytes = 0
-        for _, dir_fd in namespaces_in(self._root, self._access):
+        for _, dir_fd in namespaces_in(self._root, self._access, own=self._directory.name):
             if sweep(dir_fd, slabs := self._directory.listings.slabs(dir_fd)):
                 slabs = slabs_in(dir_fd)
             used_bytes += sum(slab.num_bytes for slab in slabs)
@@ -231,7 +231,7 @@ class Quota:
         """Removes unused slabs, the oldest first: of namespaces without a process, and those in ours that are not
         trusted. Returns the bytes that this freed."""
         unused = list[tuple[str, SlabSeen]]()
-        for name, dir_fd in namespaces_in(self._root, self._access):
+        for name, dir_fd in namespaces_in(self._root, self._access, own=self._directory.name):
             if name == self._directory.name:
                 seen = self._directory.listings.slabs(dir_fd)
                 unused += [(name, slab) for slab in seen if slab.name in self._slabs.quarantined]

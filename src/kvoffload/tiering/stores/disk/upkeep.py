@@ -61,9 +61,9 @@ class Bulletin:
         try:
             fd = make_file(BULLETIN_NAME, dir_fd, self._access)
             status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not self._access.admits(status):
+            if not is_bulletin(status) or status.st_nlink != 1 or not self._access.admits(status):
                 raise PermissionError(f"{BULLETIN_NAME} is not ours")
-            if status.st_size != 4 * _NUM_COUNTERS:
+            if not status.st_size:
                 os.ftruncate(fd, 4 * _NUM_COUNTERS)
             self._fd = fd
         except OSError:
@@ -97,6 +97,11 @@ class Bulletin:
         changed = set(np.flatnonzero(counters != self._seen).tolist())
         self._seen = counters
         return lambda name: _counter_of(name) in changed
+
+
+def is_bulletin(status: os.stat_result) -> bool:
+    """Whether a file of that name has the form of one, or is empty."""
+    return stat.S_ISREG(status.st_mode) and status.st_size in (0, 4 * _NUM_COUNTERS)
 
 
 def _counter_of(slab: str) -> int:
