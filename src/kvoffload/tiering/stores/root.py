@@ -466,10 +466,6 @@ def make_file(name: str, dir_fd: int, access: Access, flags: int = 0) -> int:
     return fd
 
 
-class NotOurs(PermissionError):
-    """A directory is a link, or another user's."""
-
-
 class Directories:
     """Directories below a root, each opened one step at a time, so that no link is followed however late it is put
     there. A context, which closes them at its end. One thread.
@@ -503,7 +499,7 @@ class Directories:
 
     def fd(self, directory: str) -> int:
         """The descriptor of a directory, which ``path`` or ``fd`` may close when they open others. Raises ``OSError``:
-        ``FileNotFoundError`` if there is none, ``NotOurs`` if it is a link or belongs to another user."""
+        ``FileNotFoundError`` if there is none, ``PermissionError`` (EPERM) if it is a link or another user's."""
         if (fd := self._open.get(directory)) is not None:
             return fd
         if not directory:
@@ -526,7 +522,7 @@ class Directories:
         return fd
 
     def _refused(self, directory: str) -> OSError:
-        return NotOurs(errno.EPERM, "is not a directory of ours", f"{self._root}/{directory}")
+        return PermissionError(errno.EPERM, "is not a directory of ours", f"{self._root}/{directory}")
 
 
 def open_control(root: str, access: Access) -> int:

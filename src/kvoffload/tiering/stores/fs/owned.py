@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from kvoffload.tiering.stores.fs.format import (
     parse_name,
     stated_in,
 )
-from kvoffload.tiering.stores.root import ANYBODYS, SAFE, Access, Directories, NotOurs
+from kvoffload.tiering.stores.root import ANYBODYS, SAFE, Access, Directories
 
 _FILES_TRIED = 64
 """Files of a directory whose headers are read before it counts as another program's."""
@@ -114,8 +115,10 @@ def list_names(root: str, directory: str, access: Access | None = None) -> list[
     with Directories(root, access or ANYBODYS) as opened:
         try:
             return os.listdir(opened.fd(directory))
-        except (FileNotFoundError, NotOurs):
-            return []
+        except OSError as exc:
+            if exc.errno in (errno.ENOENT, errno.EPERM):
+                return []
+            raise
 
 
 def _proves(path: str, namespace: str, name: str) -> bool:
