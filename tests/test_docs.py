@@ -242,7 +242,7 @@ def test_the_answer_of_check_config_is_that_of_the_quickstart(
     (file,) = [fence.text for fence in fences(ROOT / "docs" / "quickstart.md") if fence.language == "yaml"]
     (tmp_path / "offload.yaml").write_text(file)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(check_config, "_probe", lambda *_: None)  # the page's machine has the memory and the disk
+    monkeypatch.setattr(check_config, "_probe", lambda *_: [])  # the page's machine has the memory and the disk
     monkeypatch.setattr(check_config, "check_shared_memory", lambda *_: None)
     main_of_page = ["check-config", str(tmp_path / "offload.yaml"), "--model", str(tmp_path)]
     with pytest.raises(SystemExit):

@@ -302,6 +302,23 @@ def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: py
         server.stop()
 
 
+def test_a_redis_without_a_bound_on_its_memory_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (options, is_warned) in enumerate((({}, True), ({"maxmemory": "100mb"}, False))):
+        (tmp_path / str(number)).mkdir()
+        server = RedisServer(tmp_path / str(number), **options)
+        try:
+            file = tmp_path / "c.json"
+            tier = {"type": "redis", "url": server.url, "connect_timeout_s": 30}
+            file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))
+            code, out, err = run(capsys, file, "--connect")
+            assert (code, err, "has no maxmemory" in out) == (0, "", is_warned)
+            told = json.loads(run(capsys, file, "--connect", "--json")[1])
+            assert len(told["warnings"]) == is_warned
+            assert "maxmemory" not in run(capsys, file)[1]
+        finally:
+            server.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

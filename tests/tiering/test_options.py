@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,7 @@ def test_two_tiers_on_one_path_are_refused(other: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"type": "disk", "path": "/kv"}, "tier 'disk': /kv, all but a tenth of the disk, written on_store"),
+        ({"type": "disk", "path": "/kv"}, "tier 'disk': /kv, four fifths of the disk, written on_store"),
         (
             {"type": "disk", "path": "/kv", "max_bytes": "1GiB", "name": "nvme"},
             "tier 'nvme' (type disk): /kv, at most 1 GiB, written on_evict",
@@ -229,3 +231,52 @@ def test_a_directory_that_hangs_keeps_no_check_from_ending(monkeypatch: pytest.M
             parse_tiers([{"type": "disk", "path": "/nfs"}, shared])
     finally:
         go_on.set()
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> Iterator[Path]:
+    """A directory that a bind mount shows at a second place."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    (there / "kv").mkdir(parents=True)
+    here.mkdir()
+    if subprocess.run(["mount", "--bind", there, here], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    yield tmp_path
+    subprocess.run(["umount", "-l", here], check=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("there/kv", "here/kv", "have the directory"),
+        ("there/later", "here/later", "have the directory"),
+        ("here/kv/inner", "there/kv", "inside of another's"),
+        ("there", "here/later/inner", "inside of another's"),
+        ("there/kv", "here/other", None),
+        ("there/later", "here/late", None),
+    ],
+)
+def test_two_tiers_that_a_bind_mount_makes_one_directory_are_rejected(
+    first: str, second: str, words: str | None, bound: Path
+) -> None:
+    tiers = [{"type": "disk", "path": str(bound / path), "max_bytes": "1GiB"} for path in (first, second)]
+    if words is None:
+        parse_tiers(tiers)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            parse_tiers(tiers)
+
+
+@pytest.mark.parametrize("kind", ["disk", "fs"])
+@pytest.mark.parametrize("path", ["place", "place/inner"])
+def test_a_file_or_a_link_that_leads_nowhere_is_named(kind: str, path: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    options = parse_tier({"type": kind, "path": str(tmp_path / path), "max_bytes": "1GiB"})
+    place.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=f"{place} is a link to {tmp_path}/nowhere, which does not exist"):
+        options.open_store(4096, "ns")
+    place.unlink()
+    place.touch()
+    with pytest.raises(ConfigError, match=f"{place} is a file"):
+        options.open_store(4096, "ns")
+    assert [each.name for each in tmp_path.iterdir()] == ["place"]

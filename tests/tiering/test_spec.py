@@ -165,7 +165,7 @@ def test_each_tier_has_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptu
     made.shutdown()
     assert [record.getMessage() for record in caplog.records if record.name == "kvoffload.tiering.spec"] == [
         f"kvoffload: tier 'memory': at most {format_bytes(64 * PAGE_BYTES)}, written on_store",
-        f"kvoffload: tier 'disk': {tmp_path}/kv, all but a tenth of the disk, written on_store",
+        f"kvoffload: tier 'disk': {tmp_path}/kv, four fifths of the disk, written on_store",
     ]
 
 

@@ -26,6 +26,7 @@ from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, p
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
+from kvoffload.tiering.stores.root import in_the_way_of
 from kvoffload.units import format_bytes
 
 _BLOCK_TOKENS = 16
@@ -61,7 +62,7 @@ def check_config(
     if model is not None:
         with problems:
             sizes = model_kv(model)
-    _probe(config, cpu_bytes, sizes, connect, problems)
+    warnings = _probe(config, cpu_bytes, sizes, connect, problems)
     unchecked: list[str] = []
     with problems:
         unchecked = check_file(wrappers, config, problems)
@@ -75,11 +76,13 @@ def check_config(
         sys.exit(1)
     command, rows, tiers = _command(file, config), _rows(config, sizes), _tiers(config, connect)
     if as_json:
-        print_json({"problems": [], "command": command, **dict(rows), "tiers": tiers})
+        print_json({"problems": [], "warnings": warnings, "command": command, **dict(rows), "tiers": tiers})
         return
     print(f"{command}\n")
     for name, value in (*rows, *(("tier", tier) for tier in tiers)):
         print(f"{name:14}{value}")
+    for warning in warnings:
+        print(f"Warning: {warning}")
     try:
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
@@ -90,8 +93,10 @@ def check_config(
 
 def _probe(
     config: OffloadingConfig, cpu_bytes: int | None, sizes: ModelKV | None, connect: bool, problems: Problems
-) -> None:
-    """Add to ``problems`` everything that this machine, and with ``connect`` the servers, would reject."""
+) -> list[str]:
+    """Add to ``problems`` everything that this machine, and with ``connect`` the servers, would reject. Return
+    warnings."""
+    warnings: list[str] = []
     block_bytes = None if sizes is None else sizes.bytes_per_token * (config.block_size or _BLOCK_TOKENS)
     if cpu_bytes is not None:
         with problems:
@@ -123,7 +128,8 @@ def _probe(
                 raise outcome
         elif isinstance(options, RemoteOptions):
             with problems:
-                _probe_remote(options, block_bytes or 1 << 20, connect)
+                warnings += _probe_remote(options, block_bytes or 1 << 20, connect)
+    return warnings
 
 
 def _readable_tiers(config: OffloadingConfig) -> Sequence[StoreOptions]:
@@ -165,9 +171,8 @@ def _probe_directory(options: StoreOptions, path: str) -> None:
     """Raises ``ConfigError`` if this user could not write to one of the tier's directories, or could not make it."""
     existing = _existing(path)
     where = f"path of the {options.label!r} tier, {path},"
-    if not os.path.isdir(existing):
-        kind = "a file" if os.path.exists(existing) else "a link that leads nowhere"
-        raise ConfigError(f"{where} is not a directory: {existing} is {kind}.")
+    if reason := in_the_way_of(path):
+        raise ConfigError(f"{where} is not a directory: {reason}.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{where} cannot be written to by this user: change the rights of {existing}.")
 
@@ -187,14 +192,15 @@ def _probe_quota(options: StoreOptions) -> None:
 
 def _existing(path: str) -> Path:
     """``path``, or the next one above it that is there."""
-    # ``Path.exists`` raises where this user may not look, and does not see a link that leads nowhere.
+    # ``Path.exists`` raises if this user may not look, and does not see a link that leads nowhere.
     return next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
 
 
-def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> None:
-    """Raises ``ConfigError`` if the tier's secrets or, with ``connect``, its servers cannot be used here."""
+def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> list[str]:
+    """Return warnings. Raises ``ConfigError`` if the tier's secrets or, with ``connect``, its servers cannot be used
+    here."""
     try:
-        options.check_store(block_bytes, ask=connect)
+        return options.check_store(block_bytes, ask=connect)
     except (StoreError, MissingExtraError, OSError) as exc:
         raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
 

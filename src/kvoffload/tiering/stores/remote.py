@@ -99,17 +99,24 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
         if self.required:
             self._check_store(store)
 
-    def check_store(self, block_bytes: int, ask: bool) -> None:
-        """Reads all secrets, as a server does at its start. ``ask`` the store's servers for a block, too.
+    def check_store(self, block_bytes: int, ask: bool) -> list[str]:
+        """Read all secrets, as a server does at startup. With ``ask``, also ask the store's servers for a block, and
+        return what is unwise about them, in sentences.
 
         Raises ``ConfigError`` or ``StoreError``, in one sentence, if that cannot be done.
         """
         store = self._open(block_bytes, "", next(iter(self.read_keys()), None))
         try:
-            if ask:
-                self._check_store(store)
+            if not ask:
+                return []
+            self._check_store(store)
+            return self._warnings(store)
         finally:
             store.close()
+
+    def _warnings(self, store: BlockStore) -> list[str]:
+        """Sentences about servers of ``store`` that work, but not as they should."""
+        return []
 
     def _check_store(self, store: BlockStore) -> None:
         """Raises ``StoreError``, in one sentence, if ``store`` cannot be used."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
@@ -189,7 +190,8 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
             os.makedirs(os.path.dirname(root), exist_ok=True)
             make_directory(root, access)
     except OSError as exc:
-        raise ConfigError(f"The store's directory {root} cannot be made: {exc.strerror}.") from exc
+        reason = in_the_way_of(root) or exc.strerror
+        raise ConfigError(f"The store's directory {root} cannot be made: {reason}.") from exc
     check_locks(root, needs_locks)
     check_owner(root, access)
     if needs_locks and (network := network_type(root)) is not None:
@@ -206,6 +208,18 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
                 return access
             raise ConfigError(f"{control} cannot be made: {exc.strerror}.") from exc
     return check_control(root, mode)
+
+
+def in_the_way_of(path: str) -> str | None:
+    """Return what stands in for the directory ``path``, or for one above it: a file, or a link that leads nowhere."""
+    absolute = Path(path).absolute()
+    # ``Path.exists`` raises if this user may not look.
+    place = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+    if os.path.isdir(place):
+        return None
+    if os.path.islink(place) and not os.path.exists(place):
+        return f"{place} is a link to {os.readlink(place)}, which does not exist"
+    return f"{place} is a file"
 
 
 def _is_directory(path: str) -> bool:
@@ -554,11 +568,36 @@ def _owner_of_ours(root: str) -> int:
 
 
 def check_apart(one: str, other: str, what: str) -> None:
-    """Raises ``ConfigError`` if one is the other, or in it. A path that hangs is taken as it is written."""
-    calls = [partial(os.path.realpath, path) for path in (one, other)]
-    found = zip((one, other), in_time(calls, _ANSWER_S), strict=True)
-    outer, inner = sorted(os.path.abspath(path) if isinstance(place, BaseException) else place for path, place in found)
-    if inner == outer:
-        raise ConfigError(f"{what} the directory {outer}; give each one of its own, or drop one.")
-    if os.path.commonpath((outer, inner)) == outer:
-        raise ConfigError(f"{what} directories of which {inner} is inside of another's, {outer}; move one of them.")
+    """Raise ``ConfigError`` if one is the other, or in it, by links and bind mounts too. If a path hangs, both are
+    compared as they are written."""
+    lineages = in_time([partial(_lineage, path) for path in (one, other)], _ANSWER_S)
+    found = [each for each in lineages if not isinstance(each, BaseException)]
+    first, second = found if len(found) == len(lineages) else map(_as_written, (one, other))
+    for (path, own), (outer, above) in ((first, second), (second, first)):
+        if own[-1] == above[-1]:
+            same = path if path == outer else f"{path}, which is {outer} by a bind mount"
+            raise ConfigError(f"{what} the directory {same}; give each one of its own, or drop one.")
+        if above[-1] in own:
+            raise ConfigError(f"{what} directories of which {path} is inside of another's, {outer}; move one of them.")
+
+
+def _lineage(path: str) -> tuple[str, list[object]]:
+    """The real path, and what identifies it and each directory above it, from the root on: device and inode, or below
+    a directory that exists the names."""
+    real = os.path.realpath(path)
+    found: list[object] = []
+    at, known = "/", True
+    for name in ("", *real.strip("/").split("/")):
+        at = os.path.join(at, name)
+        try:
+            status = os.stat(at) if known else None
+        except OSError:
+            status = None
+        known = status is not None
+        found.append((status.st_dev, status.st_ino) if status is not None else (found[-1] if found else None, name))
+    return real, found
+
+
+def _as_written(path: str) -> tuple[str, list[object]]:
+    absolute = os.path.abspath(path)
+    return absolute, [tuple(absolute.split("/")[:depth]) for depth in range(1, absolute.count("/") + 2)]

@@ -938,7 +938,7 @@ class TestRoot:
     def test_the_table_of_mounts_names_file_systems(self, small_disk: Path) -> None:
         assert root_module._mount_type(str(small_disk)) == "tmpfs"
 
-    def test_without_a_quota_a_tenth_of_the_disk_stays_free(self, small_disk: Path) -> None:
+    def test_without_a_quota_a_fifth_of_the_disk_stays_free(self, small_disk: Path) -> None:
         store = DiskStore(small_disk, SMALL)
         assert write(store, *KEYS[:4]) == [True] * 4
         keys = keys_of(*range(4000))
@@ -946,7 +946,7 @@ class TestRoot:
             may_grow(store)
             write(store, *keys[start : start + 100])
         disk = os.statvfs(small_disk)
-        assert disk.f_bavail >= disk.f_blocks // 10
+        assert disk.f_blocks // 5 <= disk.f_bavail < disk.f_blocks // 3
         store.close()
 
     def test_without_a_quota_too_slabs_in_the_making_are_swept(self, small_disk: Path) -> None:

@@ -40,8 +40,9 @@ _log = logging.getLogger(__name__)
 
 _LEAST_SHARE = 8
 """A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
-_FREE_SHARE = 10
-"""Without a quota, one in this many bytes of the disk stays free."""
+_FREE_SHARE = 5
+"""Without a quota, one in this many bytes of the disk stays free. The kubelet evicts pods of a node whose disk has less
+than 10% free, or less than 15% where images share it, and others write there as well."""
 _GROW_S = 1.0
 """A quota or disk that had no room for a slab is not asked again for so long."""
 _WANT_S = 10.0
@@ -55,7 +56,7 @@ _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
 
 
 class Quota:
-    """``max_bytes`` for the slabs of all namespaces and processes of a root; ``None``: all but a tenth of the disk. Any
+    """``max_bytes`` for the slabs of all namespaces and processes of a root; ``None``: four fifths of the disk. Any
     thread may call ``grow``, one at a time the others."""
 
     def __init__(self, directory: SlabDirectory, slabs: Slabs, layout: SlabFormat, max_bytes: int | None) -> None:

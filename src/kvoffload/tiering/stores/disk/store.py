@@ -60,7 +60,7 @@ class DiskStore(RootedStore):
 
     ``max_bytes`` bounds the slabs of all namespaces and processes of the root, as none is made beyond it. Then the
     least recently used blocks are written over, in an order that survives restarts. Slabs of namespaces that no process
-    uses go first. Without ``max_bytes`` the store takes all but a tenth of the disk. With ``durability="fsync"`` a
+    uses go first. Without ``max_bytes`` the store takes four fifths of the disk. With ``durability="fsync"`` a
     block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose recent blocks.
 
     Several processes of one host may share a root; its file system must have locks. Each writes to slabs of its own,

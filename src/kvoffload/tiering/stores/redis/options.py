@@ -86,6 +86,14 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
             self.secret(name)  # each connection reads it again, but a mistake is to stop the start
         return self._make(block_bytes, namespace, secret)
 
+    def _warnings(self, store: BlockStore) -> list[str]:
+        assert isinstance(store, RedisStore)
+        return [
+            f"Redis at {server} has no maxmemory, so its blocks may use all memory of its machine: set maxmemory, and "
+            "the policy allkeys-lru."
+            for server in store.unbounded_servers()
+        ]
+
     def _make(self, block_bytes: int, namespace: str, secret: bytes | None) -> RedisStore:
         access = Access(
             self.username,

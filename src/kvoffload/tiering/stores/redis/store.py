@@ -117,6 +117,20 @@ class RedisStore(SharedStore):
         except StoreError:
             pass  # only an order of use is lost
 
+    def unbounded_servers(self) -> list[str]:
+        """Return the servers that say that they have no ``maxmemory``. Raises ``StoreError`` if none can be reached."""
+        # Names of so many slots that every node of a cluster has some of them.
+        names = [self._directory + b"%d" % number for number in range(_MOST_KEYS)]
+        found = []
+        for node in self._servers.split(names):
+            try:
+                reply = node.ask(b"INFO", b"memory")
+            except StoreError:
+                continue  # it is down, or does not tell this user
+            if isinstance(reply, bytes) and b"\nmaxmemory:0\r" in reply:
+                found.append(str(node.address))
+        return found
+
     # --------------------------------------------------------------------------------------------------- helpers
 
     def _name(self, key: OffloadKey) -> bytes:
