@@ -55,7 +55,7 @@ def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> Non
         ({"cpu_bytes_to_use": 1, "prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": -1}, "max_wait_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": float("nan")}, "max_wait_s"),
-        ({"cpu_bytes_to_use": 1, "max_wait_s": "soon"}, "not a span of time"),
+        ({"cpu_bytes_to_use": 1, "max_wait_s": "soon"}, "not a time"),
     ],
 )
 def test_mistakes_are_one_sentence(mapping: dict[str, Any], message: str) -> None:

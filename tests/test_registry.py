@@ -31,7 +31,7 @@ def test_a_name_is_registered_once() -> None:
     registry: Registry[object] = Registry("thing", "kvoffload.nothing")
     registry.register("a", 1)
     registry.register("a", 1)
-    with pytest.raises(ConfigError, match="registered already"):
+    with pytest.raises(ConfigError, match="already registered"):
         registry.register("a", 2)
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception tree of kvoffload.
+"""All exceptions of kvoffload.
 
-A miss, a full cache, a throttled tier are *values* (``False``, ``None``), never exceptions. An exception is one of two
-things. A caller's mistake is a ``ConfigError``: one sentence that says what to change, raised before anything is
-touched. A failure of the machine is a ``TransferError`` or ``StoreError``: the nearest tier or handler turns it into a
-miss.
+A miss, a full cache and a throttled tier are *values* (``False``, ``None``), never exceptions. There are two kinds of
+exceptions. A caller's mistake raises ``ConfigError``, with one sentence that says what to change, before anything is
+touched. A failure of the machine raises ``TransferError`` or ``StoreError``, and the nearest tier or handler turns it
+into a miss.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator
 
 
 class KVOffloadError(Exception):
-    """Root of everything kvoffload raises on purpose."""
+    """The base class of everything that kvoffload raises on purpose."""
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """The caller's configuration cannot work. Its arguments are sentences, one for each problem, that say what to
-    change."""
+    """The caller's configuration cannot work. Its arguments are one sentence per problem that says what to change."""
 
     def __str__(self) -> str:
         if len(self.args) < 2:
@@ -29,11 +28,11 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """An unknown policy, store, spec or key; the message lists the choices."""
+    """A policy, store, spec or key is unknown. The message lists the choices."""
 
 
 class LayoutError(ConfigError):
-    """A KV cache layout that cannot be offloaded correctly."""
+    """kvoffload cannot correctly offload a KV cache of this layout."""
 
 
 class CapacityError(ConfigError):
@@ -41,22 +40,25 @@ class CapacityError(ConfigError):
 
 
 class MissingExtraError(KVOffloadError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed. The message names the extra that installs it."""
 
 
 class TransferError(KVOffloadError):
-    """A copy between device and host failed. Handlers report it as a failed transfer; it never leaves a step."""
+    """A copy between device and host failed.
+
+    Handlers report a failed transfer, and an engine's step never raises this.
+    """
 
 
 class StoreError(KVOffloadError):
-    """A block store failed as a whole. One bad block is a value instead."""
+    """A block store failed as a whole. A single bad block is reported as a value instead."""
 
 
 class Problems:
     """Collects the problems of several checks, so that a caller learns all of them at once.
 
-    ``with problems:`` around a check keeps the ``ConfigError`` or ``MissingExtraError`` that it raises; ``raise_found``
-    raises all of them as one.
+    ``with problems:`` around a check catches its ``ConfigError`` or ``MissingExtraError``, and ``raise_found`` raises
+    all problems as one error.
     """
 
     def __init__(self) -> None:
@@ -80,14 +82,16 @@ class Problems:
             self.found.append(problem)
 
     def raise_found(self) -> None:
-        """Raise what was collected as one ``ConfigError``, or as ``MissingExtraError`` if that is all; return if there
-        are no problems."""
+        """Raise the collected problems as one ``ConfigError``. Does nothing if there are none.
+
+        Raises ``MissingExtraError`` instead if a missing extra is the only problem.
+        """
         if self.found:
             raise (MissingExtraError if self.found == self._extras[:1] else ConfigError)(*self.found)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on, each once: ``raise error from error`` makes a circle."""
+    """Yield ``error``, its cause, the cause's cause and so on, each once, because causes can form a circle."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -96,22 +100,22 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def errno_of(error: BaseException | None) -> int | None:
-    """The operating system's number for ``error`` or its first cause that has one."""
+    """Return the operating system's number for ``error`` or its first cause that has one, or ``None``."""
     numbers = (each.errno for each in causes(error) if isinstance(each, OSError))
     return next((number for number in numbers if number in errno.errorcode), None)
 
 
 def text_of(error: BaseException) -> str:
-    """What ``error`` says, its class if it says nothing, or cannot: it may be foreign."""
+    """Return the text of ``error``, or its class name if the text is empty or foreign code fails to make it."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - its ``__str__`` is foreign too
+    except Exception:  # noqa: BLE001 - its ``__str__`` may be foreign code
         text = ""
     return text or type(error).__name__
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """The end of an error message: ``" Did you mean 'lru'?"``, or all choices where none is near."""
+    """Return the end of an error message: ``" Did you mean 'lru'?"``, or all choices if none is similar."""
     known = sorted(choices)
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Choices: {', '.join(known) or 'none'}."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events that wait for somebody to take them, in bounded memory."""
+"""Keep events in bounded memory until somebody takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MIN_KEYS = 65_536
 
 
 def checked_events(events: Iterable[object]) -> list[OffloadingEvent]:
-    """``events``, which are foreign. Raises ``TypeError`` if one is none."""
+    """Return ``events``, which foreign code made, as a list. Raises ``TypeError`` if one of them is not an event."""
     found: list[OffloadingEvent] = []
     for event in events:
         if not isinstance(event, OffloadingEvent) or not all(isinstance(key, bytes) for key in event.keys):
@@ -23,13 +23,13 @@ def checked_events(events: Iterable[object]) -> list[OffloadingEvent]:
 class PendingEvents:
     """The events of one ``medium`` since they were last taken, in the order in which they became true. One thread.
 
-    Events that are not taken are *folded*, again and again: what is left of them is only how the medium
-    differs from what was taken last. That is at most the blocks that it held then and those that it holds now, and a
-    taker who comes late still folds to the resident set.
+    Events that nobody takes are *folded* repeatedly: only the difference between the medium's current blocks and the
+    blocks at the last ``take`` is kept. It lists at most the blocks of these two states, and a caller who takes events
+    late still folds them to the resident set.
     """
 
     def __init__(self, medium: str, min_keys: int = _MIN_KEYS) -> None:
-        """Up to ``min_keys`` keys wait without being folded."""
+        """Create an empty collection that keeps up to ``min_keys`` keys before it folds events."""
         self._medium = medium
         self._min_keys = self._fold_at = min_keys
         self._events: list[OffloadingEvent] = []
@@ -39,11 +39,11 @@ class PendingEvents:
         return f"PendingEvents({self._medium!r}, {self._num_keys} keys)"
 
     def __len__(self) -> int:
-        """Keys in the events that wait."""
+        """Return the number of keys in the waiting events."""
         return self._num_keys
 
     def add(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
-        """``keys`` have left (``removed``) or appeared."""
+        """Record that ``keys`` have left the medium (``removed``) or appeared in it."""
         if not keys:
             return
         self._events.append(OffloadingEvent([*keys], self._medium, removed))
@@ -52,7 +52,7 @@ class PendingEvents:
             self._fold()
 
     def take(self) -> list[OffloadingEvent]:
-        """Returns all that wait, and forgets them."""
+        """Return all waiting events and forget them."""
         events, self._events = self._events, []
         self._num_keys, self._fold_at = 0, self._min_keys
         return events
@@ -64,11 +64,12 @@ class PendingEvents:
             for key in event.keys:
                 first.setdefault(key, event.removed)
                 last[key] = event.removed
-        # A key whose first change here is that it left was there before.
+        # A key whose first change is a removal was present at the last ``take``.
         gone = [key for key, removed in last.items() if removed and first[key]]
         new = [key for key, removed in last.items() if not removed and not first[key]]
         self._num_keys = len(gone) + len(new)
         changes = ((gone, True), (new, False))
         self._events = [OffloadingEvent(keys, self._medium, removed) for keys, removed in changes if keys]
-        # Twice what cannot be folded: each key is looked at twice on average, however late a taker comes.
+        # Fold again at twice the remaining size, so that folding looks at each key about twice, however rarely events
+        # are taken.
         self._fold_at = max(self._min_keys, 2 * self._num_keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiers below host memory a request may load from: ``kv_load_tiers`` in ``kv_transfer_params``. Pure."""
+"""Parse ``kv_load_tiers`` of ``kv_transfer_params``: the tiers below host memory that a request may load from. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ LOCALITIES = ("LOCAL", "REMOTE")
 
 
 class TierMatcher(NamedTuple):
-    """What a tier must be. ``None`` matches everything, and a tier that does not say what it is matches everything."""
+    """The properties that a tier must have. ``None`` matches every tier.
+
+    A tier that does not report a property matches any value of it.
+    """
 
     medium: str | None = None
     locality: str | None = None
@@ -22,7 +25,7 @@ class TierMatcher(NamedTuple):
 
 
 class LoadTiers(NamedTuple):
-    """A tier is allowed if one of the matchers matches it. Without any, none is."""
+    """The allowed tiers: all tiers that at least one matcher matches. Without matchers, no tier is allowed."""
 
     matchers: tuple[TierMatcher, ...] = ()
 
@@ -31,17 +34,17 @@ class LoadTiers(NamedTuple):
 
 
 def parse_load_tiers(value: object) -> tuple[LoadTiers | None, bool]:
-    """What a client asked for, as vLLM reads it, and whether all of it made sense.
+    """Return the tiers that a client asked for, as vLLM interprets them, and whether the whole value was valid.
 
-    ``None``: all tiers, if ``value`` is ``None``, is not a list, or has only entries that make no sense. An entry that
-    makes none is left out.
+    Invalid entries are left out. The tiers are ``None``, which means all tiers, if ``value`` is ``None``, is not a
+    list, or contains only invalid entries.
     """
     if value is None:
         return None, True
     if not isinstance(value, list):
         return None, False
     found = [_matcher_of(entry) for entry in value]
-    # Each once, so that they are few: they are asked for each block and tier.
+    # Each matcher is kept once, because every matcher is tested for each block and tier.
     matchers = tuple(dict.fromkeys(matcher for matcher in found if matcher is not None))
     if value and not matchers:
         return None, False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log that does not repeat itself."""
+"""Limit how often a log repeats a message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RateLimitedLog:
         self._unlogged = 0
 
     def exception(self, what: str) -> None:
-        """Logs the exception being handled, with its traceback."""
+        """Log ``what`` and the exception being handled, with its traceback."""
         self._log(logging.ERROR, what, "failures", exc_info=True)
 
     def warning(self, what: str) -> None:

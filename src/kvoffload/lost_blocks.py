@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why blocks are not here: the last loss of each, for as long as a trace is recorded."""
+"""Record why blocks are missing: the last loss of each block, while a trace is recorded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvoffload.miss import Miss
 
 
 class Loss(NamedTuple):
-    """Why a block is a miss."""
+    """The reason why a block is a miss."""
 
     miss: Miss
     place: str = ""
-    """The tier that lost it, where that says more."""
+    """The tier that lost the block, or an empty string if the tier adds no information."""
     seconds_ago: float | None = None
-    """How long ago it was lost; ``None``: the request itself did not get it."""
+    """The time since the loss, or ``None`` if this request itself failed to get the block."""
 
     @property
     def cause(self) -> str:
@@ -26,7 +26,7 @@ class Loss(NamedTuple):
 
 
 class LostBlocks:
-    """The last loss of each of the ``max_blocks`` blocks lost most recently. One thread."""
+    """The last loss of each of the ``max_blocks`` most recently lost blocks. One thread."""
 
     def __init__(self, max_blocks: int = 200_000, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_blocks = max_blocks
@@ -37,7 +37,7 @@ class LostBlocks:
         return f"LostBlocks({len(self._lost)} of {self._max_blocks})"
 
     def record(self, keys: Iterable[bytes], miss: Miss, place: str = "") -> None:
-        """``keys`` left ``place``, or were not stored."""
+        """Record that ``keys`` left ``place`` or were not stored."""
         lost, loss = self._lost, (miss, place, self._clock())
         for key in keys:
             lost[key] = loss
@@ -46,14 +46,14 @@ class LostBlocks:
             lost.popitem(last=False)
 
     def find(self, keys: Sequence[bytes]) -> list[Loss | None]:
-        """The last loss of each of ``keys``; ``None``: it was never recorded, or is forgotten."""
+        """Return the last loss of each of ``keys``, or ``None`` for a loss that was never recorded or is forgotten."""
         now_s = self._clock()
         found = map(self._lost.get, keys)
         return [None if each is None else Loss(each[0], each[1], now_s - each[2]) for each in found]
 
 
 class _NoLosses(LostBlocks):
-    """Remembers nothing: no trace is recorded."""
+    """Remembers nothing. Used if no trace is recorded."""
 
     def record(self, keys: Iterable[bytes], miss: Miss, place: str = "") -> None:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of everything that users choose by name. Other packages add to it through entry points."""
+"""A registry of values that users choose by name. Other packages add values through entry points."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to values of one kind (cache policies, block stores, offloading specs).
+    """A mapping from names to values of one kind (cache policies, block stores, offloading specs).
 
-    A value comes from one of three sources: the value itself (``register``); a dotted ``"module:attribute"``, imported
-    on first use, so that a registry can name what needs torch without importing it; or an installed distribution,
-    through an entry point. A name registered in code hides an entry point of that name. A broken entry point raises
-    only when its own name is asked for.
+    A value comes from one of three sources: the value itself (``register``); a dotted ``"module:attribute"``, which is
+    imported on first use, so that a registry can name code that needs torch without importing torch; or an installed
+    distribution, through an entry point. A name registered in code hides an entry point of the same name. A broken
+    entry point raises only if its own name is requested.
 
     Not thread-safe: fill it at import time.
     """
 
     def __init__(self, kind: str, group: str) -> None:
-        """``kind`` is what error messages call a value; ``group`` is the entry-point group."""
+        """Create an empty registry. ``kind`` names a value in error messages; ``group`` is the entry-point group."""
         self._kind = kind
         self._group = group
         self._values: dict[str, T | str] = {}
@@ -33,24 +33,24 @@ class Registry(Generic[T]):
         return f"Registry({self._kind!r}, names={self.names()})"
 
     def register(self, name: str, value: T | str) -> None:
-        """Adds ``value``, or its ``"module:attribute"``. Raises ``ConfigError`` if ``name`` has another value."""
+        """Add ``value``, or its ``"module:attribute"``. Raises ``ConfigError`` if ``name`` has another value."""
         if name in self._values and self._values[name] != value:
-            raise ConfigError(f"{self._kind} {name!r} is registered already; choose another name.")
+            raise ConfigError(f"{self._kind} {name!r} is already registered; choose another name.")
         self._values[name] = value
 
     def unregister(self, name: str) -> None:
-        """Removes a name registered in code. Ignores unknown names."""
+        """Remove a name registered in code. Ignores unknown names."""
         self._values.pop(name, None)
 
     def names(self) -> list[str]:
-        """Every name that can be asked for, sorted, entry points included."""
+        """Return all available names, sorted, including entry points."""
         return sorted({*self._values, *(point.name for point in entry_points(group=self._group))})
 
     def get(self, name: str) -> T:
-        """The value called ``name``.
+        """Return the value registered as ``name``.
 
         Raises ``UnknownNameError`` (a ``ValueError``), which lists the choices, for an unknown name, and
-        ``ConfigError`` where the value's module or entry point fails to import.
+        ``ConfigError`` if the value's module or entry point fails to import.
         """
         if name not in self._values:
             return self._from_entry_point(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading specs by name, and the function that makes one from a configuration."""
+"""Register offloading specs by name, and make a spec from a configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvoffload.errors import ConfigError
 from kvoffload.registry import Registry
 
 SPECS: Registry[type[OffloadingSpec]] = Registry("offloading spec", "kvoffload.specs")
-"""Every spec by name. Outsiders add one with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
+"""All specs by name. Other packages add a spec with ``SPECS.register`` or the entry point ``kvoffload.specs``."""
 
 SPECS.register("CPUOffloadingSpec", "kvoffload.cpu.spec:CPUOffloadingSpec")
 SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadingSpec")
 
 
 def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
-    """The spec that ``config`` names, from ``spec_module_path`` if that is set.
+    """Return the spec class that ``config`` names, from ``spec_module_path`` if that is set.
 
     Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec.
     """
@@ -29,7 +29,7 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
         return SPECS.get(name)
     try:
         spec = getattr(importlib.import_module(config.spec_module_path), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as exc:  # the last two: a name of no module, as ".x"
+    except (ImportError, AttributeError, ValueError, TypeError) as exc:  # the last two: an invalid name, such as ".x"
         raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} fails to import: {exc}.") from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
         raise ConfigError(f"{config.spec_module_path}:{name} is not an OffloadingSpec.")
@@ -37,9 +37,9 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
 
 
 def read_config(values: Mapping[str, Any]) -> OffloadingConfig:
-    """``parse_config``, with what the spec refuses whatever the layout. Allocates and touches nothing.
+    """Return the configuration, after the checks of ``parse_config`` and of the spec that need no layout.
 
-    Raises ``ConfigError`` with all problems at once.
+    Allocates and touches nothing. Raises ``ConfigError`` with all problems at once.
     """
     config, problems = read_config_values(values)
     with problems:
@@ -49,6 +49,8 @@ def read_config(values: Mapping[str, Any]) -> OffloadingConfig:
 
 
 def make_spec(config: OffloadingConfig, layout: EngineLayout) -> OffloadingSpec:
-    """An instance of ``spec_class(config)``. Allocates nothing yet. Raises ``ConfigError`` for whatever the spec itself
-    refuses, too."""
+    """Return an instance of ``spec_class(config)``. Allocates nothing yet.
+
+    Raises ``ConfigError`` as ``spec_class`` does, or if the spec rejects the configuration.
+    """
     return spec_class(config)(config, layout)  # type: ignore[call-arg]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes and of things, and spans of time, as people write and read them."""
+"""Parse and format sizes, times and counts as people write them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _FACTORS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", s
 _FACTORS |= {f"{prefix}i{end}": 1024**power for power, prefix in enumerate("kmgtp", start=1) for end in ("", "b")}
 _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400}
 _MOST = 2**63
-"""No machine has as many bytes, and no clock counts as many seconds."""
+"""A limit above any real number of bytes or seconds."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: int | str, name: str = "size", also: str = "") -> int:
-    """``4096``, ``"4096"``, ``"64 MB"``, ``"1.5GiB"`` or Kubernetes' ``"64Gi"`` as a number of bytes.
+    """Return a size as a number of bytes.
 
-    Raises ``ConfigError``, which calls the value ``name``, for anything else and for what is not positive. ``also`` is
-    what else the caller takes, for that sentence.
+    ``value`` is, for example, ``4096``, ``"4096"``, ``"64 MB"``, ``"1.5GiB"`` or Kubernetes' ``"64Gi"``. Raises
+    ``ConfigError``, which calls the value ``name``, for any other value and for values that are not positive. ``also``
+    is another value that the caller accepts, for that error.
     """
     number = value
     if isinstance(value, str):
@@ -46,7 +47,7 @@ def parse_bytes(value: int | str, name: str = "size", also: str = "") -> int:
 
 
 def parse_seconds(value: float | str, name: str = "time", also: str = "") -> float:
-    """``90``, ``"90"``, ``"90s"``, ``"15 min"``, ``"24h"`` or ``"7d"`` as seconds.
+    """Return a time such as ``90``, ``"90"``, ``"90s"``, ``"15 min"``, ``"24h"`` or ``"7d"`` in seconds.
 
     Raises ``ConfigError`` as ``parse_bytes`` does.
     """
@@ -55,12 +56,11 @@ def parse_seconds(value: float | str, name: str = "time", also: str = "") -> flo
         match = _SIZE.fullmatch(value)
         if match and (factor := _SECONDS.get(match[2].lower())):
             number = float(match[1]) * factor
-    elif type(value) in (int, float):  # a boolean is an int too
+    elif type(value) in (int, float):  # not isinstance, because a boolean is also an int
         number = float(value) if abs(value) < _MOST else math.inf
     if number is None:
         raise ConfigError(
-            f"{name}: {reprlib.repr(value)} is not a span of time; write seconds or a unit, for example '24h'"
-            f"{_or(also)}."
+            f"{name}: {reprlib.repr(value)} is not a time; write seconds or a unit, for example '24h'{_or(also)}."
         )
     if not 0 < number < _MOST:
         raise ConfigError(f"{name} must be positive and finite, not {reprlib.repr(value)}.")
@@ -72,7 +72,7 @@ def _or(also: str) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """``8589934592`` as ``8 GiB``: three digits in the largest binary unit that leaves at least 1."""
+    """Return, for example, ``8 GiB`` for ``8589934592``: three digits in the largest unit that leaves at least 1."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while number >= 1023.5 and len(units) > 1:
         number /= 1024
@@ -82,5 +82,5 @@ def format_bytes(number: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """``1 run``, ``2 runs``."""
+    """Return the number with its noun, such as ``1 run`` or ``2 runs``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -50,7 +50,7 @@ def test_three_ways_agree_and_offloading_computes_least(capsys: pytest.CaptureFi
     assert len(lines) == 30
     assert lines[9::10] == [f"{way}: 12 of 12 turns" for way in ("no cache", "device cache", "offloading")]
     assert "Identical: all 3 ways generated the same tokens." in out
-    assert "only a wrong block" in out
+    assert "Only a wrong block" in out
     assert max(map(len, out.replace(str(tmp_path), "").splitlines())) <= 100
     figures = json.loads((tmp_path / "out.json").read_text())
     assert figures["tokens"]["identical"] is True
@@ -83,7 +83,7 @@ def test_a_model_with_states_and_its_states_on_disk(capsys: pytest.CaptureFixtur
     code, out, _ = demo(capsys, model_kind="hybrid", disk=tmp_path / "kv", out=tmp_path / "out.json")
     assert code == 0, out
     assert out.startswith("random Falcon-H1")
-    assert "Identical: all 4 ways" in out and "only a wrong block" in out
+    assert "Identical: all 4 ways" in out and "Only a wrong block" in out
     none, device, offloading, restarted = json.loads((tmp_path / "out.json").read_text())["ways"]
     computed = [way["computed_tokens"] for way in (none, device, offloading, restarted)]
     assert computed == sorted(computed, reverse=True) and len(set(computed)) == 4

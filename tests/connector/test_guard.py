@@ -175,7 +175,7 @@ def test_what_is_no_answer_is_a_miss_too(
     rig.finish(request)
     rig.step()
     assert len(caplog.records) == 1
-    assert "taken as" in caplog.text
+    assert "as a cache miss" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["get_all", "released", "remove"])

@@ -50,8 +50,8 @@ def test_a_difference_is_named_with_what_it_can_mean() -> None:
     sharp = verdict_lines(Verdict((difference,), 0.5, 1e-6), 3)
     assert "offloading: conversation 1, turn 2, token 5, won by 0.5" in sharp[1]
     assert "a block was wrong" in sharp[-1]
-    assert "rounding may have done this" in verdict_lines(Verdict((difference,), 0.5, None), 3)[-1]
-    assert "rounding could have flipped it" in verdict_lines(Verdict((), 1e-6, 1e-6), 3)[-1]
+    assert "Rounding may have caused this" in verdict_lines(Verdict((difference,), 0.5, None), 3)[-1]
+    assert "Rounding could have flipped it" in verdict_lines(Verdict((), 1e-6, 1e-6), 3)[-1]
 
 
 def test_the_setting_says_how_much_fits_where() -> None:

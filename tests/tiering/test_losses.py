@@ -33,7 +33,7 @@ def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest
     # One block a job: the blocks of a job may be read by several threads, each of which counts.
     rig.load_blocks(keys[:1])
     assert "'mem' found corrupt blocks" in caplog.text
-    assert "1 since its start" in caplog.text
+    assert "1 since startup" in caplog.text
     assert keys[0].hex() in caplog.text
     assert str(tmp_path) in caplog.text
     rig.load_blocks(keys[1:2])
@@ -43,7 +43,7 @@ def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest
     rig.load_blocks(keys_of(99))
     assert len(caplog.records) == 1
     rig.load_blocks(keys[2:3])
-    assert "3 since its start" in caplog.records[-1].getMessage()
+    assert "3 since startup" in caplog.records[-1].getMessage()
     assert "(1 earlier warnings were not logged)" in caplog.records[-1].getMessage()
 
 

@@ -93,7 +93,7 @@ def test_a_tier_without_enough_threads_is_refused_and_holds_nothing(
         ({"type": "disk", "path": "./x"}, "path of the 'disk' tier must begin with / or ~, .*, not './x'"),
         ({"type": "disk", "path": "/x", "max_bytes": 4300}, "too little"),
         ({"type": "disk", "path": "/x", "mode": "all"}, "mode"),
-        ({"type": "memory", "max_bytes": 100}, "less than a block"),
+        ({"type": "memory", "max_bytes": 100}, "less than one block"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_touches_nothing(

@@ -219,7 +219,7 @@ def test_unstable_hashes_are_refused_for_persistent_tiers_only(tmp_path: Path) -
 def test_tiers_imply_tiering_unless_the_configuration_names_another_spec() -> None:
     config = {"cpu_bytes_to_use": 8 * PAGE_BYTES, "secondary_tiers": [{"type": "memory"}]}
     assert isinstance(make_spec(parse_config(config), layout()), TieringOffloadingSpec)
-    with pytest.raises(ConfigError, match="leave out spec_name for secondary_tiers"):
+    with pytest.raises(ConfigError, match="to use secondary_tiers, leave out spec_name"):
         make_spec(parse_config(config | {"spec_name": "CPUOffloadingSpec"}), layout())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine passes to the connector: protocols for objects it has anyway, small records for the rest.
+"""The types that an engine passes to the connector: protocols for its own objects, and small records for other data.
 
-vLLM's ``Request`` satisfies ``EngineRequest`` as it is; its scheduler output is translated into an ``EngineStep``. An
-engine calls the scheduler side in this order::
+vLLM's ``Request`` satisfies ``EngineRequest``, and vLLM's adapter translates its scheduler output into an
+``EngineStep``. An engine calls the scheduler side in this order::
 
     on_new_request(request)                               once, when the request arrives
     get_num_new_matched_tokens(request, computed)         each step while it waits to be admitted
@@ -11,7 +11,7 @@ engine calls the scheduler side in this order::
     update_connector_output(report)                       with the merged reports of all workers
     request_finished(request)                             once: done, stopped or aborted at any stage
 
-and each worker, with what ``build_connector_meta`` returned::
+and each worker, with the result of ``build_connector_meta``::
 
     start_step(meta)       before the forward pass: start the last stores of ended requests, flush what must end
                            first, start loads
@@ -29,20 +29,20 @@ from typing import Any, Protocol
 # dataclass takes three times as long to make, and an engine makes one for each running request in each step.
 
 NO_BLOCK = -1
-"""Stands in a block table where a request has no GPU block, because its tokens lie outside the window (vLLM's null
-block). Never stored, loaded or fenced."""
+"""The entry of a block table where a request has no GPU block, because its tokens are outside the window (vLLM's null
+block). It is never stored, loaded or fenced."""
 
 BlockIds = tuple[Sequence[int], ...]
-"""GPU block ids by KV group, each in the request's block order; ``NO_BLOCK`` where there is none."""
+"""GPU block ids by KV group, each in the request's block order, with ``NO_BLOCK`` where there is no block."""
 
 
 class EngineRequest(Protocol):
     """A request as the engine's scheduler knows it. The connector only reads it, and drops it at
     ``request_finished``.
 
-    It may also have ``skip_reading_prefix_cache: bool``. If that is true when the request arrives, the request is not
-    looked up, and the engine never asks twice. And it may have ``kv_hints``, an orchestrator's envelope of hints
-    (``connector/hints.py``).
+    It may have two more attributes. If ``skip_reading_prefix_cache: bool`` is true when the request arrives, the
+    connector does not look the request up, and the engine never asks twice. ``kv_hints`` is an orchestrator's envelope
+    of hints (``connector/hints.py``).
     """
 
     @property
@@ -50,53 +50,65 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """Prefix-chained hashes of the request's full hash-blocks so far; grows as tokens arrive."""
+        """The prefix-chained hashes of the request's full hash-blocks so far. The sequence grows as tokens arrive."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens so far."""
+        """The number of prompt and generated tokens so far."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Grows if the request is a session and the next part of its input comes. That part replaces what was generated
-        and not computed; the engine gives the session blocks (``update_state_after_alloc``) before it goes on."""
+        """The number of prompt tokens.
+
+        It grows if the request is a session and its next input arrives. That input replaces generated tokens that are
+        not computed yet. The engine allocates blocks for the session (``update_state_after_alloc``) before it
+        continues.
+        """
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What the client sent along. ``connector/limits.py`` has the keys that the connector reads."""
+        """The parameters that the client sent. ``connector/limits.py`` lists the keys that the connector reads."""
 
 
 class GPUBlockPool(Protocol):
-    """Where the engine allocates GPU blocks. Only an engine that writes new blocks before ``start_step`` gives the
-    connector one (``hold_sources``): there a flush comes too late."""
+    """The pool from which the engine allocates GPU blocks.
+
+    An engine passes it to the connector (``hold_sources``) only if the engine writes new blocks before ``start_step``,
+    because a flush would be too late there.
+    """
 
     def hold(self, gpu_block_ids: Collection[int]) -> None:
-        """A store reads these blocks from now on: they must not be allocated. A request has them at the time. Holds of
-        several stores add up."""
+        """Prevent the allocation of these blocks, because a store reads them from now on.
+
+        A request owns them at this time. Holds of several stores add up.
+        """
 
     def release(self, gpu_block_ids: Collection[int]) -> None:
-        """One store has read these blocks, or will have when the next step is computed. They are in the request's
-        order, group after group."""
+        """Undo one hold. Its store has read these blocks, or will have read them when the next step is computed.
+
+        They are in the request's order, group after group.
+        """
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """A request that this step computes tokens for."""
+    """A request for which this step computes tokens."""
 
     request_id: str
     new_block_ids: BlockIds
-    """GPU blocks allocated to it in this step; all of its blocks if ``block_table_is_new``. May be ``()`` if there are
-    none, as in most steps, which is the fastest to see."""
+    """The GPU blocks allocated to the request in this step, or all of its blocks if ``block_table_is_new``. It may be
+    ``()`` if there are none, as in most steps, because that is the fastest to test."""
     num_computed_tokens: int
-    """Tokens whose KV is on the device before this step (loaded ones included)."""
+    """The number of tokens whose KV is on the device before this step (loaded ones included)."""
     num_scheduled_tokens: int
-    """Tokens this step computes."""
+    """The number of tokens that this step computes."""
     block_table_is_new: bool = False
-    """Scheduled for the first time, or resumed after a preemption: earlier block ids are void."""
+    """Whether the request is scheduled for the first time or resumed after a preemption, so that earlier block ids are
+    void."""
 
     @property
     def done_tokens(self) -> int:
-        """Tokens whose KV is on the device after this step. Too many, if some of them are drafts that are rejected."""
+        """The number of tokens whose KV is on the device after this step. It is too high if drafts are rejected."""
         return self.num_computed_tokens + self.num_scheduled_tokens
 
 
@@ -104,27 +116,28 @@ class ScheduledRequest:
 class BoundaryState:
     """The recurrent state of a request at a block's end. Once this step is computed, ``gpu_block_id`` holds it.
 
-    The block table does not say where a state is, since the engine writes states over and skips positions. So the
-    engine names each state that is worth keeping, in one step. A store that begins in that step reads it in time.
+    The block table does not say where a state is, because the engine overwrites states and skips positions. So the
+    engine names each state that is worth keeping, in one step. A store that starts in that step reads it in time.
     """
 
     request_id: str
     group: int
     gpu_block_id: int
     num_tokens: int
-    """The tokens that the state has seen, exactly."""
+    """The exact number of tokens that the state has seen."""
 
 
 @dataclass(slots=True)
 class EngineStep:
-    """What the engine decided for one step. Empty when nothing is scheduled."""
+    """The engine's decisions for one step. It is empty if nothing is scheduled."""
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()
-    """Requests that lost their GPU blocks in this step, or between it and the one before. The same step may allocate
-    those blocks to others. It may also admit such a request again, and what is allocated to it then is not lost."""
+    """Requests that lost their GPU blocks in this step, or between the previous step and this one. This step may
+    allocate those blocks to other requests. It may also admit such a request again; blocks allocated to it then are not
+    lost."""
     boundary_states: tuple[BoundaryState, ...] = ()
     """The states to store, of groups of kind ``SINGLE_STATE``. No other state of such a group is ever stored."""
     needed_block_ids: Sequence[int] = ()
-    """GPU blocks whose transfers must end in this step, and that ``scheduled`` may not name as new: the engine writes
-    them by copies of its own, or would allocate them if they were not held."""
+    """GPU blocks whose transfers must end in this step although ``scheduled`` may not list them as new. The engine
+    writes them with its own copies, or would allocate them if they were not held."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary where a manager's exceptions and wrong answers become cache misses."""
+"""Turn a manager's exceptions and invalid answers into cache misses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _miss(keys: Sequence[OffloadKey], *_: object) -> list[bool | None]:
 
 def _for_each(answers: Sequence[T], keys: Sequence[OffloadKey], *_: object) -> list[T]:
     if len(answers) != len(keys):
-        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
+        raise TypeError(f"this is not an answer for {len(keys)} blocks: {answers!r:.100}")
     return [*answers]
 
 
@@ -58,12 +58,11 @@ _ANSWER: tuple[type, ...] = (bool, type(None))
 
 
 class GuardedManager(Boundary, OffloadingManager):
-    """Wraps any manager, and turns every exception, and every answer that is none, into the one that costs a
-    recomputation and nothing else.
+    """Wraps any manager, and replaces exceptions and invalid answers by answers that cost only a recomputation.
 
-    For engine adapters: an engine step must survive a broken manager or plug-in. Tests use the bare manager, so that
-    faults show. ``prepare_load`` has no harmless answer; it raises ``TransferError``, which the scheduler side treats
-    as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
+    Engine adapters use it, because an engine step must survive a broken manager or plug-in. Tests use the bare manager,
+    so that faults show. ``prepare_load`` has no harmless answer: it raises ``TransferError``, which the scheduler side
+    treats as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class GuardedManager(Boundary, OffloadingManager):
         return f"GuardedManager({self.inner!r})"
 
     def failed(self, name: str, exc: BaseException) -> None:
-        self._log.exception(f"{name} failed; taken as a cache miss")
+        self._log.exception(f"{name} failed; kvoffload treats this as a cache miss")
 
     lookup = guarded(OffloadingManager.lookup, lambda *_: False, _a(_ANSWER))
     lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
@@ -106,6 +105,9 @@ class GuardedManager(Boundary, OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
-        """A store whose end could not be recorded has failed. Otherwise its blocks would stay in flight forever."""
+        """Complete a store, as failed if its success cannot be recorded.
+
+        Otherwise its blocks would stay in flight forever.
+        """
         if not self._complete_store(keys, req_context, success):
             self._complete_store(keys, req_context, False)

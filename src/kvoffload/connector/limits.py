@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's client may ask for in ``kv_transfer_params``: how much of it is stored and loaded, and from where.
-Pure."""
+"""Parse the limits in a request's ``kv_transfer_params``: how much of it is stored and loaded, and from where. Pure."""
 
 from __future__ import annotations
 
@@ -9,26 +8,26 @@ from dataclasses import dataclass
 from kvoffload.load_tiers import LoadTiers, parse_load_tiers
 
 _MAX_SHOWN = 40
-"""Characters of a client's value that a message repeats."""
+"""The number of characters of a client's value that a message repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits of one request; ``None`` where there is no limit."""
+    """The limits of one request. ``None`` means no limit."""
 
     max_offload_tokens: int | None = None
-    """The tokens that may be offered for store, counted from the request's first. 0: nothing is stored."""
+    """The number of tokens, from the request's first one on, that may be stored. 0: nothing is stored."""
     max_load_tokens: int | None = None
-    """The tokens that may come from offloaded blocks, at each admission. 0: none is looked up."""
+    """The number of tokens that may be loaded from offloaded blocks at each admission. 0: no block is looked up."""
     load_tiers: LoadTiers | None = None
-    """The tiers below host memory that it may load from."""
+    """The tiers below host memory from which the request may load."""
 
     @classmethod
     def parse(cls, params: object) -> tuple[RequestLimits, list[str]]:
-        """The limits in ``params``, and a sentence for each value that is ignored because it makes no sense.
+        """Return the limits in ``params``, and a sentence for each invalid value, which is ignored.
 
-        Never raises: a client's mistake must not cost its answer. Unknown keys belong to others. The sentences are one
-        line each, and repeat only the start of a value.
+        Never raises, because the request must be answered in spite of such a mistake. Ignores unknown keys, which
+        belong to other programs. Each sentence is one line and repeats only the start of a value.
         """
         if params is None:
             return cls(), []
@@ -53,7 +52,7 @@ class RequestLimits:
 
 
 def _shown(value: object) -> str:
-    """The start of a plain value, escaped; of anything else only its type, as its text may be long to make."""
+    """Return the escaped start of a plain value, or only the type of any other value."""
     if isinstance(value, str):
         return ascii(value[:_MAX_SHOWN])[:_MAX_SHOWN]
     if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 1 << 64):

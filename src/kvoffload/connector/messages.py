@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All messages between the scheduler side and the workers. Plain, small, picklable.
+"""All messages between the scheduler side and the workers. They are plain, small and picklable.
 
 They are values that are never changed. They are not frozen, because a frozen dataclass takes three times as long to
-make, and each step makes some.
+make, and each step makes several.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class TransferJob:
 
 @dataclass(slots=True)
 class ConnectorMeta:
-    """Scheduler to workers, once per step."""
+    """The message from the scheduler to the workers, once per step."""
 
     loads: tuple[TransferJob, ...] = ()
-    """Start before the forward pass."""
+    """Loads to start before the forward pass."""
     stores: tuple[TransferJob, ...] = ()
-    """Start after the forward pass that writes their blocks has been submitted."""
+    """Stores to start after the forward pass that writes their blocks has been submitted."""
     final_stores: tuple[TransferJob, ...] = ()
     """The last stores of requests that ended since the last step. Earlier steps computed their blocks, and this step
-    may write them for other requests. So they start first, before the flush, which may name them."""
+    may overwrite them for other requests. So they start first, before the flush, which may name them."""
     flush_job_ids: frozenset[int] = frozenset()
     """Jobs of earlier steps and final stores that must end before this step's loads or forward pass touch the device,
     because their GPU blocks were allocated again."""
     lost_loads: tuple[TransferJob, ...] = ()
-    """Loads whose blocks vanished before they could be pinned. There is nothing to copy, and ``source`` means nothing.
-    Every rank reports a failure at once, so that the engine learns of them as of any failed load."""
+    """Loads whose blocks were lost before they could be pinned. There is nothing to copy, and ``source`` is
+    meaningless. Every rank reports a failure at once, so that the engine handles them like any failed load."""
 
     def is_empty(self) -> bool:
         return not (self.loads or self.stores or self.final_stores or self.flush_job_ids or self.lost_loads)
@@ -47,10 +47,13 @@ class ConnectorMeta:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Workers to scheduler: transfers that ended. Reports of several ranks merge by concatenation."""
+    """The message from the workers to the scheduler: the transfers that ended.
+
+    Reports of several ranks are merged by concatenation.
+    """
 
     results: tuple[tuple[int, TransferResult], ...] = ()
-    """(rank, its result). The results of one rank are in the order in which its transfers ended."""
+    """Pairs of a rank and a result. The results of one rank are in the order in which its transfers ended."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
@@ -59,12 +62,12 @@ class WorkerReport:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """Loads that ended, by request. From the scheduler side: ended on all ranks. From a worker: ended on its rank."""
+    """Loads that ended, by request: on all ranks if the scheduler side reports it, or on one worker's rank."""
 
     loaded_request_ids: frozenset[str] = frozenset()
-    """Requests whose load succeeded: their external tokens are on the device now."""
+    """Requests whose load succeeded, so that their external tokens are on the device."""
     failed_loads: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Requests whose load failed, with the GPU blocks it left undefined: the engine must compute those tokens."""
+    """Requests whose load failed, with the GPU blocks that it left undefined. The engine must compute those tokens."""
 
     @property
     def ended_request_ids(self) -> frozenset[str]:
@@ -72,5 +75,5 @@ class LoadOutcome:
 
     @property
     def invalid_block_ids(self) -> frozenset[int]:
-        """Undefined GPU blocks of all failed loads together."""
+        """The undefined GPU blocks of all failed loads."""
         return frozenset[int]().union(*self.failed_loads.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's first tokens by turn, as an SVG that is readable on light and on dark pages."""
+"""Draw the demo's time to first token by turn, as an SVG that is readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ text{font:14px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#495057}
 .grid{stroke:#343a40}.w0{--c:#adb5bd}.w1{--c:#ffa94d}.w2{--c:#74c0fc}.w3{--c:#8ce99a}.end{fill:var(--c)}}
 """
 _GAP = 22.0
-"""Between the names of two ways."""
+"""The least distance between the names of two ways."""
 
 
 def chart(figures: Mapping[str, Any]) -> str:
-    """A line for each way. ``figures``: ``Comparison.as_json()``."""
+    """Return an SVG with a line for each way. ``figures`` is the result of ``Comparison.as_json()``."""
     curves = {
         way["name"]: [1e3 * turn["median_s"] for turn in way["time_to_first_token"]["by_turn"]]
         for way in figures["ways"]
@@ -73,7 +73,7 @@ def chart(figures: Mapping[str, Any]) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The least of 1, 2, 4, 6 and 8 times a power of ten that is ``value`` or more."""
+    """Return the least number that is at least ``value`` and is 1, 2, 4, 6 or 8 times a power of ten."""
     power = 1.0
     while power * 10 < value:
         power *= 10
@@ -81,7 +81,7 @@ def _round_up(value: float) -> float:
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """``heights``, moved down where they are closer than a line of text."""
+    """Return ``heights``, moved down where they are closer together than a line of text."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = list(heights)
     for above, below in pairwise(order):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves one chat workload in several ways: how long each takes, and whether all generate the same tokens."""
+"""Serve one chat workload in several ways, and compare their speed and their tokens."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Latency:
 
     @staticmethod
     def of(turns: Sequence[Turn]) -> Latency:
-        """The 95th percentile is the value that 95 % of the turns do not exceed."""
+        """Return the median and the 95th percentile, which is the value that 95% of the turns do not exceed."""
         times = sorted(turn.time_to_first_token_s for turn in turns)
         return Latency(statistics.median(times), times[-(-95 * len(times) // 100) - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """What serving in one way took. ``stats`` are kvoffload's metrics at the end, empty without offloading."""
+    """The result of serving in one way. ``stats`` are kvoffload's metrics at the end, empty without offloading."""
 
     name: str
     turns: tuple[Turn, ...]
@@ -60,29 +60,29 @@ class WayResult:
         return sum(turn.external_hit_tokens for turn in self.turns)
 
     def latency(self, turn: int | None = None) -> Latency:
-        """Time to first token of one turn (from 0) of all conversations, or of all turns."""
+        """Return the time to first token of one turn (from 0) of all conversations, or of all turns."""
         return Latency.of([each for each in self.turns if turn is None or each.turn == turn])
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token of a conversation in which a way differs from the first way."""
+    """The first token of a conversation that differs from the first way's token."""
 
     way: str
     conversation: int
     turn: int
     token: int
     margin: float
-    """Of the first way's choice of that token."""
+    """The margin by which the first way chose its token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether all ways generated the same tokens, and how sharp that comparison is.
+    """The result of comparing the tokens of all ways, and the sharpness of that comparison.
 
-    The ways split and batch the same sums differently, so their logits differ by rounding: by ``largest_rounding`` at
-    most, over the ways whose tokens all agree (``None`` if no way does). The first way's closest choice was won by
-    ``smallest_margin``. If that is well above the rounding, only a wrong block can change a token.
+    The ways split and batch the same sums differently, so their logits differ by rounding. ``largest_rounding`` is the
+    largest such difference over the ways whose tokens all agree (``None`` if no way agrees). ``smallest_margin`` is the
+    margin of the first way's closest choice. If it is well above the rounding, only a wrong block can change a token.
     """
 
     differences: tuple[Difference, ...]
@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def is_sharp(self) -> bool:
-        """Whether no choice was so close that rounding alone could have flipped it."""
+        """Whether every choice was too clear for rounding alone to flip it."""
         return self.largest_rounding is not None and self.smallest_margin > 4 * self.largest_rounding
 
 
@@ -107,7 +107,7 @@ class Comparison:
     verdict: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """All figures in plain values."""
+        """Return all figures as plain values."""
         return {
             "workload": asdict(self.workload),
             "engine": asdict(self.options),
@@ -140,7 +140,7 @@ def _run_way(
     workload: ChatWorkload,
     on_turn: Callable[[Turn], None] = lambda _: None,
 ) -> WayResult:
-    """Serves the workload once, on a new engine."""
+    """Serve the workload once, on a new engine."""
     with Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading) as engine:
         start = time.perf_counter()
         turns = tuple(run_chat(engine, workload, on_turn))
@@ -155,7 +155,7 @@ def compare(
     workload: ChatWorkload,
     on_turn: Callable[[str, Turn], None] = lambda *_: None,
 ) -> Comparison:
-    """Runs every way, after a short warm-up that is not measured."""
+    """Run every way, after a short warm-up that is not measured."""
     _run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
     results = tuple(
         _run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
@@ -165,9 +165,9 @@ def compare(
 
 
 def judge(results: Sequence[WayResult]) -> Verdict:
-    """Compares every way's tokens with the first way's, up to the first difference in each conversation.
+    """Compare the tokens of every way with the first way's, up to the first difference in each conversation.
 
-    Whatever follows a difference answers another history, so it is not compared.
+    Tokens after a difference are not compared, because they continue another history.
     """
     first, *others = results
     differences: list[Difference] = []
@@ -176,13 +176,13 @@ def judge(results: Sequence[WayResult]) -> Verdict:
     for result in others:
         found = _first_differences(first, result)
         differences += found
-        if not found:  # where tokens differ, a wrong block may have moved the logits of earlier tokens too
+        if not found:  # if tokens differ, a wrong block may also have changed the logits of earlier tokens
             roundings.append(_largest_distance(first, result))
     return Verdict(tuple(differences), min(margins), max(roundings, default=None))
 
 
 def _first_differences(first: WayResult, other: WayResult) -> list[Difference]:
-    """The first of each conversation."""
+    """Return the first difference of each conversation."""
     differences: dict[int, Difference] = {}
     for expected, turn in zip(first.turns, other.turns, strict=True):
         for index, (wanted, got) in enumerate(zip(expected.tokens, turn.tokens, strict=True)):
@@ -193,7 +193,7 @@ def _first_differences(first: WayResult, other: WayResult) -> list[Difference]:
 
 
 def _largest_distance(first: WayResult, other: WayResult) -> float:
-    """The largest distance between the two ways' best logits of the same token."""
+    """Return the largest difference between the two ways' top logits of the same token."""
     return max(
         abs(wanted - got)
         for expected, turn in zip(first.turns, other.turns, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's figures as tables and sentences, at most 100 columns wide."""
+"""Write the demo's figures as tables and sentences, at most 100 columns wide."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def setting_lines(
 
 
 def latency_table(comparison: Comparison) -> Table:
-    """A row per turn, a column per way. The last column is the speed-up of offloading over the device's own cache."""
+    """Return a table with a row per turn and a column per way.
+
+    The last column is the speed-up of offloading over the device's own cache.
+    """
     rows = []
     turns: list[int | None] = [*range(comparison.workload.turns), None]
     for turn in turns:
@@ -52,7 +55,7 @@ def _latency(latency: Latency) -> str:
 
 
 def tokens_table(comparison: Comparison) -> Table:
-    """Where each way's prompt tokens came from, and how long the way took."""
+    """Return a table of the sources of each way's prompt tokens, and of the time that each way took."""
     rows = []
     for result in comparison.results:
         prompt, disk = result.prompt_tokens, disk_tokens(result)
@@ -65,20 +68,20 @@ def tokens_table(comparison: Comparison) -> Table:
 
 
 def disk_tokens(result: WayResult) -> int:
-    """Tokens of hits that a tier below host memory had when their request arrived."""
+    """Return the number of hit tokens that were in a tier below host memory when their request arrived."""
     below = (hits for (name, *labels), hits in result.stats.items() if name == "tier_hit_tokens" and labels != [HOST])
     return min(result.external_hit_tokens, int(sum(below)))
 
 
 def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
-    """Whether the tokens are the same, and whether rounding alone could explain it."""
+    """Return lines that say whether the tokens are the same, and whether rounding alone could explain a difference."""
     facts = f"  The closest choice was won by {verdict.smallest_margin:.1g}"
     if verdict.largest_rounding is not None:
         facts += f"; between ways that agree, logits differ by at most {verdict.largest_rounding:.1g}"
-    facts += ":"
+    facts += "."
     if verdict.identical:
         worth = (
-            "only a wrong block could have changed a token." if verdict.is_sharp else "rounding could have flipped it."
+            "Only a wrong block could have changed a token." if verdict.is_sharp else "Rounding could have flipped it."
         )
         return [f"Identical: all {ways} ways generated the same tokens.", facts, f"  {worth}"]
     first = [
@@ -86,6 +89,8 @@ def verdict_lines(verdict: Verdict, ways: int) -> list[str]:
         f"won by {each.margin:.1g}"
         for each in verdict.differences[:_MOST_DIFFERENCES]
     ]
-    worth = "no rounding does this, a block was wrong." if verdict.is_sharp else "rounding may have done this."
+    worth = (
+        "Rounding cannot cause this, so a block was wrong." if verdict.is_sharp else "Rounding may have caused this."
+    )
     count = len(verdict.differences)
-    return [f"Different tokens in {count} conversations, first at:", *first, facts, f"  {worth}"]
+    return [f"Different tokens in {count} conversations. The first differences:", *first, facts, f"  {worth}"]

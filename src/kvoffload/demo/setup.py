@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo serves with: a model, the engine's options, an offloading configuration, and the ways to compare."""
+"""Make the demo's model, engine options, offloading configuration, and ways to compare."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from kvoffload.engines.reference.models import KINDS
 from kvoffload.errors import ConfigError
 
 BLOCK_TOKENS = 16
-"""Of a block, on the device and offloaded."""
+"""The number of tokens in a block, on the device and offloaded."""
 SEED = 39
-"""Of the weights and the messages."""
+"""The seed of the weights and the messages."""
 
 
 def use_device(device: str, threads: int | None) -> None:
-    """Sets torch's threads. Raises ``ConfigError`` for a device that this machine does not have."""
+    """Set the number of torch's threads. Raises ``ConfigError`` for a device that this machine does not have."""
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is cpu or cuda, not {device!r}.")
+        raise ConfigError(f"--device must be cpu or cuda, not {device!r}.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu.")
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu.")
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def make_model(model: str | None, kind: str, device: str, layers: int, hidden: int) -> Any:
-    """A float32 model, whose rounding is too small to change a token: ``model``, or a random one of ``KINDS``."""
+    """Return a float32 model, whose rounding is too small to change a token.
+
+    It is ``model``, or a random model of ``kind`` if ``model`` is ``None``.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # that a state's kernels are not installed is nothing to tell of a demo
+    logging.set_verbosity_error()  # warnings about missing kernels for recurrent states do not matter in a demo
     if kind not in KINDS:
-        raise ConfigError(f"--model-kind is {' or '.join(KINDS)}, not {kind!r}.")
+        raise ConfigError(f"--model-kind must be {' or '.join(KINDS)}, not {kind!r}.")
     if model is not None:
         return load_model(model, device=device)
     if hidden % 128:
@@ -50,30 +53,34 @@ def make_model(model: str | None, kind: str, device: str, layers: int, hidden: i
 
 
 def check_length(workload: ChatWorkload, llm: Any) -> None:
-    """Raises ``ConfigError`` if a conversation grows beyond what the model takes."""
+    """Raise ``ConfigError`` if a conversation grows beyond the model's context."""
     longest = int(llm.config.max_position_embeddings)
     if workload.longest_tokens > longest:
         raise ConfigError(
-            f"A conversation grows to {workload.longest_tokens} tokens, and the model takes {longest}: "
+            f"A conversation grows to {workload.longest_tokens} tokens, but the model accepts only {longest}; "
             "lower --turns or --message-tokens."
         )
 
 
 def engine_options(workload: ChatWorkload, device_tokens: int | None) -> EngineOptions:
-    """A pool of ``device_tokens``; by default a quarter of the whole chat, or room for all users' turns if larger."""
+    """Return the engine's options with a pool of ``device_tokens`` tokens.
+
+    The default is a quarter of the whole chat, or room for the turns of all users if that is larger. Raises
+    ``ConfigError`` if the pool is too small for one conversation.
+    """
     whole = workload.conversations * workload.longest_tokens
     least = workload.longest_tokens + BLOCK_TOKENS
     if device_tokens is None:
         device_tokens = max(whole // 4, workload.users * least)
     elif device_tokens < least:
-        raise ConfigError(f"--device-tokens must be at least {least}, room for one whole conversation.")
+        raise ConfigError(f"--device-tokens must be at least {least}, to hold one whole conversation.")
     return EngineOptions(device_tokens // BLOCK_TOKENS, BLOCK_TOKENS, max_requests=workload.users)
 
 
 def offloading_config(
     llm: Any, workload: ChatWorkload, policy: str, disk: Path | None, disk_gib: float
 ) -> OffloadingConfig:
-    """The configuration as a user would write it. Host memory holds the whole chat and a fifth more."""
+    """Return the configuration as a user would write it. Host memory has room for the whole chat and 20% more."""
     tokens = workload.conversations * (workload.longest_tokens + BLOCK_TOKENS)
     values: dict[str, Any] = {
         "cpu_bytes_to_use": int(1.2 * tokens * _kv_bytes_per_token(llm)),
@@ -84,12 +91,15 @@ def offloading_config(
             raise ConfigError(f"--disk-gib must be positive and less than {2**33}, not {disk_gib}.")
         tier = {"type": "disk", "path": str(disk), "max_bytes": int(disk_gib * 2**30)}
         values |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-        values["load_policy"] = "always"  # a demo of what is found on disk, however fast a toy model computes it
+        values["load_policy"] = "always"  # the demo shows hits on disk, even if a toy model computes faster
     return parse_config(values)
 
 
 def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
-    """Three ways; with a disk a fourth, which serves the chat again on a new engine whose host memory is empty."""
+    """Return the three ways to serve the chat, and a fourth one with a disk.
+
+    The fourth way serves the chat again on a new engine whose host memory is empty.
+    """
     ways = (
         Way("no cache", prefix_caching=False),
         Way("device cache", prefix_caching=True),
@@ -99,6 +109,9 @@ def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
 
 
 def _kv_bytes_per_token(llm: Any) -> int:
-    """All layers together, if every block of every group is stored. Blocks take slots of the largest group's size."""
+    """Return the bytes per token of all layers, if every block of every group is stored.
+
+    Each block takes a slot of the largest group's size.
+    """
     layout = engine_layout(kv_shape(llm.config), BLOCK_TOKENS, llm.dtype, {})
     return len(layout.groups) * layout.slice_bytes(1) // BLOCK_TOKENS

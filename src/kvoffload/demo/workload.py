@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat workload: conversations that take turns. The prompt of a turn is the conversation so far plus a message."""
+"""A chat workload of several conversations. The prompt of a turn is the conversation so far plus a new message."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvoffload.engines.reference.request import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChatWorkload:
-    """The messages and their order, a function of these numbers alone. Sizes are in tokens.
+    """The messages and their order, which depend only on these numbers. Sizes are in tokens.
 
-    All conversations begin with the same system prompt. In each round every conversation has one turn, in random order,
-    so that a conversation returns after a varying number of others.
+    All conversations start with the same system prompt. In each round, every conversation has one turn, in random
+    order, so that a varying number of other turns is served between two turns of a conversation.
     """
 
     conversations: int = 12
@@ -25,13 +25,13 @@ class ChatWorkload:
     message_tokens: int = 160
     reply_tokens: int = 16
     users: int = 2
-    """Turns served at the same time."""
+    """The number of turns served at the same time."""
     vocab: int = 4096
     seed: int = 0
 
     @property
     def longest_tokens(self) -> int:
-        """Of a conversation at its end."""
+        """The length of a conversation at its end."""
         return self.system_tokens + self.turns * (self.message_tokens + self.reply_tokens)
 
     @property
@@ -39,7 +39,7 @@ class ChatWorkload:
         return self.conversations * self.turns
 
     def order(self) -> list[int]:
-        """The conversation of each turn, round by round."""
+        """Return the conversation of each turn, round by round."""
         rng = random.Random(f"order {self.seed}")
         return [
             number for _ in range(self.turns) for number in rng.sample(range(self.conversations), self.conversations)
@@ -49,7 +49,7 @@ class ChatWorkload:
         return self._words("system", self.system_tokens)
 
     def message(self, conversation: int, turn: int) -> list[int]:
-        """The user's message in this turn (from 0)."""
+        """Return the user's message in this turn, which is counted from 0."""
         return self._words(f"message {conversation} {turn}", self.message_tokens)
 
     def _words(self, what: str, count: int) -> list[int]:
@@ -64,11 +64,11 @@ class Turn:
     conversation: int
     turn: int
     tokens: tuple[int, ...]
-    """The reply."""
+    """The tokens of the reply."""
     margins: tuple[float, ...]
-    """For each token of the reply: how far its logit was above the second best."""
+    """For each token of the reply, the difference between its logit and the second-best logit."""
     top_logits: tuple[float, ...]
-    """For each token of the reply: its logit."""
+    """The logit of each token of the reply."""
     prompt_tokens: int
     device_hit_tokens: int
     external_hit_tokens: int
@@ -76,10 +76,10 @@ class Turn:
 
 
 def run_chat(engine: Engine, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None) -> list[Turn]:
-    """Serves the workload with greedy sampling. Returns its turns, sorted by conversation and turn.
+    """Serve the workload with greedy sampling, and return its turns, sorted by conversation and turn.
 
-    A closed loop of ``users`` turns: the next turn arrives when one has ended. ``on_turn`` is called with each turn as
-    it ends.
+    This is a closed loop of ``users`` turns: the next turn arrives when another one has ended. ``on_turn`` is called
+    with each turn when it ends.
     """
     sampling = SamplingParams(max_tokens=workload.reply_tokens)
     histories = [workload.system_prompt() for _ in range(workload.conversations)]

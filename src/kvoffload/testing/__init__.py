@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contracts, fakes and a manual clock, for this project's tests and for authors of a policy, store or tier.
-Importing this package loads neither torch nor pytest.
 
-A contract is a test class whose name does not begin with ``Test``, so that pytest does not collect it. Subclass it
-under a name that does, and supply the factory that its docstring describes.
+Importing this package loads neither torch nor pytest. A contract is a test class whose name does not start with
+``Test``, so that pytest does not collect it. Subclass it under a name that starts with ``Test``, and implement the
+factory that its docstring describes.
 """
 
 from kvoffload.testing.clock import ManualClock

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 
 class ManualClock:
-    """A stand-in for ``time.monotonic``: calling it returns the time in seconds, ``advance`` moves it forward."""
+    """A replacement for ``time.monotonic``.
+
+    Calling it returns the time in seconds, and ``advance`` moves it forward.
+    """
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s

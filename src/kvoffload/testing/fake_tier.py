@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A secondary tier with real bytes. The test decides when its jobs end, and which of them fail."""
+"""A secondary tier with real bytes, for which the test decides when jobs end and which of them fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
 class TierCall(NamedTuple):
-    """One call of the tier: the method, the request's id, and the keys and the job if it has any."""
+    """One call of the tier: the method, the request's id, and the keys and the job if there are any."""
 
     name: str
     req_id: str | None
@@ -26,12 +26,12 @@ class TierCall(NamedTuple):
 
 
 class FakeTier(SecondaryTierManager):
-    """Holds blocks in a dict, and copies real bytes to and from the primary tier's memory. No threads.
+    """A tier that keeps blocks in a dict, and copies real bytes to and from host memory. It uses no threads.
 
-    Jobs wait in ``jobs`` until the test calls ``finish``; with ``at_once=True`` each job ends within its submit.
-    ``answers`` overrides ``lookup`` for single keys (``None``: the tier never finds out). With a ``capacity``, the
-    blocks written longest ago are evicted. While ``hangs`` is true, ``drain_jobs`` leaves the jobs in flight. ``log``
-    has every call that concerns a request, in order.
+    Jobs wait in ``jobs`` until the test calls ``finish``. With ``at_once=True``, each job ends when it is submitted.
+    ``answers`` overrides ``lookup`` for single keys (``None`` means that the tier never finds out). With a
+    ``capacity``, the tier evicts its oldest blocks. While ``hangs`` is true, ``drain_jobs`` leaves jobs in flight.
+    ``log`` lists every call that concerns a request, in order.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class FakeTier(SecondaryTierManager):
     def __repr__(self) -> str:
         return f"FakeTier({self.tier_type!r}, blocks={len(self.blocks)}, jobs={list(self.jobs)})"
 
-    # For the test.
+    # Methods for the test.
 
     def put(self, keys: Iterable[OffloadKey], blocks: Iterable[bytes]) -> None:
-        """Adds blocks to the tier as if an earlier process had stored them."""
+        """Add blocks to the tier as if an earlier process had stored them."""
         self.blocks.update(zip(keys, blocks, strict=True))
 
     def finish(
@@ -74,11 +74,11 @@ class FakeTier(SecondaryTierManager):
         tear: bool = False,
         ended_s: float | None = None,
     ) -> list[int]:
-        """Ends jobs (by default all) in the given order, at ``ended_s`` if the tier is to know, and returns their ids.
+        """End jobs (by default all) in the given order, and return their ids.
 
-        With ``success=False`` the jobs fail and nothing is copied. Otherwise only the keys in ``lose`` fail, and loads
-        of blocks that the tier does not have. With ``tear``, failed loads leave garbage in their slots, as a torn read
-        does.
+        ``ended_s`` is the end that the tier reports, if any. With ``success=False``, the jobs fail and nothing is
+        copied. Otherwise only the keys in ``lose`` fail, and loads of blocks that the tier does not contain. With
+        ``tear``, failed loads leave garbage in their slots, as a torn read does.
         """
         ended = list(self.jobs) if job_ids is None else list(job_ids)
         for job_id in ended:
@@ -93,10 +93,10 @@ class FakeTier(SecondaryTierManager):
         return ended
 
     def calls(self, name: str) -> list[TierCall]:
-        """The calls of one method, in order."""
+        """Return the calls of one method, in order."""
         return [call for call in self.log if call.name == name]
 
-    # The interface of a tier.
+    # Methods of a tier.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if key in self.answers:
@@ -152,7 +152,7 @@ class FakeTier(SecondaryTierManager):
     def _copy(self, job: JobMetadata, failed_keys: set[OffloadKey], tear: bool) -> None:
         size = self.block_bytes
         flat = self.primary_kv_view.cast("B") if self.primary_kv_view.c_contiguous else None
-        assert flat is not None, "FakeTier needs primary memory without gaps between rows"
+        assert flat is not None, "FakeTier needs host memory without gaps between rows"
         for key, slot in zip(job.keys, job.block_ids.tolist(), strict=True):
             row = flat[slot * size : (slot + 1) * size]
             if key in failed_keys:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys for tests."""
+"""Make keys for tests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from kvoffload.base import OffloadKey, make_offload_key
 
 
 def key(number: int, group_idx: int = 0) -> OffloadKey:
-    """The key for ``number``, of realistic size (36 bytes)."""
+    """Return the key for ``number``. It has a realistic size (36 bytes)."""
     return make_offload_key(number.to_bytes(32, "big"), group_idx)
 
 
 def keys(*numbers: int) -> list[OffloadKey]:
-    """A key for each of ``numbers``, of group 0."""
+    """Return a key of group 0 for each of ``numbers``."""
     return [key(number) for number in numbers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every offloading manager must do, as tests to inherit."""
+"""Tests that every offloading manager must pass, to be inherited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload.testing.keys import key, keys
 
 
 def fold_events(resident: set[OffloadKey], events: Collection[OffloadingEvent]) -> None:
-    """Applies ``events`` to ``resident``. Fails if a block is added twice, or removed while it is absent."""
+    """Apply ``events`` to ``resident``. Fails if a block is added twice, or removed while it is absent."""
     for event in events:
         if event.clears:
             resident.clear()
@@ -38,18 +38,18 @@ def _slots(spec: LoadStoreSpec) -> list[int]:
 
 
 class OffloadingManagerContract:
-    """Inherit in a class whose name starts with ``Test``, and supply ``make_manager``.
+    """The tests. Inherit them in a class whose name starts with ``Test``, and implement ``make_manager``.
 
-    Its transfers name slots by block id (``BlockIDsLoadStoreSpec``). Tiers below the primary tier, if there are any,
-    hold only what a test stored.
+    The manager's transfers must name slots by block id (``BlockIDsLoadStoreSpec``). Tiers below host memory, if there
+    are any, may contain only blocks that the test stored.
     """
 
     def make_manager(self, num_blocks: int) -> OffloadingManager:
-        """A new manager with ``num_blocks`` slots and events enabled, which stores a block at its first request."""
+        """Return a new manager with ``num_blocks`` slots and events, which stores a block at its first request."""
         raise NotImplementedError
 
     def check(self, manager: OffloadingManager) -> None:
-        """Called at the end of each test. Override it to check the manager's invariants."""
+        """Check the manager's invariants at the end of each test. Override it; the default does nothing."""
 
     def _request(self, manager: OffloadingManager, name: str = "r") -> ReqContext:
         context = ReqContext(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every cache policy must do, as tests to inherit."""
+"""Tests that every cache policy must pass, to be inherited."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvoffload.testing.keys import key, keys
 
 
 class PolicyDriver:
-    """Calls a policy as ``SlotTable`` does, so that a test can say ``store`` and ``pin``."""
+    """Calls a policy as ``SlotTable`` does, so that a test can use ``store`` and ``pin``."""
 
     def __init__(self, policy: CachePolicy) -> None:
         self.policy = policy
         self.policy_evict = with_options(policy.evict, "incoming")
-        """``policy.evict``, called with ``incoming`` whether or not the policy has that parameter."""
+        """``policy.evict``, which can be called with ``incoming`` whether or not the policy has that parameter."""
         self.policy_insert_all = with_options(policy.insert_all, "next_use")
         self.policy_touch = with_options(policy.touch, "next_use")
         self.blocks: dict[OffloadKey, BlockStatus] = {}
@@ -30,7 +30,10 @@ class PolicyDriver:
         block: type[BlockStatus] = BlockStatus,
         next_use: NextUse = NextUse.UNKNOWN,
     ) -> bool:
-        """Evicts ``evict`` blocks and inserts distinct absent keys, head to tail, in flight. ``False`` if it cannot."""
+        """Evict ``evict`` blocks and insert distinct absent keys, given head to tail, as blocks in flight.
+
+        Returns ``False``, and inserts nothing, if the policy cannot evict that many blocks.
+        """
         arrivals = list(arriving)[::-1]
         victims = self.policy_evict(evict, frozenset(), incoming=arrivals)
         if victims is None:
@@ -76,7 +79,7 @@ class PolicyDriver:
         return {one for one, block in self.blocks.items() if block.is_idle}
 
     def drain(self) -> list[OffloadKey]:
-        """Evicts every idle block, one by one. Returns them in that order."""
+        """Evict every idle block, one by one, and return them in that order."""
         order = []
         while self.idle():
             victims = self.evict(1)
@@ -87,7 +90,7 @@ class PolicyDriver:
 
 
 class _Watched(BlockStatus):
-    """Counts how often the pins of all such blocks are read."""
+    """A block that counts how often the pins of any such block are read."""
 
     __slots__ = ("_pins",)
     looks = 0
@@ -103,7 +106,7 @@ class _Watched(BlockStatus):
 
 
 class CachePolicyContract:
-    """Inherit in a class whose name starts with ``Test``, and supply ``make_policy``::
+    """The tests. Inherit them in a class whose name starts with ``Test``, and implement ``make_policy``::
 
         class TestMyPolicy(CachePolicyContract):
             def make_policy(self, capacity):
@@ -113,9 +116,9 @@ class CachePolicyContract:
     """
 
     uses_matter = True
-    """A touched block outlives untouched ones. False for FIFO."""
+    """Whether a touched block outlives untouched ones. Set it to ``False`` for FIFO."""
     steps_over_once = True
-    """Evictions step over a pinned block once in all, however long it stays pinned."""
+    """Whether evictions step over a pinned block only once, however long it stays pinned."""
 
     def make_policy(self, capacity: int) -> CachePolicy:
         raise NotImplementedError
@@ -183,7 +186,7 @@ class CachePolicyContract:
         assert len(driver.policy) == 1
 
     def test_a_refused_eviction_changes_nothing(self) -> None:
-        """Two policies get the same calls, but one also gets evictions that it must refuse."""
+        """Two policies get the same calls, but one of them also gets evictions that it must refuse."""
         rng = random.Random(7)
         for _ in range(30):
             left, right = self.make_driver(12), self.make_driver(12)
@@ -210,7 +213,7 @@ class CachePolicyContract:
         assert len(driver.drain()) == len({*driver.blocks}) or not driver.blocks
 
     def test_a_block_may_be_inserted_alone_and_unannounced(self) -> None:
-        """By ``insert``, where no eviction was told what comes next."""
+        """Blocks are added with ``insert``, and no eviction was told the next keys."""
         rng = random.Random(13)
         driver = self.make_driver(6)
         policy, blocks = driver.policy, driver.blocks
@@ -257,7 +260,7 @@ class CachePolicyContract:
         assert left.drain() == right.drain()
 
     def test_a_block_that_is_idle_again_is_evicted_in_its_old_order(self) -> None:
-        """Stepping over a pinned block does not count as a use of it, so the order stays as it was."""
+        """Stepping over a pinned block does not count as a use of it, so the order does not change."""
         left, right = self.make_driver(12), self.make_driver(12)
         for driver in (left, right):
             driver.store(keys(1, 2, 3, 4))
@@ -272,7 +275,7 @@ class CachePolicyContract:
         assert left.drain() == left_out(order, evicted)
 
     def test_the_next_victims_are_those_that_new_blocks_evict(self) -> None:
-        """For a policy with ``next_victims``: it changes nothing, and ``evict`` takes out the blocks that it named."""
+        """A policy's ``next_victims`` changes nothing, and ``evict`` evicts the blocks that it named."""
         rng = random.Random(5)
         for _ in range(20):
             left, right = self.make_driver(12), self.make_driver(12)

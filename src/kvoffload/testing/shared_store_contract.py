@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store that several hosts share must do beside ``BlockStoreContract``. Subclass it in a test module::
+"""Tests for a store that several hosts share, in addition to ``BlockStoreContract``. Subclass it in a test module::
 
 class TestMySharedStore(SharedStoreContract):
-    def make_host(self, directory, number):   # on the same data as the others of this directory
+    def make_host(self, directory, number):   # all hosts of one directory share its data
         return MyStore(directory, self.block_bytes)
 """
 
@@ -23,12 +23,15 @@ from kvoffload.tiering.stores.base import BlockStore
 
 
 class SharedStoreContract(StoreCalls, ABC):
-    """The tests. A host may see late what another did, as ``contains`` and ``scan`` tell it, but what it reads is right
-    at once: the block, or a miss where it is gone."""
+    """The tests of the contract.
+
+    ``contains`` and ``scan`` may report other hosts' changes late. A read must be correct at once: it returns the
+    block, or a miss if the block was discarded.
+    """
 
     @abstractmethod
     def make_host(self, directory: Path, number: int) -> BlockStore:
-        """The store as host ``number`` opens it, with room for a thousand blocks. One thread calls it at a time."""
+        """Open the store as host ``number``, with room for a thousand blocks. One thread calls it at a time."""
 
     # ---------------------------------------------------------------------------------------------------- tests
 

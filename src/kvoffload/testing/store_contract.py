@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``BlockStore`` must do, and every wrapper around one. Subclass the contract in a test module::
+"""Tests that every ``BlockStore``, and every wrapper around one, must pass. Subclass the contract in a test module::
 
     class TestMyStore(BlockStoreContract):
-        def make_store(self, directory):        # empty, and this test's own
+        def make_store(self, directory):        # the directory is empty, and used by this test only
             return MyStore(directory, self.block_bytes)
 
-Two side doors reach around the code under test. Override ``reopen`` for a store that outlives its process, and
-``corrupt`` for one that promises to detect wrong bytes. A test whose door is missing does not apply and passes.
+Two methods bypass the code under test. Override ``reopen`` for a persistent store, and ``corrupt`` for a store that
+promises to detect wrong bytes. A test that needs a missing method does not apply and passes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvoffload.tiering.stores.base import BlockStore
 
 
 def block_of(key: OffloadKey, num_bytes: int) -> bytes:
-    """The only bytes that may ever be read as ``key``."""
+    """Return the only bytes that may ever be read as ``key``."""
     return hashlib.shake_128(key).digest(num_bytes)
 
 
 def at_once(work: Callable[..., None], arguments: Iterable[tuple[object, ...]]) -> None:
-    """Calls ``work`` with each of ``arguments`` in a thread of its own, and waits for all."""
+    """Call ``work`` with each of ``arguments`` in its own thread, and wait for all threads."""
     threads = [threading.Thread(target=work, args=each) for each in arguments]
     for thread in threads:
         thread.start()
@@ -39,7 +39,7 @@ def at_once(work: Callable[..., None], arguments: Iterable[tuple[object, ...]]) 
 
 
 class StoreCalls:
-    """Calls of a store with the only bytes that each key may have."""
+    """Helpers that call a store with the only bytes that each key may have."""
 
     block_bytes = 512
 
@@ -54,21 +54,24 @@ class StoreCalls:
 
 
 class BlockStoreContract(StoreCalls, ABC):
-    """The tests. A subclass may set ``block_bytes`` to what its store needs."""
+    """The tests of the contract. A subclass may set ``block_bytes`` to a size that its store needs."""
 
     has_scan = True
     """Whether ``scan`` finds all blocks of an earlier process."""
 
     @abstractmethod
     def make_store(self, directory: Path) -> BlockStore:
-        """A new, empty store with room for a thousand blocks."""
+        """Return a new, empty store with room for a thousand blocks."""
 
     def reopen(self, directory: Path) -> BlockStore | None:
-        """Opens the store of an earlier ``make_store(directory)``, as a new process would."""
+        """Open the store of an earlier ``make_store(directory)``, as a new process would.
+
+        The default does not apply.
+        """
         return None
 
     def corrupt(self, store: BlockStore, directory: Path, key: OffloadKey) -> bool:
-        """Changes stored bytes of ``key`` without the store. Returns whether that was possible."""
+        """Change stored bytes of ``key`` without calling the store. Returns whether that was possible."""
         return False
 
     # ---------------------------------------------------------------------------------------------------- tests

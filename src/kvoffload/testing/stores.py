@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrappers around any store that delay, fail, lose or tear what the test chooses."""
+"""Wrappers around a store that delay calls, fail calls, lose writes or tear reads, as the test chooses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvoffload.tiering.stores.wrappers import StoreWrapper
 
 
 class GatedStore(StoreWrapper):
-    """Delays calls: those that ``close_gate`` names wait until ``open_gate``.
+    """A wrapper that delays calls of the methods named in ``close_gate`` until ``open_gate``.
 
     Any method that does I/O can be named: ``"contains"``, ``"write"``, ``"read_into"``, ``"scan"`` and so on.
-    ``threads`` collects the ids of the threads that called one.
+    ``threads`` collects the ids of the threads that called such a method.
     """
 
     def __init__(self, inner: BlockStore) -> None:
@@ -26,21 +26,24 @@ class GatedStore(StoreWrapper):
         self._change = threading.Condition()
 
     def close_gate(self, *calls: str) -> None:
-        """Makes later calls of these methods wait."""
+        """Make later calls of these methods wait."""
         with self._change:
             self._closed |= set(calls)
 
     def open_gate(self, *calls: str) -> None:
-        """Lets calls of these methods pass, waiting ones too; of all methods if none is named."""
+        """Let waiting and later calls of these methods pass, or calls of all methods if none is named."""
         with self._change:
             self._closed -= set(calls or tuple(self._closed))
             self._change.notify_all()
 
     def wait_for_arrivals(self, count: int, timeout_s: float = 30.0) -> None:
-        """Returns once ``count`` calls in all have arrived at a closed gate; ``AssertionError`` after ``timeout_s``."""
+        """Return once ``count`` calls in total have arrived at a closed gate.
+
+        Raises ``AssertionError`` after ``timeout_s``.
+        """
         with self._change:
             if not self._change.wait_for(lambda: self._arrived >= count, timeout_s):
-                raise AssertionError(f"{self._arrived} calls came to the gate, not {count}")
+                raise AssertionError(f"{self._arrived} calls arrived at the gate, not {count}")
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         self._pass("contains")
@@ -81,10 +84,10 @@ class GatedStore(StoreWrapper):
 
 
 class FaultyStore(StoreWrapper):
-    """Fails on plan.
+    """A wrapper that fails as planned.
 
-    A method in ``broken`` raises the exception given for it. Keys in ``lost`` fail to be written. Keys in ``torn``
-    fail to be read, and leave garbage in their buffer. ``calls`` records (method, keys) of every call.
+    A method in ``broken`` raises its exception. Writes of keys in ``lost`` fail. Reads of keys in ``torn`` fail and
+    leave garbage in the buffer. ``calls`` records (method, keys) of every call.
     """
 
     def __init__(self, inner: BlockStore) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``SecondaryTierManager`` must do, as tests. Subclass ``SecondaryTierContract`` in a test module and
-implement ``make_tier``::
+"""Tests that every ``SecondaryTierManager`` must pass. Subclass the contract in a test module::
 
-    class TestMyTier(SecondaryTierContract):
-        def make_tier(self, primary_kv_view):
-            return MyTier(primary_kv_view, ...)
+class TestMyTier(SecondaryTierContract):
+    def make_tier(self, primary_kv_view):
+        return MyTier(primary_kv_view, ...)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _content(key: OffloadKey) -> bytes:
 
 
 class _Primary:
-    """The primary tier's memory, and jobs for one tier."""
+    """Host memory, and jobs for one tier."""
 
     def __init__(self) -> None:
         self.memory = bytearray(NUM_SLOTS * BLOCK_BYTES)
@@ -52,24 +51,25 @@ class _Primary:
 
 
 class SecondaryTierContract:
-    """Stores and loads real bytes through the tier. No wait takes longer than ``timeout_s``, and no test measures time.
+    """The tests, which store and load real bytes through the tier.
 
-    ``wants_whole_requests`` says whether the tier asks for ``REQUEST_LEVEL``.
+    No wait takes longer than ``timeout_s``, and no test measures time. ``wants_whole_requests`` says whether the tier
+    asks for ``REQUEST_LEVEL``.
     """
 
     timeout_s = 30.0
     wants_whole_requests = False
 
     def make_tier(self, primary_kv_view: memoryview) -> SecondaryTierManager:
-        """A new, empty tier over ``primary_kv_view`` (slots of 512 bytes)."""
+        """Return a new, empty tier over ``primary_kv_view`` (slots of 512 bytes)."""
         raise NotImplementedError
 
     def forget(self, tier: SecondaryTierManager, names: Sequence[OffloadKey]) -> bool:
-        """Makes blocks unreadable without a call of the tier. Returns ``False`` if this tier has no such side door."""
+        """Make blocks unreadable without calling the tier. Returns ``False`` if that is impossible with this tier."""
         return False
 
     def progress(self, tier: SecondaryTierManager) -> None:
-        """Lets the tier work for a moment. The default suffices for a tier with threads."""
+        """Let the tier work for a moment. The default suffices for a tier with threads."""
         time.sleep(0.001)
 
     # ------------------------------------------------------------------------------------------------- helpers
@@ -84,7 +84,7 @@ class SecondaryTierContract:
             tier.shutdown()
 
     def _await(self, tier: SecondaryTierManager, job_ids: Iterable[int]) -> dict[int, JobResult]:
-        """Steps until each of these jobs has its result. No other job may have one."""
+        """Step until each of these jobs has its result, and return the results. No other job may have one."""
         wanted, results = set(job_ids), dict[int, JobResult]()
         deadline = time.monotonic() + self.timeout_s
         while wanted - results.keys():
@@ -100,7 +100,7 @@ class SecondaryTierContract:
         return results
 
     def _find(self, tier: SecondaryTierManager, key: OffloadKey, context: ReqContext) -> bool:
-        """Asks in each step until the answer is not ``None``."""
+        """Ask in each step until the answer is not ``None``, and return it."""
         deadline = time.monotonic() + self.timeout_s
         while (found := tier.lookup(key, context)) is None:
             tier.on_schedule_end()
@@ -122,7 +122,7 @@ class SecondaryTierContract:
     def _load(
         self, primary: _Primary, tier: SecondaryTierManager, names: Sequence[OffloadKey], context: ReqContext
     ) -> set[OffloadKey]:
-        """Loads into the upper half of the slots. Verifies and returns the blocks that succeeded."""
+        """Load blocks into the upper half of the slots. Verifies and returns the blocks whose load succeeded."""
         slots = [NUM_SLOTS // 2 + n for n in range(len(names))]
         primary.fill(slots, [b"\xee" * BLOCK_BYTES] * len(names))
         job = primary.job(names, slots, is_promotion=True, context=context)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A circuit breaker: no calls to something that keeps failing, but now and then a probe."""
+"""A circuit breaker, which prevents calls to something that keeps failing, except for an occasional probe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Closed while calls succeed. It opens after ``threshold`` failures in a row, or at a single grave one.
+    """A breaker that is closed while calls succeed. It opens after ``threshold`` failures in a row, or one grave
+    failure.
 
-    While it is open, callers make no calls but probes, one at a time: the first after ``first_wait_s``, each further
-    one after twice the wait of the last, up to ``longest_wait_s``. A success closes it. ``name`` says in messages what
-    it guards. One thread.
+    While it is open, callers make only probes, one at a time. The first probe is due after ``first_wait_s``, and each
+    further one after twice the previous wait, up to ``longest_wait_s``. A success closes the breaker. ``name`` names
+    the guarded object in messages. One thread.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class CircuitBreaker:
         self._longest_wait_s = longest_wait_s
         self._clock = clock
         self.failures = 0
-        """In a row. While there are none, a success changes nothing and need not be recorded."""
+        """The number of failures in a row. While it is 0, a success changes nothing and need not be recorded."""
         self._wait_s = first_wait_s
         self._next_probe_s = 0.0
         self._is_probing = False
@@ -42,23 +43,25 @@ class CircuitBreaker:
 
     @property
     def is_probe_due(self) -> bool:
-        """The breaker is open, and ``begin_probe`` would be true."""
+        """Whether the breaker is open and ``begin_probe`` would return ``True``."""
         return not self.is_closed and not self._is_probing and self._clock() >= self._next_probe_s
 
     def begin_probe(self) -> bool:
-        """Whether the breaker is open and a probe is due. If so, the caller makes one, and records its end or cancels
-        it. Until then no other is due."""
+        """Return whether the breaker is open and a probe is due.
+
+        If so, the caller makes a probe, and records its result or cancels it. Until then, no other probe is due.
+        """
         if not self.is_probe_due:
             return False
         self._is_probing = True
         return True
 
     def cancel_probe(self) -> None:
-        """The probe was never made, so another is due at once. Does nothing if there is none."""
+        """Cancel a probe that was never made, so that another is due at once. Does nothing if there is none."""
         self._is_probing = False
 
     def record_success(self) -> bool:
-        """A call succeeded. Returns whether that closed the breaker."""
+        """Record that a call succeeded. Returns whether that closed the breaker."""
         was_open = not self.is_closed
         self.is_closed = True
         self.failures = 0
@@ -67,7 +70,7 @@ class CircuitBreaker:
         return was_open
 
     def record_failure(self, *, is_grave: bool = False) -> bool:
-        """A call failed. Returns whether that opened the breaker. A grave failure opens it at once."""
+        """Record that a call failed. A grave failure opens the breaker at once. Returns whether this call opened it."""
         self.failures += 1
         if self.is_closed and not is_grave and self.failures < self._threshold:
             return False
@@ -75,8 +78,8 @@ class CircuitBreaker:
         if self._is_probing:
             self._wait_s = min(2 * self._wait_s, self._longest_wait_s)
         if was_closed or self._is_probing:
-            # Only these delay the next probe: calls that began before the breaker opened may still fail, and say
-            # nothing new.
+            # Other failures do not delay the next probe, because calls that started before the breaker opened may
+            # still fail and provide no new information.
             self._next_probe_s = self._clock() + self._wait_s
         self.is_closed = False
         self._is_probing = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tier's store is fit for reading, and whether for writing: failures, calls that hang, probes."""
+"""Track whether a tier's store can be read and written, from failures, hanging calls and probes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from kvoffload.tiering.runner import READS, IoQueue, IoResult, IoStatus, TierRun
 _log = logging.getLogger(__name__)
 
 _PROBED_BLOCKS = 3
-"""Blocks that a probe asks for. One that can be read is enough."""
+"""The number of blocks for which a probe asks. One readable block is enough."""
 
 
 class StoreHealth:
-    """A circuit breaker over a store's reads or its writes. Each has its own, as a full disk can still be read.
+    """A circuit breaker for a store's reads or its writes. Each direction has one, because a full disk is still
+    readable.
 
-    It opens when calls keep failing, and when half of the threads for them hang: one hung read does not disable a tier.
-    Then all that is queued is cancelled. Lookups that succeed do not hide that every load fails. One thread.
+    It opens if calls keep failing, or if half of their threads hang. (One hung read does not disable a tier.) Then all
+    queued calls are cancelled. Successful lookups do not hide that every load fails. One thread.
     """
 
     def __init__(
@@ -37,24 +38,26 @@ class StoreHealth:
         self._runner = runner
         self.breaker = CircuitBreaker("reading" if direction == "read" else "writing", clock=clock)
         self._failed_transfers = 0
-        """Loads, probes of reading included, or stores that failed in a row."""
+        """The number of stores, or of loads and read probes, that failed in a row."""
         self._failed_keys: Sequence[OffloadKey] = ()
-        """The blocks of the call that failed last."""
+        """The blocks of the last failed call."""
         self._num_probes = self._num_trips = 0
         self._last_trips_s: dict[str, float] = {}
-        """When the breaker was last opened, or kept open, for each reason; in Unix time."""
+        """The Unix time at which the breaker was last opened or kept open, for each reason."""
         self._reason = self._why_off = ""
-        """Why the breaker is open, or was last: in one word, and for people."""
+        """The reason why the breaker is open or was last open, as one word and as a text for people."""
 
     # ------------------------------------------------------------------------------------------ calls of the store
 
     def record(self, result: IoResult) -> None:
-        """A call of the store has ended, was cancelled before it began, or is overdue: then its end follows, if it
-        returns after all."""
+        """Record that a call of the store has ended, was cancelled before it started, or is overdue.
+
+        If an overdue call returns after all, its end is recorded with another call of this method.
+        """
         if result.task.queue is not IoQueue.LOOKUP and result.status in (IoStatus.DONE, IoStatus.FAILED):
             self._failed_transfers = self._failed_transfers + 1 if result.status is IoStatus.FAILED else 0
         match result.status:
-            case IoStatus.DONE if self._failed_transfers:  # a lookup, which shows nothing of loads
+            case IoStatus.DONE if self._failed_transfers:  # a lookup, which proves nothing about loads
                 if self.breaker.is_closed:
                     self.breaker.failures = min(self.breaker.failures, self._failed_transfers)
             case IoStatus.DONE:
@@ -62,7 +65,7 @@ class StoreHealth:
                     self._warn("is used for %s again. It was off: %s", self._why_off)
             case IoStatus.FAILED:
                 self._failed_keys = result.keys or self._failed_keys
-                assert result.error is not None, "what has failed has raised"
+                assert result.error is not None, "a failed call has an error"
                 self.record_failure(_reason_of(result.error), text_of(result.error))
             case IoStatus.CANCELLED:
                 self.breaker.cancel_probe()
@@ -79,16 +82,18 @@ class StoreHealth:
         if self._too_many_hang():
             self.record_failure("hang", "Too many calls hang.", is_grave=True)
         elif not self.breaker.is_closed:
-            # It may be the probe, without whose end no other is due.
+            # The hanging call may be the probe, and no other probe is due until it ends.
             self.record_failure("hang", "A probe hangs.")
 
     def record_failure(self, reason: str, text: str, *, is_grave: bool = False) -> None:
-        """A call failed for ``reason``, one word, and ``text``, which is for people. A grave failure opens the breaker
-        at once."""
+        """Record that a call failed. A grave failure opens the breaker at once.
+
+        ``reason`` is one word, and ``text`` explains the failure to people.
+        """
         if self.breaker.record_failure(is_grave=is_grave):
             self._num_trips += 1
             self._warn("is not used for %s until it recovers: %s", text)
-            # Queued slices would only fail one by one, and meanwhile hold slots.
+            # Queued slices would only fail one by one, and would hold slots until then.
             self._runner.cancel_queued(*self._queues)
         elif self.breaker.is_closed or reason == self._reason:
             return
@@ -106,12 +111,12 @@ class StoreHealth:
     # ------------------------------------------------------------------------------------------------------ probes
 
     def begin_probe(self) -> bool:
-        """Whether the breaker is open and a probe is due. If so, the caller makes one and records its end."""
-        # Calls that hang are their own probe: no other thread is risked before they return.
+        """Return whether the breaker is open and a probe is due. If so, the caller makes one and records its end."""
+        # Hanging calls serve as probes, and no other thread is risked before they return.
         return not self.breaker.is_closed and not self._too_many_hang() and self.breaker.begin_probe()
 
     def keys_to_probe(self, index: PresenceIndex) -> list[OffloadKey]:
-        """A few blocks other than those that failed last, and others for each probe."""
+        """Return a few blocks for a probe, different ones each time and none from the last failed call."""
         self._num_probes += 1
         return index.sample(_PROBED_BLOCKS, self._num_probes - 1, self._failed_keys) or [OffloadKey(b"probe")]
 
@@ -128,7 +133,7 @@ class StoreHealth:
 
 
 def _reason_of(error: BaseException) -> str:
-    """One of few words for a failure, without any of its text: an errno's name, or the class."""
+    """Return one of a few words for a failure: the name of its errno, or the class of its first cause."""
     if (number := errno_of(error)) is not None:
         return errno.errorcode[number]
     *_, first = causes(error)

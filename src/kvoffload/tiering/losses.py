@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks that a tier's store lost, and why."""
+"""Record the blocks that a tier's store lost, and the causes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ _log = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 256
 _KEYS_PER_STEP = 1024
-"""Losses that a step takes in. A disk that is gone has lost a quarter million at once."""
+"""The number of losses that a step handles. A failed disk loses a quarter of a million blocks at once."""
 _SHARE = 64
-"""If more wait, one in so many, so that they do not pile up however fast a disk evicts."""
+"""If more losses wait, a step handles at least one in this many, so that they do not pile up however fast a disk
+evicts."""
 
 
 class StoreLosses:
-    """Removes what ``store`` lost from ``index``, and records it in ``lost``. If the ``server_evicts``, a block that it
-    no longer has was evicted. Every method but ``queue`` runs on the scheduler's thread."""
+    """Removes the blocks that ``store`` lost from ``index``, and records them in ``lost``.
+
+    If ``server_evicts`` is true, a block that the server no longer has counts as evicted. All methods except ``queue``
+    run on the scheduler's thread.
+    """
 
     def __init__(
         self,
@@ -44,12 +48,15 @@ class StoreLosses:
         self._server_evicts = server_evicts
         self._queued: deque[tuple[LossCause, Sequence[OffloadKey]]] = deque()
         self._left = _KEYS_PER_STEP
-        """How many more this step takes in."""
+        """The number of losses that this step may still handle."""
         self._num_corrupt = 0
         self._corruption_log = RateLimitedLog(_log, clock=clock)
 
     def queue(self) -> None:
-        """After a call of the store, on any thread: what it lost waits for ``take_in``."""
+        """Queue the blocks that the store has lost for ``take_in``.
+
+        Call this on any thread after a call of the store.
+        """
         lost = self._store.take_lost()
         for cause in dict.fromkeys(lost.values()):
             keys = [key for key in lost if lost[key] == cause]
@@ -57,11 +64,11 @@ class StoreLosses:
                 self._queued.append((cause, keys[first : first + _KEYS_AT_ONCE]))
 
     def begin_step(self) -> None:
-        """A new step takes in as many again."""
+        """Start a new step with a new budget."""
         self._left = max(_KEYS_PER_STEP, len(self._queued) * _KEYS_AT_ONCE // _SHARE)
 
     def take_in(self) -> None:
-        """Takes in what was queued, as far as the step allows."""
+        """Handle queued losses, as far as the step's budget allows."""
         while self._queued and self._left > 0:
             cause, keys = self._queued.popleft()
             self._left -= len(keys)
@@ -70,13 +77,13 @@ class StoreLosses:
             if cause == "corrupt":
                 self._num_corrupt += len(keys)
                 self._corruption_log.warning(
-                    f"Tier {self._tier_type!r} found corrupt blocks, {self._num_corrupt} since its start; each is "
-                    f"a miss. The last is {keys[-1].hex()} in {self._store!r}."
+                    f"Tier {self._tier_type!r} found corrupt blocks, {self._num_corrupt} since startup; each is "
+                    f"a miss. The last one is {keys[-1].hex()} in {self._store!r}."
                 )
 
     def forget(self, missing: Sequence[OffloadKey]) -> None:
-        """The store lacks these, whatever the index says: the next lookup asks the store."""
-        if not self._index.is_exact:  # those that the store lost itself are not in the index any more
+        """Remove blocks that the store lacks from the index, so that the next lookup asks the store."""
+        if not self._index.is_exact:  # an exact index no longer contains blocks that the store itself lost
             self.record([key for key in missing if key in self._index], "removed")
         self._index.remove(missing)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secondary tiers by name: parses a user's mapping, checks it before anything is touched, and builds the tier.
+"""Parse the options of secondary tiers, check them before anything is touched, and build the tiers.
 
-``STORES`` maps a ``type`` to its options class. Other distributions add theirs by the entry-point group
+``STORES`` maps a ``type`` to its options class. Other distributions add classes through the entry-point group
 ``kvoffload.stores``, as ``docs/authors.md`` shows.
 """
 
@@ -33,44 +33,49 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
 
 _FASTEST = 10**15
-"""Bytes in a second that are more than any link moves."""
+"""A rate in bytes per second that is higher than that of any link."""
 
 _LARGE = 2
-"""A tier this many times as large as the primary tier can hold a copy of all of it (docs/design/0010-placement.md)."""
+"""A tier at least this many times as large as host memory can hold a copy of all its blocks
+(docs/design/0010-placement.md)."""
 
 
 def default_cascade(tier_bytes: int | None, primary_bytes: int) -> CascadeMode:
-    """The default of ``cascade`` for a tier of ``tier_bytes`` (``None``: no bound) below one of ``primary_bytes``."""
+    """Return the default of ``cascade`` for a tier of ``tier_bytes`` below ``primary_bytes`` of host memory.
+
+    ``None`` means a tier without a bound.
+    """
     return "on_evict" if tier_bytes is not None and tier_bytes < _LARGE * primary_bytes else "on_store"
 
 
 class StoreOptions(TierLimits, frozen=True, kw_only=True):
-    """The keys that every entry of ``secondary_tiers`` may have. A store's own options subclass it."""
+    """The keys that every entry of ``secondary_tiers`` may contain. A store's own options subclass it."""
 
     is_persistent: ClassVar[bool] = True
-    """Blocks outlive the process, or others read them, as far as anybody knows. So the engine's block hashes must be
-    the same in every process, and it must be known which weights it serves."""
+    """Whether blocks may outlive the process or be read by other processes. If so, the engine's block hashes must be
+    the same in every process, and kvoffload must know which weights the engine serves."""
     medium: ClassVar[str] = "STORAGE"
-    """What events call the store: ``STORAGE``, or ``CPU`` if it is host memory too."""
+    """The store's medium in events: ``STORAGE``, or ``CPU`` if the store is in host memory."""
     locality: ClassVar[str | None] = None
-    """``LOCAL``: this host alone has the blocks. ``REMOTE``: others have them too. ``None``: it is not known."""
+    """``LOCAL`` if only this host can read the blocks, ``REMOTE`` if other hosts can, or ``None`` if this is
+    unknown."""
 
     type: str
-    """The kind of the tier: a section below, or a type that another package adds."""
+    """The kind of the tier: one of the sections below, or a type that another package adds."""
     name: str | None = None
     """The tier's name in metrics and messages. Default: its type, numbered from the second tier of that type on."""
     cascade: CascadeMode | None = None
-    """When blocks are written: ``"on_store"`` (or ``"write_through"``), as soon as they are in host memory, or
-    ``"on_evict"`` (``"write_back"``), shortly before host memory would evict them. Default: ``"on_evict"`` if the
-    tier's ``max_bytes`` are less than twice the host memory, else ``"on_store"``."""
+    """When kvoffload writes blocks to the tier: ``"on_store"`` (or ``"write_through"``), as soon as they are in host
+    memory, or ``"on_evict"`` (``"write_back"``), shortly before host memory would evict them. Default: ``"on_evict"``
+    if the tier's ``max_bytes`` is less than twice the host memory, otherwise ``"on_store"``."""
     offload_policy: str = OffloadPolicy.BLOCK_LEVEL.value
     """``"request_level"`` writes all blocks of a request to the tier, hits included."""
     read_bytes_per_s: int | str | None = None
-    """Bytes that the tier reads in a second, such as ``"3GB"``, for ``load_policy`` until it has measured them.
-    Default: measured."""
+    """The tier's read speed in bytes per second, such as ``"3GB"``. ``load_policy`` uses it until it has measured the
+    speed. Default: measured."""
     exclusive: bool = False
-    """No other process writes to this tier, so unknown blocks are misses once the scan at the start has ended. Without
-    effect on ``redis``, ``object`` and ``mooncake``, which are always asked."""
+    """Set it if no other process writes to this tier. Unknown blocks then count as misses once the initial scan has
+    ended. It has no effect on ``redis``, ``object`` and ``mooncake``, which are always asked."""
 
     def check(self, block_bytes: int | None = None) -> None:
         """Raise a ``ConfigError`` with all mistakes in the options, for blocks of ``block_bytes``. Touches nothing."""
@@ -78,9 +83,11 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         with problems:
             self.check_limits(self.type)
         if self.name == "":
-            problems.add(f"name of the {self.type!r} tier is empty; give it one, or leave it out.")
+            problems.add(f"name of the {self.type!r} tier is empty; set a name, or leave the key out.")
         if self.name is not None and self.name.upper() == HOST:
-            problems.add(f"name of the {self.type!r} tier is what metrics call host memory; give it another.")
+            problems.add(
+                f"name of the {self.type!r} tier is {self.name!r}, which means host memory in metrics; choose another."
+            )
         with problems:
             _ = self.expected_bytes_per_s
         policies = [policy.value for policy in OffloadPolicy]
@@ -98,7 +105,7 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
     @property
     def bound_bytes(self) -> int | None:
-        """Bytes that the tier may hold; ``None``: no bound. The default of ``cascade`` depends on it."""
+        """The most bytes that the tier may hold, or ``None`` without a bound. The default of ``cascade`` uses it."""
         return None
 
     @property
@@ -110,29 +117,29 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """The directories in which the blocks lie, of which no two tiers share one; none: not in directories."""
+        """The directories that contain the blocks; empty if the tier uses none. No two tiers may share a directory."""
         return ()
 
     @property
     def place(self) -> str:
-        """Where the blocks lie, for people to read. Without credentials."""
+        """The location of the blocks, for people to read, without credentials."""
         return ", ".join(self.directories)
 
     @property
     def quota(self) -> str:
-        """How much the tier may hold, for people to read."""
+        """The amount that the tier may hold, for people to read."""
         if self.bound_bytes is not None:
             return f"at most {format_bytes(self.bound_bytes)}"
         return "as much as its servers keep" if self.server_evicts else "no bound"
 
     def describe(self, primary_bytes: int) -> str:
-        """One line for the log of a server whose primary tier has ``primary_bytes``."""
+        """Return one line about the tier for the log of a server with ``primary_bytes`` of host memory."""
         kind = f"tier {self.label!r}" if self.label == self.type else f"tier {self.label!r} (type {self.type})"
         place = f"{self.place}, " if self.place else ""
         return f"{kind}: {place}{self.quota}, written {self.cascade_above(primary_bytes)}"
 
     def cascade_above(self, primary_bytes: int) -> CascadeMode:
-        """``cascade``, or its default below a primary tier of ``primary_bytes``."""
+        """Return ``cascade``, or its default below ``primary_bytes`` of host memory."""
         if self.cascade is not None:
             return self.cascade
         if self.offload_policy == OffloadPolicy.REQUEST_LEVEL.value:
@@ -141,8 +148,11 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
     @abstractmethod
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        """The store for blocks of ``block_bytes``. ``namespace`` covers everything besides the key that changes a
-        block's bytes; a persistent store keeps namespaces apart."""
+        """Open the store for blocks of ``block_bytes``.
+
+        ``namespace`` covers everything except the key that changes a block's bytes. A persistent store must keep
+        namespaces apart.
+        """
 
     def build(
         self,
@@ -151,9 +161,11 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
         lost: LostBlocks = NO_LOSSES,
         enable_events: bool = False,
     ) -> SecondaryTierManager:
-        """The tier over ``primary_kv_view``, which records in ``lost`` the blocks that leave it, and with
-        ``enable_events`` records changes for ``take_events``. Override it for a tier that is not built on a
-        ``BlockStore``; leave out of the signature what the tier does not do."""
+        """Return the tier over ``primary_kv_view``, host memory of shape (num_blocks, block_bytes).
+
+        The tier records lost blocks in ``lost`` and, with ``enable_events``, changes for ``take_events``. Override this
+        for a tier that is not built on a ``BlockStore``, and leave unsupported parameters out of the signature.
+        """
         shape = primary_kv_view.shape
         assert shape is not None
         self.check(shape[1])
@@ -177,16 +189,16 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
 
 class SealedOptions(StoreOptions, frozen=True, kw_only=True):
-    """Options of a store that others, or later processes, read, and whose blocks a secret may seal."""
+    """Options of a store that other or later processes read. A secret may seal its blocks."""
 
     seal_key: Keys | None = None
-    """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``: blocks made without it are not served.
-    Of a list, the first one seals and all are read. Default: none."""
+    """A secret of the fleet, as text, ``{"file": path}`` or ``{"env": name}``. Blocks made without it are not served.
+    If this is a list, the first secret seals and all of them are accepted for reading. Default: none."""
     encryption_key: Keys | None = None
-    """Instead of ``seal_key``, and given like it: blocks are encrypted, too (AES-256-GCM). Default: none."""
+    """Like ``seal_key``, which it replaces, but also encrypts blocks (AES-256-GCM). Default: none."""
 
     def __repr__(self) -> str:
-        # Whatever might be a credential is left out, and so a new option is, until it is known to be none.
+        # Only options that are known not to be credentials are shown, so a new option is hidden.
         known = {name: getattr(self, name) for name in ("type", "name", "cascade", "threads", "timeout_s")}
         if self.place:
             known["place"] = self.place
@@ -201,7 +213,8 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
                 check_keys(getattr(self, name), self._called(name))
         if self.seal_key is not None and self.encryption_key is not None:
             problems.add(
-                f"The {self.type!r} tier has seal_key and encryption_key: leave seal_key out, as encryption seals too."
+                f"The {self.type!r} tier has seal_key and encryption_key; leave out seal_key, because encryption also "
+                "seals."
             )
         if (self.seal_key, self.encryption_key) != (None, None):
             with problems:
@@ -209,12 +222,12 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
         problems.raise_found()
 
     def secret(self, name: str) -> str | None:
-        """The text of the option ``name``, which is a secret."""
+        """Return the text of the secret in option ``name``, or ``None`` if the option is not set."""
         value: Secret | None = getattr(self, name)
         return None if value is None else read_secret(value, self._called(name))
 
     def read_keys(self) -> list[bytes]:
-        """The secrets of blocks: the first one seals, all of them open. Empty if there is none."""
+        """Return the secrets of blocks. The first one seals, and all of them open. The list may be empty."""
         if self.encryption_key is not None:
             return [EncryptionKey(key) for key in read_keys(self.encryption_key, self._called("encryption_key"))]
         return read_keys(self.seal_key, self._called("seal_key"))
@@ -233,10 +246,10 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
 
     @abstractmethod
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
-        """The store whose blocks ``secret`` seals."""
+        """Open the store whose blocks ``secret`` seals."""
 
     def _check_opened(self, store: BlockStore) -> None:
-        """Raises ``StoreError``, in one sentence, if ``store`` cannot be used and must be."""
+        """Raise ``StoreError``, in one sentence, if ``store`` is required but cannot be used."""
         return
 
     def _called(self, name: str) -> str:
@@ -244,14 +257,14 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
-    """``{"type": "memory", "max_bytes": "8GiB"}``: host memory as a second tier, for tests and trials."""
+    """``{"type": "memory", "max_bytes": "8GiB"}``: a second tier in host memory, for tests and trials."""
 
     is_persistent: ClassVar[bool] = False
     medium: ClassVar[str] = "CPU"
     locality: ClassVar[str | None] = "LOCAL"
 
     max_bytes: int | str | None = None
-    """Most bytes of the store, for all namespaces: a number, or text with a unit. Default: no bound."""
+    """The most bytes in the store, for all namespaces together: a number, or text with a unit. Default: no bound."""
 
     @property
     def bound_bytes(self) -> int | None:
@@ -261,7 +274,9 @@ class MemoryOptions(StoreOptions, frozen=True, kw_only=True):
         StoreOptions.check(self, block_bytes)
         max_bytes = self.bound_bytes
         if max_bytes is not None and block_bytes and max_bytes < block_bytes:
-            raise ConfigError(f"max_bytes of the 'memory' tier is {max_bytes}, less than a block ({block_bytes}).")
+            raise ConfigError(
+                f"max_bytes of the 'memory' tier is {max_bytes}, less than one block ({block_bytes}); raise it."
+            )
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return MemoryStore(block_bytes, self.bound_bytes)
@@ -277,33 +292,40 @@ STORES.register("redis", "kvoffload.tiering.stores.redis.options:RedisOptions")
 
 
 ALSO_CALLED = {"fail_fast": "required", "single_writer": "exclusive", "root_dir": "path"}
-"""Other names of keys: plainer ones, and one of vLLM's."""
+"""Aliases of keys: two plainer names, and one name that vLLM uses."""
 _CASCADES_ALSO_CALLED = {"write_through": "on_store", "write_back": "on_evict"}
 _FROM_VLLM = {
-    "n_read_threads": "Here it is threads: reads at once, and writes at once.",
-    "n_write_threads": "Here it is threads: reads at once, and writes at once.",
-    "io_threads": "Here it is threads, or requests of an 'object' tier.",
-    "store_config": "Here a url and config have it: docs/fleet.md.",
-    "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
-    "enable_kv_events": "Leave it out: tiers announce blocks where vLLM has KV events on.",
-    "module_path": "Register the store's options by the entry point kvoffload.stores: docs/authors.md.",
+    "n_read_threads": "Use threads instead: the number of concurrent reads, and of concurrent writes.",
+    "n_write_threads": "Use threads instead: the number of concurrent reads, and of concurrent writes.",
+    "io_threads": "Use threads instead, or requests for an 'object' tier.",
+    "store_config": "Use url and config instead (docs/fleet.md).",
+    "backpressure": "Leave it out, because a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
+    "enable_kv_events": "Leave it out, because tiers announce blocks if KV events are on in vLLM.",
+    "module_path": "Register the store's options with the entry point kvoffload.stores instead (docs/authors.md).",
 }
-"""Keys of vLLM's own tiers, and what to do instead."""
+"""Keys of vLLM's own tiers, with the remedy."""
 
 
 def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> StoreOptions:
-    """One entry of ``secondary_tiers``, checked. Mistakes raise ``ConfigError``. Nothing is allocated or touched."""
+    """Parse and check one entry of ``secondary_tiers``.
+
+    Allocates and touches nothing. Mistakes raise ``ConfigError``.
+    """
     name = options.get("type")
     if not isinstance(name, str):
-        raise ConfigError(f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has {sorted(options)}.")
+        raise ConfigError(
+            f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has only {sorted(options)}."
+        )
     if name == "obj":
-        raise ConfigError("The type of vLLM's 'obj' tier is 'object' here, and a url says where it is: docs/fleet.md.")
+        raise ConfigError(
+            "The type of vLLM's 'obj' tier is 'object' in kvoffload, with its location in url (docs/fleet.md)."
+        )
     kind, what = STORES.get(name), f"the {name!r} tier"
     given: dict[str, Any] = {}
     for key, value in options.items():
         known = key if key in kind.__struct_fields__ else ALSO_CALLED.get(key, key)
         if known in given or (known != key and known in options):
-            raise ConfigError(f"{key} and {known} of {what} are the same key: keep one.")
+            raise ConfigError(f"{key} and {known} of {what} are the same key; keep one of them.")
         is_cascade = known == "cascade" and isinstance(value, str)
         given[known] = _CASCADES_ALSO_CALLED.get(value, value) if is_cascade else value
     parsed: StoreOptions = parse_struct(kind, given, what, _FROM_VLLM)
@@ -312,7 +334,10 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
 
 
 def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = None) -> tuple[StoreOptions, ...]:
-    """All of ``secondary_tiers``, checked, each with a name and a directory that no other has."""
+    """Parse and check all of ``secondary_tiers``, and give each tier a unique name.
+
+    Raises ``ConfigError`` for mistakes, and if two tiers share a name or a place.
+    """
     problems = Problems()
     parsed: list[StoreOptions] = []
     for tier in tiers:
@@ -324,7 +349,7 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
     given = Counter(options.name for options in parsed if options.name)
     for name, count in given.items():
         if count > 1:
-            raise ConfigError(f"{count} secondary tiers are called {name!r}; give each a name of its own.")
+            raise ConfigError(f"{count} secondary tiers are called {name!r}; give each tier its own name.")
     taken = set(given)
     named: list[StoreOptions] = []
     for options in parsed:
@@ -336,7 +361,7 @@ def parse_tiers(tiers: Iterable[Mapping[str, Any]], block_bytes: int | None = No
 
 
 def _check_apart(one: StoreOptions, other: StoreOptions) -> None:
-    """Raises ``ConfigError`` if the two tiers would keep their blocks in the same place."""
+    """Raise ``ConfigError`` if the two tiers would keep their blocks in the same place."""
     if one.directories and other.directories:
         for pair in itertools.product(one.directories, other.directories):
             check_apart(*pair, "Two secondary tiers have")
@@ -353,8 +378,10 @@ def build_tier(
     lost: LostBlocks = NO_LOSSES,
     enable_events: bool = False,
 ) -> SecondaryTierManager:
-    """Builds the tier that ``options`` describes over the primary tier's memory (num_blocks, block_bytes).
-    ``enable_events``: somebody calls its ``take_events``."""
+    """Build the tier of ``options`` over host memory of shape (num_blocks, block_bytes).
+
+    With ``enable_events``, the caller must call the tier's ``take_events``.
+    """
     parsed = options if isinstance(options, StoreOptions) else parse_tier(options)
     build = with_options(parsed.build, "lost", "enable_events")
     return build(primary_kv_view, namespace, lost=lost, enable_events=enable_events)

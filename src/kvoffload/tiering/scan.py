@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scan of a store, which fills a tier's presence index."""
+"""Scan a store to fill a tier's presence index."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvoffload.tiering.stores.base import BlockStore
 _log = logging.getLogger(__name__)
 
 _KEYS_PER_STEP = 64
-"""Keys that a step takes in: a bound on the time of a step."""
+"""The most keys that one step adds to the index, to bound the time of a step."""
 _MAX_BATCHES = 64
-"""Batches of ``_KEYS_PER_STEP`` keys that wait for steps. A scan that has found more rests until half are taken in."""
+"""The number of waiting batches of ``_KEYS_PER_STEP`` keys at which a scan pauses, until steps have added half of
+them."""
 _DURATION_SHARE = 4
-"""A store is not scanned again before this many times the duration of the last scan."""
+"""The pause between two scans is at least this many times the duration of the last scan."""
 
 
 class StoreScan:
     """Adds the keys of ``store`` to ``index``, a bounded number in each step.
 
-    The upkeep thread lists the store, and the keys that it finds wait for the scheduler's thread, on which every method
-    runs. A scan rests while some thousand keys wait, and the upkeep thread is free meanwhile. A
-    store that declares ``rescan_s`` is scanned again and again; blocks that were deleted from outside are forgotten
-    then.
+    The upkeep thread lists the store. The keys that it finds wait for the scheduler's thread, on which every method
+    runs. A scan pauses while a few thousand keys wait, which leaves the upkeep thread free. A store that declares
+    ``rescan_s`` is scanned periodically, so that the index forgets blocks that another program deleted.
     """
 
     def __init__(
@@ -41,33 +41,36 @@ class StoreScan:
         self._runner = runner
         self._clock = clock
         self._found: deque[Sequence[OffloadKey]] = deque()
-        """Batches that wait to be taken in. The upkeep thread appends them."""
+        """Batches that wait to be added to the index. The upkeep thread appends them."""
         self.num_taken = 0
-        """Batches that were taken in."""
+        """The number of batches that were added to the index."""
         self._budget = _KEYS_PER_STEP
-        """Keys that this step may still take in."""
+        """The number of keys that this step may still add."""
         self._listing: Iterator[bool] | None = None
-        """The scan that has not ended. Only the upkeep thread goes on with it."""
+        """The scan in progress, or ``None``. Only the upkeep thread advances it."""
         self._rests = False
         self._duration_s = 0.0
-        """Without its rests."""
+        """The duration of the scan so far, without pauses."""
         self._next_s = math.inf
         self._has_ended = False
 
     @property
     def is_complete(self) -> bool:
-        """A scan has ended, and all that was found is in the index."""
+        """Whether a scan has ended and all keys that it found are in the index."""
         return self._has_ended and not self._found
 
     def begin(self) -> None:
-        """Begins a scan, in place of one that has not ended."""
+        """Start a scan. It replaces a scan that has not ended."""
         self._listing, self._duration_s, self._next_s = self._list_keys(), 0.0, math.inf
         self._index.begin_scan()
         self._resume()
 
     def step(self) -> list[OffloadKey]:
-        """A new step takes in what was found, up to another bounded number of keys. Forgets some of the blocks that the
-        last scan did not find, and returns them. Resumes a scan that rests, or begins the next one, when it is time."""
+        """Start a new step: add a bounded number of found keys, and return blocks that the index has forgotten.
+
+        These are some of the blocks that the last scan did not find. If it is time, this also resumes a paused scan or
+        starts the next one.
+        """
         self._budget = _KEYS_PER_STEP
         if self._found:
             self.take_in()
@@ -79,7 +82,7 @@ class StoreScan:
         return gone
 
     def take_in(self) -> None:
-        """Adds what was found to the index, as far as the step allows."""
+        """Add found keys to the index, as far as the step's budget allows."""
         while self._found and self._budget >= len(self._found[0]):
             batch = self._found.popleft()
             self._index.add(batch)
@@ -87,7 +90,7 @@ class StoreScan:
             self._budget -= len(batch)
 
     def stop(self) -> None:
-        """The tier ends, and lets go of what the scan holds."""
+        """Stop scanning, and release the scan's iterator, because the tier shuts down."""
         self._listing, self._rests = None, False
 
     def _resume(self) -> None:
@@ -104,17 +107,19 @@ class StoreScan:
         self._runner.submit(task, 1)
 
     def _list_keys(self) -> Iterator[bool]:
-        """In the upkeep thread. The keys of the store come in batches small enough for one step. ``False``: the store
-        has none for now."""
+        """List the store's keys on the upkeep thread, in batches small enough for one step.
+
+        Yields whether the store had keys; ``False`` means that it has none at the moment.
+        """
         for batch in self._store.scan():
             for first in range(0, len(batch), _KEYS_PER_STEP):
                 self._found.append(batch[first : first + _KEYS_PER_STEP])
             yield bool(batch)
 
     def _stopped(self, listing: Iterator[bool], result: IoResult) -> None:
-        """It rests, has ended or has failed."""
+        """Handle the end of an upkeep task: the scan pauses, has ended or has failed."""
         if listing is not self._listing:
-            return  # another one has begun
+            return  # another scan has started
         self._duration_s += result.seconds
         if result.status is IoStatus.DONE and not all(result.outcomes):
             self._rests = True
@@ -125,7 +130,9 @@ class StoreScan:
             self._index.end_scan()
         elif result.status is IoStatus.FAILED:
             _log.warning(
-                "Tier %r could not be scanned, so unknown blocks are asked for: %s", self._tier_type, result.error
+                "Tier %r could not be scanned, so kvoffload asks it for unknown blocks: %s",
+                self._tier_type,
+                result.error,
             )
         if self._store.rescan_s is not None:
             self._next_s = self._clock() + max(self._store.rescan_s, _DURATION_SHARE * self._duration_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds both planes of a primary tier with secondary tiers, and the namespace under which blocks outlive a process."""
+"""Build host memory with lower tiers, and the namespace in which persistent tiers keep blocks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from kvoffload.tiering.options import StoreOptions, build_tier, parse_tiers
 logger = logging.getLogger(__name__)
 
 CACHE_FORMAT_VERSION = 2
-"""Raise it whenever the same layout gives the bytes of a slot another meaning."""
+"""The version of a slot's format. Raise it whenever a slot's bytes change their meaning for the same layout."""
 
 _READABLE = ("model", "dtype", "kv_dtype")
 """The entries of an engine's identity that appear in the readable part of a namespace."""
 
 
 def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
-    """A name that two engines share only if each can use the other's blocks.
+    """Return a name that two engines share only if each can use the other's blocks.
 
-    It covers everything besides the key that changes the bytes of a block: the engine's own ``identity`` (model,
-    revision, KV dtype, layout), the groups, the number of GPU blocks in a block, the number of its
-    slices, and the format version. It does not cover the rank, because a slot has the slices of all ranks. Where pages
-    are of all ranks, it does not cover the number of slices either. Of an engine that spans several nodes each node has
-    a part of the block, under a name of its own.
+    It covers everything except the key that changes the bytes of a block: the engine's own ``identity`` (model,
+    revision, KV dtype, layout), the groups, the number of GPU blocks in a block, the number of its slices, and the
+    format version. It does not cover the rank, because a slot contains the slices of all ranks. If ranks share pages,
+    it does not cover the number of slices either. If an engine spans several nodes, each node stores its part of the
+    block under its own name.
     """
     num_slices = layout.slice.num_slices
     facts: dict[str, Any] = {
@@ -58,11 +58,11 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
 
 
 def name_namespace(words: Sequence[str], facts: Mapping[str, Any]) -> str:
-    """A name that begins with ``words``, for people who look into the store, and ends with a hash of all ``facts``,
-    which JSON can express: ``Qwen3-8B-bfloat16-1f0c...``.
+    """Return a name such as ``Qwen3-8B-bfloat16-1f0c...``.
 
-    Of a word that is a path it has the last part. It has only letters, digits and ``._-`` and at most 80 characters, so
-    that it can name a directory.
+    It starts with ``words``, for people who look into the store, and ends with a hash of all ``facts``, which JSON must
+    be able to express. If a word is a path, only its last part is used. The name consists of at most 80 letters, digits
+    and ``._-``, so that it can name a directory.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     readable = "-".join(word.rstrip("/").rsplit("/", 1)[-1] for word in words)
@@ -71,8 +71,10 @@ def name_namespace(words: Sequence[str], facts: Mapping[str, Any]) -> str:
 
 
 def check_hashes_are_stable(layout: EngineLayout, tier_type: str) -> None:
-    """Refuses a persistent tier if the engine's block hashes differ from process to process. Otherwise no later process
-    could find its blocks, and they would fill the quota."""
+    """Raise ``ConfigError`` for a persistent tier if the engine's block hashes differ from process to process.
+
+    Otherwise no later process could find the blocks, and they would fill the quota.
+    """
     if layout.hashes_are_stable:
         return
     raise ConfigError(
@@ -84,9 +86,9 @@ def check_hashes_are_stable(layout: EngineLayout, tier_type: str) -> None:
 class TieringOffloadingSpec(CPUOffloadingSpec):
     """``CPUOffloadingSpec`` with ``config.secondary_tiers`` below host memory.
 
-    The worker side is that of ``CPUOffloadingSpec``. The scheduler process maps the primary tier's memory too, and I/O
-    threads there move blocks between that memory and the tiers. The constructor checks all options; before
-    ``get_manager`` nothing is allocated, and no tier's directory or server is touched.
+    The worker side is the same as with ``CPUOffloadingSpec``. The scheduler's process also maps the region, and its I/O
+    threads move blocks between host memory and the tiers. The constructor checks all options. Until ``get_manager``,
+    nothing is allocated, and no tier's directory or server is touched.
     """
 
     def __init__(self, config: OffloadingConfig, layout: EngineLayout) -> None:
@@ -97,14 +99,15 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 check_hashes_are_stable(layout, options.type)
         self.namespace = persistent_namespace(layout, self.block_size_factor)
         self.nodes = Nodes(layout.num_nodes) if layout.num_nodes > 1 and self.tier_options else None
-        """In the scheduler's process: what its engine sends to the agents of several nodes, and gets from them."""
+        """In the scheduler's process, the connection to the agents of an engine that spans several nodes, or
+        ``None``."""
         self._agent: NodeAgent | None = None
         if self.nodes is not None:
             for options in self.tier_options:
                 if type(options).build is not StoreOptions.build:
                     raise ConfigError(
-                        f"The secondary tier {options.label!r} does its I/O where the scheduler is, and this engine "
-                        "spans several nodes: leave it out, or run one engine per node."
+                        f"The secondary tier {options.label!r} does its I/O only on the scheduler's node, but this "
+                        "engine spans several nodes; leave the tier out, or run one engine per node."
                     )
 
     @classmethod
@@ -117,8 +120,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         problems.raise_found()
 
     def make_agent(self) -> NodeAgent | None:
-        """The agent of this node, for a worker's process; ``None``: the engine is on one node, or another worker has
-        it. Opens the stores, and raises what they raise. ``shutdown`` ends it."""
+        """Return this node's agent, for a worker's process.
+
+        Returns ``None`` if the engine is on one node, or if another worker runs the agent. Opens the stores, and raises
+        their exceptions. ``shutdown`` ends the agent.
+        """
         if self.nodes is None or self.layout.rank % self.layout.ranks_per_node:
             return None
         tiers = list[AgentTier]()
@@ -167,7 +173,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         )
 
     def _block_worth(self) -> BlockWorth | None:
-        """What the manager weighs; ``None``: nothing."""
+        """Return the values for weighing loads against computing, or ``None`` with ``load_policy: always``."""
         if self.config.load_policy == "always":
             return None
         tokens = (

@@ -107,7 +107,7 @@ def test_a_scan_that_another_process_began_fails() -> None:
     with opened(MemoryStore(SLOT_BYTES), MemoryStore(SLOT_BYTES)) as (_, two):
         pending = two.nodes.order(0, Act.SCAN, (), among=[0])
         assert pending.ended.wait(30)
-        assert pending.errors == ["node 0: the scan was begun by another process"]
+        assert pending.errors == ["node 0: another process started the scan"]
 
 
 def test_a_use_reaches_all_nodes() -> None:

@@ -74,7 +74,7 @@ def test_a_block_that_is_no_slot_is_refused() -> None:
     own, other = memory(4, 64), memory(4, 64)
     store = NodesStore(Nodes(2), 0, own)
     for block in (other.cast("B")[:64], own.cast("B")[1:65], own.cast("B")[:32]):
-        with pytest.raises(StoreError, match="no slot"):
+        with pytest.raises(StoreError, match="not a slot"):
             store.write(keys_of(1), [block])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of an engine that spans several nodes: the scheduler decides, and an agent on each node does its part."""
+"""Tiers of an engine that spans several nodes. The scheduler decides, and an agent on each node executes its part."""
 
 from __future__ import annotations
 

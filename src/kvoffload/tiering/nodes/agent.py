@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's agent: executes orders on the stores of its node, with threads of its own."""
+"""A node's agent, which executes orders on the stores of its node, with its own threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _SCAN_KEYS = 1024
 _KEYS_PER_CALL = 256
 _NEWS_S = 1.0
 _LOST_AT_ONCE = MAX_PACKET_SIZE - 1
-"""Losses that fit into a packet. A disk that goes away while an engine is idle loses them all before the next step."""
+"""The number of losses that fit into a packet. A disk that fails while an engine is idle loses all its blocks before
+the next step."""
 _QUEUES = {Act.CONTAINS: IoQueue.LOOKUP, Act.READ: IoQueue.LOAD, Act.WRITE: IoQueue.STORE, Act.DISCARD: IoQueue.LOOKUP}
 
 
@@ -43,14 +44,14 @@ class AgentTier:
 
 
 class NodeAgent:
-    """The agent of node ``node``, over ``view``: the node's region, (num_blocks, block_bytes).
+    """The agent of node ``node`` over ``view``, the node's region of shape (num_blocks, block_bytes).
 
-    Every method runs on one thread, that of the node's first worker, and returns at once (``shutdown`` excepted). In
-    each step it gets the packets for its node, and gives those for the scheduler, also if there is no I/O. Orders run
-    in the threads of a ``TierRunner`` for each tier, with its limits. A call that hangs is answered when it returns.
+    Every method runs on the thread of the node's first worker and returns at once (except ``shutdown``). In each step,
+    the agent receives packets from the scheduler and sends packets back, even if there is no I/O. Orders run on the
+    threads of one ``TierRunner`` per tier, with the tier's limits. A hanging call is answered when it returns.
 
-    Only one process at a time may be a node's agent: whoever starts another sees to it that the one before has ended.
-    It reads and writes slots until its process has ended, whatever the scheduler thinks of it.
+    Only one process at a time may be a node's agent. Before another one is started, the previous process must have
+    ended, because it may read and write slots until then, whatever state the scheduler assumes.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class NodeAgent:
         self._tiers = [_Tier(index, tier, clock) for index, tier in enumerate(tiers)]
         self._clock = clock
         self._answers: list[Answer] = []
-        """Of orders that have ended, until the next packet."""
+        """The answers to orders that have ended, until the next packet."""
         self._news_due_s = 0.0
         self._log = RateLimitedLog(_log, clock=clock)
 
@@ -74,7 +75,7 @@ class NodeAgent:
         return f"NodeAgent({self._link!r})"
 
     def receive(self, packets: Iterable[Packet]) -> None:
-        """Begins the orders in ``packets``. Ignores packets for others."""
+        """Start the orders in ``packets``. Ignores packets for other agents."""
         session = self._link.session
         orders = self._link.receive(packets, self._is_idle)
         if self._link.session != session:
@@ -85,15 +86,15 @@ class NodeAgent:
                 if rows is None or (order.slots and not 0 <= min(order.slots) <= max(order.slots) < len(rows)):
                     raise ValueError("the node has no such slots")
                 tier.begin(order, rows, self._answers.append)
-            except Exception as exc:  # noqa: BLE001 - an order that cannot begin has failed
+            except Exception as exc:  # noqa: BLE001 - an order that cannot start has failed
                 self._answers.append(Answer(order.number, error=text_of(exc)))
 
     def take_packets(self) -> tuple[Packet, ...]:
-        """What goes back to the scheduler with this step."""
+        """Return the packets for the scheduler with this step."""
         for tier in self._tiers:
             tier.take_results()
         if self._link.has_room:
-            # News first: whoever gets the answer of a read that found a corrupt block knows of the loss then.
+            # News must precede answers, so that the receiver of a failed read already knows of the corrupt block.
             self._put_news()
         for answer in self._answers:
             self._link.put(answer)
@@ -101,7 +102,7 @@ class NodeAgent:
         return tuple(self._link.take_packets())
 
     def shutdown(self) -> None:
-        """Ends what is queued and what runs, or leaves it after the tiers' ``drain_timeout_s``. Idempotent."""
+        """Wait for queued and running calls, and abandon them after the tiers' ``drain_timeout_s``. Idempotent."""
         self._slots = None
         tiers, self._tiers = self._tiers, []
         for tier in tiers:
@@ -117,8 +118,8 @@ class NodeAgent:
                     self._link.put(News(tier.index, stats, dict(islice(left, _LOST_AT_ONCE))))
                     while some := dict(islice(left, _LOST_AT_ONCE)):
                         self._link.put(News(tier.index, stats, some))
-            except Exception:  # noqa: BLE001 - a store is foreign, and this is an engine's step
-                self._log.exception(f"{tier.store!r} cannot tell what became of it")
+            except Exception:  # noqa: BLE001 - a store is foreign code, and this is an engine's step
+                self._log.exception(f"{tier.store!r} cannot report its losses and statistics")
         if is_due:
             self._news_due_s = self._clock() + _NEWS_S
 
@@ -129,7 +130,7 @@ class NodeAgent:
 
 
 class _Tier:
-    """One tier's store, its threads, and the orders that it works on."""
+    """One tier's store, its threads and its open orders."""
 
     def __init__(self, index: int, tier: AgentTier, clock: Callable[[], float]) -> None:
         self.index = index
@@ -146,11 +147,11 @@ class _Tier:
 
     def take_results(self) -> None:
         for result in self._runner.take_results():
-            if result.status is not IoStatus.OVERDUE:  # an end follows, or the order has none
+            if result.status is not IoStatus.OVERDUE:  # the call's end follows, or the order never ends
                 result.task.on_result(result)
 
     def begin(self, order: Order, rows: npt.NDArray[np.uint8], put: Callable[[Answer], None]) -> None:
-        """Begins ``order``, and gives its end to ``put`` when its results are taken."""
+        """Start ``order``. Its answer is passed to ``put`` when its results are taken."""
         keys = order.keys
         if order.act in (Act.SCAN, Act.SCAN_ANEW):
             found: list[OffloadKey] = []
@@ -197,8 +198,8 @@ class _Tier:
     def _scan_on(self, act: Act, found: list[OffloadKey]) -> list[bool]:
         if act is Act.SCAN_ANEW:
             self._scan = chain.from_iterable(self.store.scan())
-        if self._scan is None:  # else no more keys would mean that the store has no others
-            raise StoreError("the scan was begun by another process")
+        if self._scan is None:  # an answer without keys would mean that the scan is complete
+            raise StoreError("another process started the scan")
         found += islice(self._scan, _SCAN_KEYS)
         return [True]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent's end of its talk with the scheduler: which packets count, and what goes back. Pure."""
+"""The agent's end of its exchange with the scheduler: it accepts packets and makes replies. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ _MAX_KEPT = 64
 
 
 class AgentLink:
-    """``Nodes``' counterpart in the process that is the agent of ``node`` now. One thread."""
+    """The counterpart of ``Nodes`` in the process that is currently the agent of ``node``. One thread."""
 
     def __init__(self, node: int) -> None:
         self.node = node
         self.process = int.from_bytes(os.urandom(7), "little") + 1
-        """This process's number: no two are equal, whenever and wherever they were started."""
+        """The random number of this process, which no other process shares."""
         self._stream = Stream()
         self.session = 0
-        """0: the scheduler has not spoken to this process yet."""
+        """The number of the session, or 0 if the scheduler has not contacted this process yet."""
         self._past_sessions: set[int] = set()
         self._introduce_in: int | None = None
-        """The session in which the scheduler is to be told who is the agent here."""
+        """The session in which this process must introduce itself to the scheduler, or ``None``."""
         self._owes_reply = False
 
     def __repr__(self) -> str:
         return f"AgentLink({self.node}, session={self.session}, {self._stream!r})"
 
     def receive(self, packets: Iterable[Packet], is_idle: Callable[[], bool]) -> list[Order]:
-        """The orders to begin. Packets for others are ignored, and all of another session while ``is_idle`` says that
-        an order has not ended: its scheduler might use the slots."""
+        """Return the orders to start.
+
+        Ignores packets for other agents. While ``is_idle()`` is false, because an order has not ended, it also ignores
+        packets of another session, because that session's scheduler might use the slots.
+        """
         orders: list[Order] = []
         for packet in packets:
             if packet.node != self.node:
@@ -51,14 +54,14 @@ class AgentLink:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is a session, and its scheduler takes what it is sent. Otherwise what is no answer waits."""
+        """Whether there is a session whose scheduler keeps up with receiving. Otherwise news must wait."""
         return self.session > 0 and self._stream.num_kept < _MAX_KEPT
 
     def put(self, item: Item) -> None:
         self._stream.put(item)
 
     def take_packets(self) -> list[Packet]:
-        """What goes back with this step: a reply to whatever arrived, and what there is to say."""
+        """Return the packets to send with this step: replies to received packets, and new items."""
         packets = []
         if self._introduce_in is not None:
             packets.append(Packet(self.node, self._introduce_in, self.process))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that travels between the scheduler and the agents of the nodes. Plain, small, picklable.
+"""All messages between the scheduler and the agents of the nodes.
 
-They are values that are never changed.
+They are plain, small and picklable values that are never changed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class Act(Enum):
     WRITE = "write"
     DISCARD = "discard"
     TOUCH = "touch"
-    """Has no answer."""
+    """An order to mark blocks as used. It has no answer."""
     SCAN = "scan"
-    """The answer has the next keys of the node's store; none: it has no more."""
+    """An order for the next keys of the node's store. An answer without keys means that there are no more."""
     SCAN_ANEW = "scan anew"
-    """The same, from the first key on."""
+    """Like ``SCAN``, but from the first key on."""
 
 
 @dataclass(slots=True)
 class Order:
-    """To a node: something to do with the node's part of each block."""
+    """A message to a node: a call for the node's part of each block."""
 
     number: int
-    """Of the order. All nodes get the same order under the same number."""
+    """The order's number, which is the same on all nodes, or 0 if the order has no answer."""
     tier: int
-    """Index of the tier, in the order of the configuration."""
+    """The index of the tier, in the order of the configuration."""
     act: Act
     keys: Sequence[OffloadKey] = ()
     slots: Sequence[int] = ()
-    """Of ``keys``, in the node's region; only to read and to write. A read without any is a probe: into memory of the
-    node's own."""
+    """The slots of ``keys`` in the node's region, for reads and writes only. A read without slots is a probe, which
+    reads into temporary memory of the node."""
 
     @property
     def size(self) -> int:
@@ -50,17 +50,17 @@ class Order:
 
 @dataclass(slots=True)
 class Answer:
-    """From a node: the order with this number has ended there. The node touches none of its slots any more."""
+    """A message from a node: the order with this number has ended there, and the node no longer touches its slots."""
 
     number: int
     outcomes: Sequence[bool] = ()
-    """By key."""
+    """The outcome for each key."""
     keys: Sequence[OffloadKey] = ()
-    """What a scan found."""
+    """The keys that a scan found."""
     error: str = ""
-    """What the node's store raised; empty: nothing."""
+    """The text of the error that the node's store raised, or an empty string."""
     errno: int | None = None
-    """Of ``error``, if the operating system has a number for it."""
+    """The operating system's number for ``error``, or ``None``."""
 
     @property
     def size(self) -> int:
@@ -69,7 +69,7 @@ class Answer:
 
 @dataclass(slots=True)
 class News:
-    """From a node, unasked: what became of one tier's store there."""
+    """An unsolicited message from a node: the statistics and losses of one tier's store there."""
 
     tier: int
     stats: StoreStats
@@ -85,22 +85,23 @@ Item = Order | Answer | News
 
 @dataclass(slots=True)
 class Packet:
-    """Some items of one stream, in one step. A packet may be late, lost, repeated, or overtaken by another.
+    """Some items of one stream, in one step. A packet may be late, lost, repeated, or overtaken by another packet.
 
-    A *session* is the scheduler's talk with one process of an agent. ``Nodes`` numbers the sessions of a node, and
-    begins another one for each new process.
+    A *session* is the scheduler's exchange with one process of an agent. ``Nodes`` numbers the sessions of a node, and
+    starts another session for each new process.
     """
 
     node: int
     session: int
     agent: int
-    """The process of the agent that sent this, or is meant; 0: whichever runs now, which shall say its number."""
+    """The number of the agent's process that sends or receives this packet. With 0, the process that currently runs
+    must reply with its number."""
     number: int = 0
-    """Of the packets that this side sent in this session, from 1; 0: it only says which agent runs."""
+    """The packet's number in this session and direction, from 1, or 0 if the packet only introduces the agent."""
     seen: int = 0
-    """The highest number of a packet of the other side that has arrived."""
+    """The highest number of the other side's packets that have arrived."""
     expects: int = 0
-    """The item of the other side that is to come next: all before have arrived."""
+    """The number of the other side's next item. All items before it have arrived."""
     first: int = 0
-    """Number of ``items[0]`` among this side's items, from 0."""
+    """The number of ``items[0]`` among this side's items, from 0."""
     items: tuple[Item, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side: orders go to the agents of all nodes, and an order has ended when it ended on all of them."""
+"""The scheduler's side, which sends orders to the agents of all nodes and combines their answers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from kvoffload.tiering.stores.base import LossCause, StoreStats
 _log = logging.getLogger(__name__)
 
 _MAX_UNASKED = 64
-"""Orders without an answer that may wait for a node. More are dropped: they are hints."""
+"""The number of waiting items for a node at which orders without an answer, which are hints, are dropped."""
 _MAX_LOST = 65_536
 _SILENT_PACKETS = 32
-"""Packets without a reply, more than an engine has steps in flight, ..."""
+"""An agent may be silent if it leaves this many packets unanswered. An engine has fewer steps in flight."""
 _SILENT_S = 2.0
-"""... and for this long: the agent is dead or frozen. Its node is asked for nothing more until it has replied."""
+"""An agent is silent (dead or frozen) if it has also not replied for this long. Its node gets no new orders until it
+replies."""
 
 
 class Pending:
-    """An order that all of ``left`` have yet to end. ``Nodes`` changes it; whoever gave the order waits for ``ended``,
-    and reads the others then."""
+    """An order that the nodes in ``left`` have not ended yet.
+
+    ``Nodes`` changes it. The caller who gave the order waits for ``ended``, and then reads the other fields.
+    """
 
     __slots__ = ("bad_nodes", "ended", "errno", "errors", "keys", "left", "outcomes")
 
     def __init__(self, num_keys: int, nodes: Iterable[int]) -> None:
         self.left = set(nodes)
         self.outcomes = [True] * num_keys
-        """By key: ``True`` if all nodes said so."""
+        """The outcome for each key: ``True`` if it is ``True`` on all nodes."""
         self.bad_nodes: dict[int, int] = {}
-        """By the index of a key that is not ``True``: the first node that said so."""
+        """For the index of each key that failed, the first node that reported the failure."""
         self.keys: Sequence[OffloadKey] = ()
-        """What a scan found."""
+        """The keys that a scan found."""
         self.errors: list[str] = []
-        """Why nodes failed as a whole."""
+        """The errors of nodes that failed as a whole."""
         self.errno: int | None = None
         self.ended = threading.Event()
 
@@ -66,13 +69,13 @@ class Pending:
 
 
 class _Node:
-    """What the scheduler knows of one node's agent."""
+    """The scheduler's view of one node's agent."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        # Another scheduler's numbers are others: an agent that has served one must not take this session for that one.
+        # Numbers are random, so that an agent that has served another scheduler does not confuse their sessions.
         self.session = int.from_bytes(os.urandom(6), "little") + 1
         self.agent = 0
-        """0: none has spoken yet. Until one has, items wait."""
+        """The number of the agent's process, or 0 if none has replied yet. Items wait until one has."""
         self.stream = Stream()
         self._clock = clock
         self._num_unanswered = 0
@@ -93,15 +96,15 @@ class _Node:
 
 
 class Nodes:
-    """Gives orders to the agents of ``num_nodes`` nodes, and puts their answers together.
+    """Sends orders to the agents of ``num_nodes`` nodes, and combines their answers.
 
-    I/O threads call ``order`` and ``tell``. The engine's thread calls ``take_packets`` once in each step, sends them to
-    the agents, and calls ``receive`` with what they sent; a packet may be lost or late on either way. Nothing here
-    waits.
+    I/O threads call ``order`` and ``tell``. In each step, the engine's thread calls ``take_packets`` once, sends the
+    packets to the agents, and calls ``receive`` with the agents' packets. Packets may be lost or late in both
+    directions. No method waits.
 
-    An order ends on a node when the agent has answered it; or when another process of the agent speaks, which is
-    started only after the one before has ended (``NodeAgent``); or at ``close``. Nothing else ends it, however long it
-    takes: the agent may still read or write its slots.
+    An order ends on a node when the agent answers it, when another process of the agent replies (which is started only
+    after the previous one has ended, see ``NodeAgent``), or at ``close``. Nothing else ends it, however long it takes,
+    because the agent may still read or write its slots.
     """
 
     def __init__(self, num_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,9 +113,9 @@ class Nodes:
         self._open: dict[int, Pending] = {}
         self._last_number = 0
         self._stats: dict[int, dict[int, StoreStats]] = {}
-        """By tier and node."""
+        """The last statistics by tier and node."""
         self._lost: dict[int, dict[OffloadKey, tuple[LossCause, int]]] = {}
-        """By tier: the cause and the node of losses that nobody has taken yet."""
+        """The cause and the node of losses that nobody has taken yet, by tier."""
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -133,11 +136,14 @@ class Nodes:
         *,
         among: Iterable[int] | None = None,
     ) -> Pending:
-        """Gives an order to the nodes ``among``; ``None``: to all. Raises ``StoreError`` if one of them is silent."""
+        """Queue an order for the nodes ``among``, or for all nodes if it is ``None``.
+
+        Raises ``StoreError`` if one of the nodes is silent, or after ``close``.
+        """
         among = range(len(self._nodes)) if among is None else tuple(among)
         with self._lock:
             if self._is_closed:
-                raise StoreError("The engine ends.")
+                raise StoreError("The engine is shutting down.")
             for index in among:
                 if self._nodes[index].is_silent:
                     raise StoreError(f"node {index}: its agent does not answer")
@@ -148,7 +154,7 @@ class Nodes:
         return pending
 
     def tell(self, tier: int, act: Act, keys: Sequence[OffloadKey]) -> None:
-        """Gives an order that has no answer. Dropped by nodes that are busy."""
+        """Queue an order that has no answer. It is dropped for busy nodes."""
         with self._lock:
             if not self._is_closed:
                 among = [at for at, node in enumerate(self._nodes) if node.stream.num_kept < _MAX_UNASKED]
@@ -159,23 +165,23 @@ class Nodes:
             self._nodes[index].stream.put(order)
 
     def stats(self, tier: int) -> list[StoreStats]:
-        """The last that each node has said."""
+        """Return the last statistics of each node that has reported any."""
         with self._lock:
             return list(self._stats.get(tier, {}).values())
 
     def take_lost(self, tier: int) -> dict[OffloadKey, tuple[LossCause, int]]:
-        """What any node lost since the last call: why, and which node."""
+        """Return the blocks that nodes lost since the last call, with the cause and the node."""
         with self._lock:
             return self._lost.pop(tier, {})
 
     # ------------------------------------------------------------------------------------------- engine's thread
 
     def take_packets(self) -> tuple[Packet, ...]:
-        """What goes out with this step."""
+        """Return the packets to send with this step."""
         packets = []
         with self._lock:
             for index, node in enumerate(self._nodes):
-                if not (self._open or node.stream.is_due or node.is_silent):  # who is silent must be asked to speak
+                if not (self._open or node.stream.is_due or node.is_silent):  # a silent agent must be asked to reply
                     continue
                 node.sent()
                 if node.agent:
@@ -185,12 +191,12 @@ class Nodes:
         return tuple(packets)
 
     def receive(self, packets: Iterable[Packet]) -> None:
-        """What came back with a step."""
+        """Accept the packets that arrived with a step."""
         with self._lock:
             for packet in packets:
                 node = self._nodes[packet.node]
                 if packet.session != node.session:
-                    continue  # late: of a process that has ended
+                    continue  # a late packet of a process that has ended
                 node.replied()
                 if packet.agent != node.agent:
                     self._begin_session(packet.node, packet.agent)
@@ -199,17 +205,17 @@ class Nodes:
                     self._take(packet.node, item)
 
     def close(self) -> None:
-        """The engine ends, and no step follows: all open orders fail. Idempotent."""
+        """Fail all open orders, because the engine shuts down and no step follows. Idempotent."""
         with self._lock:
             self._is_closed = True
             for index in range(len(self._nodes)):
-                self._fail_all(index, "the engine ends")
+                self._fail_all(index, "the engine is shutting down")
 
     def _take(self, node: int, item: object) -> None:
         if isinstance(item, News):
             self._stats.setdefault(item.tier, {})[node] = item.stats
             lost = self._lost.setdefault(item.tier, {})
-            room = max(0, _MAX_LOST - len(lost))  # the rest is found out by reading it
+            room = max(0, _MAX_LOST - len(lost))  # other losses show when the blocks are read
             lost.update((key, (cause, node)) for key, cause in islice(item.lost.items(), room))
         elif isinstance(item, Answer) and item.number in self._open:
             self._end(node, item)
@@ -221,11 +227,14 @@ class Nodes:
             del self._open[answer.number]
 
     def _begin_session(self, index: int, agent: int) -> None:
-        """A process that was not known says that it is the agent. What the one before was sent, it has taken along."""
+        """Start a session with an unknown process that says that it is the agent.
+
+        Items that were sent to the previous process are lost.
+        """
         node = self._nodes[index]
         if node.agent:
-            _log.warning("The agent of node %d was started again. Its open calls have failed.", index)
-            self._fail_all(index, "its agent was started again")
+            _log.warning("The agent of node %d was restarted. Its open calls have failed.", index)
+            self._fail_all(index, "its agent was restarted")
             node.stream = Stream()
         node.session += 1
         node.agent = agent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose calls are executed by the agents of several nodes, each on its part of the block."""
+"""A store whose calls are executed by the agents of several nodes, each of them on its part of the block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _MAX_REMEMBERED = 4096
 
 
 class NodesStore(BlockStore):
-    """Tier ``tier`` of ``nodes``. A block is here if every node has its part, and a call has ended when it has ended on
-    every node.
+    """Tier ``tier`` of ``nodes``.
 
-    ``view`` is this node's region, (num_blocks, block_bytes). The blocks of a call are slots of it: their numbers go to
-    the nodes, each of which has its part of the block in the same slot of a region of its own. An I/O thread waits in
-    each call, so it costs no processor, but two steps of the engine at least; hence many threads and large batches.
-    The agents cut them for their own threads.
+    The store contains a block if every node has its part, and a call has ended when it has ended on every node.
+
+    ``view`` is this node's region, of shape (num_blocks, block_bytes). The blocks of a call are slots of this region.
+    The store sends the slot numbers to the nodes, and each node keeps its part of a block in the same slot of its own
+    region. An I/O thread waits in each call, for at least two steps of the engine and without using CPU time. So the
+    store uses many threads and large batches, which the agents cut for their own threads.
     """
 
     batch_blocks = 1024
@@ -37,10 +38,10 @@ class NodesStore(BlockStore):
         self._nodes = nodes
         self._tier = tier
         self._num_slots, self._slot_bytes = view.shape
-        self._view = view  # while it lives, no other memory has its addresses
+        self._view = view  # while this is alive, no other memory has its addresses
         self._first_address = _address(view.cast("B"))
         self._bad_nodes: dict[OffloadKey, int] = {}
-        """Of the blocks that were lost last: the node that lost it."""
+        """The node that lost each of the most recently lost blocks."""
 
     def __repr__(self) -> str:
         return f"NodesStore(tier={self._tier}, {self._nodes!r})"
@@ -54,7 +55,7 @@ class NodesStore(BlockStore):
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         if not keys:
             return []
-        if len(keys) == 1 and self._slot_of(blocks[0]) is None:  # memory of a probe, of which nodes have no part
+        if len(keys) == 1 and self._slot_of(blocks[0]) is None:  # memory of a probe, which is not in the nodes' regions
             self._call(Act.READ, keys)
             return [False]
         pending = self._call(Act.READ, keys, self._slots_of(blocks))
@@ -70,10 +71,10 @@ class NodesStore(BlockStore):
         self._nodes.tell(self._tier, Act.TOUCH, keys)
 
     def close(self) -> None:
-        """Nothing: the agents close their stores."""
+        """Do nothing, because the agents close their stores."""
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
-        """What one node has, and all others have as well."""
+        """Yield the keys of one node that all other nodes have as well, in batches."""
         act = Act.SCAN_ANEW
         others = [node for node in range(len(self._nodes)) if node != _SCAN_NODE]
         while keys := self._call(act, (), among=[_SCAN_NODE]).keys:
@@ -88,13 +89,13 @@ class NodesStore(BlockStore):
         return {key: cause for key, (cause, _) in lost.items()}
 
     def stats(self) -> StoreStats:
-        """Of all nodes together. The bytes are unknown as long as those of one are."""
+        """Return the statistics of all nodes together. The bytes are unknown until every node has reported them."""
         each = self._nodes.stats(self._tier)
         silent = [StoreStats()] * (len(self._nodes) - len(each))
         return StoreStats.of_all([*each, *silent])
 
     def bad_node(self, key: OffloadKey) -> int | None:
-        """The node that lost ``key``, if that was lately."""
+        """Return the node that lost ``key``, or ``None`` if the key was not lost recently."""
         return self._bad_nodes.get(key)
 
     def _remember(self, key: OffloadKey, node: int) -> None:
@@ -115,7 +116,7 @@ class NodesStore(BlockStore):
     def _slots_of(self, blocks: Sequence[memoryview]) -> list[int]:
         slots = [slot for block in blocks if (slot := self._slot_of(block)) is not None]
         if len(slots) < len(blocks):
-            raise StoreError("A block is no slot of the region, so that no other node has its part.")
+            raise StoreError("A block is not a slot of the region, so no other node has its part.")
         return slots
 
     def _slot_of(self, block: memoryview) -> int | None:
@@ -124,7 +125,7 @@ class NodesStore(BlockStore):
 
 
 class NodesLosses(LostBlocks):
-    """Records in ``lost`` what ``store`` lost, with the node that lost it. One thread."""
+    """Records losses of ``store`` in ``lost``, with the node that lost the block. One thread."""
 
     def __init__(self, lost: LostBlocks, store: NodesStore) -> None:
         super().__init__(max_blocks=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One end of a stream of items that arrive once and in order, over packets that may not."""
+"""One end of a stream that delivers items once and in order, over packets that may be lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from itertools import islice
 from kvoffload.tiering.nodes.messages import Item, Packet
 
 MAX_PACKET_SIZE = 8192
-"""Keys of one packet, some 300 KiB: it travels with a step, which waits for it. An item that is larger goes alone."""
+"""The most keys in one packet, about 300 KiB, because a step waits for its packets. A larger item has its own
+packet."""
 
 
 class Stream:
-    """Numbers what it sends, and keeps it until the other end has it. No clock: an item is sent again once the other
-    end has seen the packet that had it, or a later one, and still expects it. So packets must go both ways as long as
-    something is open. The owner calls from one thread at a time."""
+    """Numbers the items that it sends, and keeps them until the other end has received them.
+
+    It uses no clock. It sends an item again once the other end has seen the packet with that item, or a later packet,
+    and still expects the item. So packets must flow in both directions as long as anything is open. The owner calls it
+    from one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._kept: deque[tuple[Item, int]] = deque()
-        """Items that the other end may lack, and in which packet each was last sent; 0: in none."""
+        """Items that the other end may lack, each with the number of the packet that last contained it, or 0."""
         self._first_kept = 0
         self._next = 0
-        """Number of the item that is sent next."""
+        """The number of the item that is sent next."""
         self._expects = 0
         self._number = 0
         self._seen = 0
         self._owes_word = False
-        """Items have arrived, and the other end was not told."""
+        """Whether items have arrived that are not acknowledged yet."""
 
     def __repr__(self) -> str:
         return f"Stream(kept={len(self._kept)}, next={self._next}, expects={self._expects})"
@@ -38,14 +42,14 @@ class Stream:
 
     @property
     def is_due(self) -> bool:
-        """There is something to send."""
+        """Whether there is something to send."""
         return self._owes_word or self._next < self._first_kept + len(self._kept)
 
     def put(self, item: Item) -> None:
         self._kept.append((item, 0))
 
     def packet(self, node: int, session: int, agent: int) -> Packet:
-        """The next packet: what the other end lacks, or may lack, as far as it fits."""
+        """Return the next packet, with as many items as fit of those that the other end lacks or may lack."""
         self._number += 1
         self._owes_word = False
         first, room = self._next, MAX_PACKET_SIZE
@@ -61,7 +65,7 @@ class Stream:
         return Packet(node, session, agent, self._number, self._seen, self._expects, first, tuple(items))
 
     def receive(self, packet: Packet) -> tuple[Item, ...]:
-        """What has arrived with ``packet``, of this session: the items that come next."""
+        """Accept a packet of this session, and return the new items in it that are next in order."""
         self._seen = max(self._seen, packet.number)
         while self._kept and self._first_kept < packet.expects:
             self._kept.popleft()

@@ -18,10 +18,10 @@ _DRAIN_S = 0.2
 
 
 class NodesTier(StoreTier):
-    """``StoreTier`` over tier ``index`` of ``nodes``, which it closes. ``options`` are those of ``StoreTier``.
+    """A ``StoreTier`` over tier ``index`` of ``nodes``, which it closes. It accepts the ``options`` of ``StoreTier``.
 
-    Calls of the store end with steps of the engine, and an engine makes none while its scheduler's thread waits: give
-    it ``limits`` with a short ``drain_timeout_s``. The slots of what the agents do stay reserved until it has ended.
+    Calls of the store end with steps of the engine, and the engine makes no steps while its scheduler's thread waits.
+    So pass ``limits`` with a short ``drain_timeout_s``. Slots stay reserved until the agents have finished with them.
     """
 
     def __init__(
@@ -47,7 +47,10 @@ class NodesTier(StoreTier):
 def build_nodes_tier(
     options: StoreOptions, view: memoryview, nodes: Nodes, index: int, lost: LostBlocks, enable_events: bool
 ) -> NodesTier:
-    """As ``StoreOptions.build``, for tier ``index`` of an engine that spans ``nodes``. Opens no store: agents do."""
+    """Build tier ``index`` of an engine that spans ``nodes``, like ``StoreOptions.build``.
+
+    This opens no store, because the agents open them.
+    """
     tier = NodesTier(
         view,
         options.label,

@@ -46,7 +46,7 @@ def parse(**options: Any) -> RedisOptions:
         ({"url": {"path": "x"}}, '{"file": path}'),
         ({"password": {"env": "A", "file": "b"}}, "password of the 'redis' tier must be text"),
         ({"seal_key": "short"}, "16 characters"),
-        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is not a span of time; .* 'never'"),
+        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is not a time; .* 'never'"),
         ({"ttl": 0.5}, "a second at least"),
         ({"prefix": "a{b}"}, "prefix of the 'redis' tier"),
         ({"connect_timeout_s": 0}, "connect_timeout_s of the 'redis' tier must be positive"),
