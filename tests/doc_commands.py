@@ -41,7 +41,6 @@ OF_OTHERS = {
     ")": "the shell's",
     "kubectl": "needs a cluster; its manifests are checked by tests/deploy/test_kubernetes.py",
     "jq": "reads lines of JSON; tests/connector/test_trace_recorder.py has these lines",
-    "git": "the copies that it makes come from elsewhere",
     "docker": "needs a daemon, which the machines of the tests do not have",
     "valkey-server": "needs certificates; its options are those of the servers that make test-remote starts",
 }
