@@ -21,9 +21,9 @@ import numpy.typing as npt
 from bench.core import Row, trace_of
 from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.sim.disk import Link
-from kvoffload.sim.driver import SimConfig, simulate
-from kvoffload.sim.server import Server
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import SimConfig
+from kvoffload.sim.engine import Engine, Hit
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
@@ -123,6 +123,9 @@ class PacedClock:
     def now_s(self) -> float:
         return time.monotonic()
 
+    def __call__(self) -> float:
+        return time.monotonic()
+
     def advance_to(self, time_s: float) -> None:
         time.sleep(max(0.0, time_s - time.monotonic()))
 
@@ -145,26 +148,32 @@ def replay(
     tier = build_tier({"type": "memory", "max_bytes": quota, "exclusive": True}, primary.kv_view)
     manager = FilledManager(memory, primary, [tier], cascade=[cascade])
     clock = PacedClock()
-    server = Server(
-        trace,
-        trace.keys(),
-        manager,
-        clock,
-        cpu_blocks=num_blocks,
+    config = SimConfig(
+        num_blocks,
+        block_bytes,
         prefill_tokens_per_s=blocks_per_s * trace.block_tokens,
         chunk_tokens=CHUNK_TOKENS,
-        block_bytes=block_bytes,
-        load_link=Link(1e15, 0.0),
-        device=None,
-        wait=lambda: clock.now_s + 0.0005,
+        load_bytes_per_s=1e15,
+        load_latency_s=0.0,
+    )
+    hits: list[Hit] = []
+    engine = Engine(
+        trace,
+        trace.hashes(),
+        config,
+        manager,
+        clock,
+        next_tier_end_s=lambda: clock.now_s + 0.0005 if engine.num_requests else None,
+        on_first_token=lambda served: hits.append(served.hit),
     )
     start_s = time.monotonic()
-    host = disk = used = 0
+    used = 0
     try:
         for request in range(len(trace)):
-            hit = server.serve(request)
-            host += hit.host
-            disk += hit.disk
+            engine.add(request)
+            while (next_s := engine.begin()) is not None:
+                clock.advance_to(next_s)
+                engine.end()
             used = max(used, int(tier.get_stats()["tier_bytes", "memory"]))
             check(manager)
         seconds = time.monotonic() - start_s
@@ -172,9 +181,9 @@ def replay(
         manager.on_schedule_end()
         stats = manager.get_stats()
         return Replayed(
-            accesses=server.accesses,
-            host_hits=host,
-            disk_hits=disk,
+            accesses=engine.accesses,
+            host_hits=sum(hit.host for hit in hits),
+            disk_hits=sum(hit.disk for hit in hits),
             wrong=manager.wrong,
             written=int(stats["tier_blocks_stored", "memory"]),
             dropped=int(stats["cascades", "dropped"] + stats["tier_dropped_blocks", "memory"]),

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.core import Row, trace_of
-from kvoffload.base import OffloadKey
-from kvoffload.sim.driver import SimConfig, SimResult, simulate
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import SimConfig
+from kvoffload.sim.result import Result
 from kvoffload.sim.trace import Trace
 
 KV_BYTES_PER_TOKEN = 128 << 10
@@ -52,7 +53,7 @@ class Machine:
     """A trace that arrives at a rate, and a machine without a disk."""
 
     trace: Trace
-    keys: list[OffloadKey]
+    hashes: list[bytes]
     config: SimConfig
     busy: float
 
@@ -61,10 +62,10 @@ class Machine:
         speed = f"{self.config.prefill_tokens_per_s / 1000:g}k tokens/s"
         return f"{self.trace.name}, {speed}, {100 * self.busy:.0f} % busy"
 
-    def run(self, **changes: object) -> SimResult:
-        return simulate(self.trace, replace(self.config, **changes), keys=self.keys)  # type: ignore[arg-type]
+    def run(self, **changes: object) -> Result:
+        return simulate(self.trace, replace(self.config, **changes), hashes=self.hashes)  # type: ignore[arg-type]
 
-    def with_disk(self, gb_per_s: float, load_policy: str) -> SimResult:
+    def with_disk(self, gb_per_s: float, load_policy: str) -> Result:
         return self.run(
             disk_blocks=max(1, self.trace.num_unique // 5),
             disk_read_bytes_per_s=gb_per_s * 1e9,
@@ -78,9 +79,9 @@ class Compared:
 
     machine: Machine
     gb_per_s: float
-    without: SimResult
-    always: SimResult
-    cost: SimResult
+    without: Result
+    always: Result
+    cost: Result
 
     @property
     def is_faster_than_computing(self) -> bool:
@@ -114,11 +115,11 @@ def machines(short: bool) -> Iterator[Machine]:
 
 def _at_load(trace: Trace, config: SimConfig, busy: float) -> Machine:
     """Requests one by one take the same time however dense they are, so one run says how dense they must be."""
-    keys = trace.keys()
+    hashes = trace.hashes()
     sparse = trace.stretched(1e6)
-    used_s = simulate(sparse, config, keys=keys).utilisation * float(sparse.times_s[-1] - sparse.times_s[0])
+    used_s = simulate(sparse, config, hashes=hashes).utilisation * float(sparse.times_s[-1] - sparse.times_s[0])
     stretch = used_s / busy / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9)
-    return Machine(trace.stretched(stretch), keys, config, busy)
+    return Machine(trace.stretched(stretch), hashes, config, busy)
 
 
 def compare(short: bool) -> Iterator[Compared]:
@@ -171,9 +172,9 @@ def _neighbour(short: bool) -> list[Row]:
 
 
 def _first_tokens(machine: Machine, config: SimConfig) -> np.ndarray:
-    found: list[float] = []
-    simulate(machine.trace, config, keys=machine.keys, on_request=lambda _, __, first_s: found.append(first_s))
-    return np.array(found)
+    found: dict[int, float] = {}
+    simulate(machine.trace, config, hashes=machine.hashes, on_request=lambda n, _, __, at_s: found.update({n: at_s}))
+    return np.array([found[n] for n in range(len(found))]) - machine.trace.times_s
 
 
 def _quantile(values: np.ndarray, chosen: np.ndarray, share: float) -> float:

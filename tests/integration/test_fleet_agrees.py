@@ -26,11 +26,10 @@ from tests.tiering.rig import quiesce
 
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions
-from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, SharedStore
-from kvoffload.sim.fleet.result import FleetResult
-from kvoffload.sim.fleet.routers import Asked, Fleet, ServerState, router_of
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
+from kvoffload.sim.result import Result
+from kvoffload.sim.routers import Asked, Fleet, ServerState, router_of
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import JobMetadata
 from kvoffload.tiering.options import STORES
@@ -157,18 +156,20 @@ def simulated(
     *,
     latency_s: float = 0.0,
     prefill_servers: int = 0,
-) -> tuple[list[tuple[int, int, int]], FleetResult]:
+) -> tuple[list[tuple[int, int, int]], Result]:
     server = SimConfig(
         cpu_blocks,
         1000,
         gpu_blocks,
         policy="lru",
         chunk_tokens=chunk_tokens,
+        load_bytes_per_s=math.inf,
+        load_latency_s=0.0,
         load_policy="always",
     )
     shared = SharedStore(1 << 20, server_bytes_per_s=math.inf, store_bytes_per_s=math.inf, latency_s=latency_s)
     found: list[tuple[int, int, int]] = []
-    result = simulate_fleet(
+    result = simulate(
         trace,
         FleetConfig(server, num_servers, router, shared, prefill_servers=prefill_servers),
         on_request=lambda _, number, hit, __: found.append((number, hit.device, hit.host + hit.disk)),

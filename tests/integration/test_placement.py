@@ -19,7 +19,9 @@ from kvoffload.config import parse_config
 from kvoffload.demo.comparison import Way, compare
 from kvoffload.demo.workload import ChatWorkload
 from kvoffload.engines.reference import EngineOptions
-from kvoffload.sim.driver import SimConfig, simulate
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import SimConfig
+from kvoffload.sim.report import moved_blocks
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from kvoffload.tiering.stores.fs import FileSystemStore
@@ -59,20 +61,23 @@ def test_on_evict_writes_less_to_a_disk_that_is_never_late() -> None:
     trace = synthesize("chat", 150, seed=3).whole_blocks()
     num_blocks = trace.num_unique // 20
     written = {
-        mode: simulate(
-            trace,
-            SimConfig(
-                num_blocks,
-                BLOCK_BYTES,
-                disk_blocks=num_blocks,
-                policy="lru",
-                cascade=mode,
-                disk_read_bytes_per_s=1e15,
-                disk_write_bytes_per_s=1e15,
-                disk_latency_s=0.0,
-                load_policy="always",
+        mode: moved_blocks(
+            simulate(
+                trace,
+                SimConfig(
+                    num_blocks,
+                    BLOCK_BYTES,
+                    disk_blocks=num_blocks,
+                    policy="lru",
+                    cascade=mode,
+                    disk_read_bytes_per_s=1e15,
+                    disk_write_bytes_per_s=1e15,
+                    disk_latency_s=0.0,
+                    load_policy="always",
+                ),
             ),
-        ).disk_written_bytes
+            "written",
+        )
         for mode in MODES
     }
     assert 0 < written["on_evict"] < written["on_store"]

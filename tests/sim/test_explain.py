@@ -186,9 +186,9 @@ def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
     by_name = {each.change: each for each in others}
     most = by_name["four times the host memory"]
     assert most.more_tokens > 0
-    result = most.result
-    found = result.gpu_hit_tokens + result.cpu_hit_tokens + result.disk_hit_tokens
-    assert most.more_tokens == found - as_it_was.result.cpu_hit_tokens
+    tokens = trace.block_tokens
+    assert as_it_was.result.hit_blocks.total() == as_it_was.result.cpu_hit_blocks
+    assert most.more_tokens == tokens * (most.result.hit_blocks.total() - as_it_was.result.cpu_hit_blocks)
     assert most.saved_s == most.more_tokens / 1000
 
 

@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from kvoffload.sim import page
-from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, Prices
-from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
 from kvoffload.sim.page import draw_fleets, draw_sweeps
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
@@ -32,7 +31,7 @@ def test_a_picture_and_a_page(report: Report, is_page: bool, magic: bytes) -> No
     assert draw_sweeps([report, report][1 - is_page :], is_page).startswith(magic)
 
 
-def drawn_marks(results: list[FleetResult], monkeypatch: pytest.MonkeyPatch) -> Any:
+def drawn_marks(results: list[Result], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The axes of the drawing."""
     figures: list[Any] = []
     monkeypatch.setattr(page, "_png", lambda figure: figures.append(figure) or b"")
@@ -43,7 +42,7 @@ def drawn_marks(results: list[FleetResult], monkeypatch: pytest.MonkeyPatch) -> 
 def test_fleets_at_one_place_are_rings_around_each_other_with_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = synthesize("chat", 20, 2).whole_blocks()
     server = SimConfig(cpu_blocks=200, block_bytes=1 << 20)
-    one = simulate_fleet(trace, FleetConfig(server, 1))
+    one = simulate(trace, FleetConfig(server, 1))
     other = replace(one, config=replace(one.config, router="session"))
     axes = drawn_marks([one, other], monkeypatch)
     sizes = [float(mark.get_sizes()[0]) for mark in axes.collections]
@@ -53,6 +52,6 @@ def test_fleets_at_one_place_are_rings_around_each_other_with_one_label(monkeypa
 
 def test_a_logarithmic_axis_says_so_and_looks_it(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
     trace = synthesize("chat", 20, 2).whole_blocks()
-    axes = drawn_marks([simulate_fleet(trace, FleetConfig(SimConfig(200, 1 << 20), 1))], monkeypatch)
+    axes = drawn_marks([simulate(trace, FleetConfig(SimConfig(200, 1 << 20), 1))], monkeypatch)
     assert axes.get_yscale() == "log" and "logarithmic" in axes.get_ylabel()
     assert len(axes.yaxis.get_minorticklocs()) > len(axes.yaxis.get_majorticklocs())

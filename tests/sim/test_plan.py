@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig, SimResult, simulate
-from kvoffload.sim.fleet.config import Prices
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import Prices, SimConfig
 from kvoffload.sim.plan import Goal, make_plan
+from kvoffload.sim.result import Result
 from kvoffload.sim.synthetic import synthesize
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
@@ -17,7 +18,7 @@ PRICES = Prices()
 TRACE = synthesize("chat", requests=24, seed=1)
 
 
-def price(run: SimResult) -> float:
+def price(run: Result) -> float:
     return PRICES.of_tiers(run.cpu_blocks, run.disk_blocks, BASE.block_bytes)
 
 
@@ -89,4 +90,4 @@ def test_a_disk_that_does_not_pay_is_not_bought() -> None:
     with_disk = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=TRACE.num_unique // 2, processes=1)
     assert with_disk.chosen == without.chosen is not None
     tried = [run for run in with_disk.report.results if run.disk_blocks]
-    assert all(run.declined_blocks for run in tried if run.cpu_blocks < without.chosen.cpu_blocks)
+    assert all(run.sum_of("declined_blocks") for run in tried if run.cpu_blocks < without.chosen.cpu_blocks)

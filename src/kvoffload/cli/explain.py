@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
 from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks, read_trace
-from kvoffload.sim.driver import USUAL, quantiles
+from kvoffload.sim.config import USUAL
 from kvoffload.sim.explain import (
     Explanations,
     WhatIf,
@@ -23,7 +22,8 @@ from kvoffload.sim.explain import (
     what_ifs,
 )
 from kvoffload.sim.page import draw_explanation
-from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds
+from kvoffload.sim.report import NO_FORECAST, explanation_tables, figures_of, format_seconds
+from kvoffload.sim.result import quantiles
 from kvoffload.units import counted, parse_bytes
 
 
@@ -83,7 +83,7 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
             for tier, by_place in summary.weighed_s.items()
         },
         "what_if": [
-            {"change": each.change, "more_tokens": each.more_tokens, "saved_s": each.saved_s, **asdict(each.result)}
+            {"change": each.change, "more_tokens": each.more_tokens, "saved_s": each.saved_s, **figures_of(each.result)}
             for each in asked
         ],
     }

@@ -18,12 +18,12 @@ from kvoffload.cli.scenario import Scenario
 from kvoffload.cli.simulate import print_fleets
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import USUAL, SimConfig, SimResult
-from kvoffload.sim.fleet.config import Prices
-from kvoffload.sim.fleet.plan import make_fleet_plan
+from kvoffload.sim.config import USUAL, Prices, SimConfig
+from kvoffload.sim.fleet_plan import make_fleet_plan
 from kvoffload.sim.page import draw_fleets, draw_sweeps
 from kvoffload.sim.plan import Goal, Plan, machines, make_plan
 from kvoffload.sim.report import fleets_as_json, format_seconds, saturation, sweep_as_json
+from kvoffload.sim.result import Result
 from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
@@ -148,7 +148,7 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
     report, alone = made.report, made.report.without
     assert alone is not None
 
-    def price(result: SimResult) -> float:
+    def price(result: Result) -> float:
         return prices.of_tiers(result.cpu_blocks, result.disk_blocks, report.block_bytes)
 
     tried = [alone, *sorted(report.results, key=price)]
@@ -175,9 +175,9 @@ def _print(made: Plan, goal: Goal, prices: Prices) -> None:
         print(said)
 
 
-def _worth_showing(tried: Sequence[SimResult], made: Plan, goal: Goal) -> list[SimResult]:
+def _worth_showing(tried: Sequence[Result], made: Plan, goal: Goal) -> list[Result]:
     """Of ``tried``, cheapest first, the choice and those that come closer to the goal than all that are cheaper."""
-    shown: list[SimResult] = []
+    shown: list[Result] = []
     closest = -math.inf
     for result in tried:
         reached = goal.reached(result)

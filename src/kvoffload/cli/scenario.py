@@ -19,14 +19,13 @@ from kvoffload.config import DEFAULTS, parse_struct
 from kvoffload.config_file import load_config_file
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.config import Death, FleetConfig, Prices, SharedStore
-from kvoffload.sim.fleet.traffic import crowd
+from kvoffload.sim.config import Death, FleetConfig, Prices, SharedStore, SimConfig
 from kvoffload.sim.hints import hinter
 from kvoffload.sim.report import NO_FORECAST
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
 from kvoffload.sim.trace_files import load_trace
+from kvoffload.sim.traffic import crowd
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.units import counted, format_bytes, parse_bytes

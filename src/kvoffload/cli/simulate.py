@@ -14,10 +14,8 @@ from kvoffload.cli import scenario
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, print_json, print_table, progress, write_drawn
 from kvoffload.cli.scenario import Scenario, capacities
 from kvoffload.config import DEFAULTS
-from kvoffload.sim.driver import USUAL, SimConfig
-from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, Prices
-from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.cluster import simulate as replay
+from kvoffload.sim.config import USUAL, FleetConfig, Prices, SimConfig
 from kvoffload.sim.page import draw_fleets, draw_sweeps
 from kvoffload.sim.report import (
     best_policy,
@@ -33,6 +31,7 @@ from kvoffload.sim.report import (
     sweep_as_json,
     sweep_table,
 )
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import Report, run_all, sweep, without_advice
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
@@ -139,17 +138,17 @@ def _print(report: Report, is_wide: bool) -> None:
         print(said)
 
 
-def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int | None) -> list[FleetResult]:
+def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int | None) -> list[Result]:
     """In the order of the configurations. A single one says how far it is."""
     trace = trace.whole_blocks()
     if len(configs) == 1:
         with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
-            return [simulate_fleet(trace, configs[0], progress=lambda: advance(trace.name))]
+            return [replay(trace, configs[0], progress=lambda: advance(trace.name))]
     with progress({trace.name: len(configs)}, "fleets") as advance:
-        return run_all(simulate_fleet, trace, configs, processes, lambda: advance(trace.name))
+        return run_all(replay, trace, configs, processes, lambda: advance(trace.name))
 
 
-def print_fleets(trace: Trace, results: Sequence[FleetResult], prices: Prices, *, is_wide: bool = False) -> None:
+def print_fleets(trace: Trace, results: Sequence[Result], prices: Prices, *, is_wide: bool = False) -> None:
     print(f"{trace.name}: {len(trace):,} requests; each fleet: {common_of(results) or 'nothing in common'}")
     print_table(fleet_table(results, prices), is_wide=is_wide)
     if outages := outage_table(results):

@@ -15,7 +15,8 @@ from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import HOST
 from kvoffload.miss import Miss
-from kvoffload.sim.driver import SimConfig, SimResult
+from kvoffload.sim.config import SimConfig
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
 from kvoffload.sim.trace_files import Lines, not_a_line
@@ -224,7 +225,7 @@ class WhatIf:
 
     change: str
     config: SimConfig
-    result: SimResult
+    result: Result
     more_tokens: int
     """Prompt tokens found beyond those of the configuration as it was."""
     saved_s: float
@@ -303,12 +304,9 @@ def ask_what_if(
     report = sweep(trace, [config for _, config in changes], processes, progress)
     rate = changes[0][1].prefill_tokens_per_s
 
-    def found(result: SimResult) -> int:
-        return result.gpu_hit_tokens + result.cpu_hit_tokens + result.disk_hit_tokens
-
-    base = found(report.results[0])
+    base = report.results[0].hit_tokens
     asked = [
-        WhatIf(change, config, result, found(result) - base, (found(result) - base) / rate)
+        WhatIf(change, config, result, result.hit_tokens - base, (result.hit_tokens - base) / rate)
         for (change, config), result in zip(changes, report.results, strict=True)
     ]
     return [asked[0], *sorted(asked[1:], key=lambda each: -each.more_tokens)]

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.errors import MissingExtraError
+from kvoffload.sim.config import Prices
 from kvoffload.sim.explain import Explanations, WhatIf, where_names
-from kvoffload.sim.fleet.config import Prices
-from kvoffload.sim.fleet.result import FleetResult
 from kvoffload.sim.report import (
     NO_FORECAST,
     best_policy,
@@ -23,11 +22,13 @@ from kvoffload.sim.report import (
     frontier,
     handovers,
     knee_of,
+    moved_blocks,
     names_of,
     outage_table,
     server_table,
     sweep_table,
 )
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import Report
 from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
@@ -185,15 +186,16 @@ def _draw_bytes(axis: Any, report: Report) -> None:
     _bare(axis, f"bytes moved ({best})")
     runs = [run for run, _ in curve(report, best)]
     kinds: list[tuple[str, list[int]]] = [
-        ("loaded to the device", [run.loaded_bytes for run in runs]),
-        ("stored from the device", [run.stored_bytes for run in runs]),
+        ("loaded to the device", [run.sum_of("loaded_blocks") for run in runs]),
+        ("stored from the device", [run.sum_of("stored_blocks") for run in runs]),
     ]
     if any(run.disk_blocks for run in runs):
-        kinds.append(("read from disk", [run.disk_read_bytes for run in runs]))
-        kinds.append(("written to disk", [run.disk_written_bytes for run in runs]))
-    unit, name = (2**40, "TiB") if max(max(values) for _, values in kinds) >= 2**40 else (2**30, "GiB")
+        kinds.append(("read from disk", [moved_blocks(run, "read") for run in runs]))
+        kinds.append(("written to disk", [moved_blocks(run, "written") for run in runs]))
+    most = max(max(values) for _, values in kinds) * report.block_bytes
+    unit, name = (2**40, "TiB") if most >= 2**40 else (2**30, "GiB")
     for colour, (label, values) in zip(_COLOURS, kinds):
-        shown = [value / unit for value in values]
+        shown = [value * report.block_bytes / unit for value in values]
         axis.plot(_sizes_gib(report, best), shown, "o-", color=colour, markersize=4, label=label)
     _size_axis(axis, report, best)
     axis.set_ylim(bottom=0)
@@ -205,7 +207,8 @@ def _draw_saved(axis: Any, report: Report) -> None:
     _bare(axis, "prefill saved")
     for colour, policy in zip(_COLOURS * 9, _policies(report)):
         shares = [
-            100 * run.saved_prefill_s / (run.saved_prefill_s + run.prefill_s or 1) for run, _ in curve(report, policy)
+            100 * run.saved_prefill_s / (run.saved_prefill_s + run.sum_of("prefill_s") or 1)
+            for run, _ in curve(report, policy)
         ]
         axis.plot(_sizes_gib(report, policy), shares, "o-", color=colour, markersize=4, label=policy)
     _size_axis(axis, report, best_policy(report))
@@ -216,7 +219,7 @@ def _draw_saved(axis: Any, report: Report) -> None:
 # -------------------------------------------------------------------------------------------------------------- fleets
 
 
-def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[FleetResult]]], prices: Prices, is_page: bool) -> bytes:
+def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[Result]]], prices: Prices, is_page: bool) -> bytes:
     """First tokens against cost, of each trace: as a PNG, or as a page with the tables."""
     height = 5.4 * len(replayed)
     figure, grid = pyplot().subplots(len(replayed), 1, figsize=(9, height), squeeze=False, layout="constrained")
@@ -237,11 +240,11 @@ def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[FleetResult]]], prices:
     return _page("kvoffload simulate", parts)
 
 
-def _draw_costs(axis: Any, trace: Trace, results: Sequence[FleetResult], prices: Prices) -> None:
+def _draw_costs(axis: Any, trace: Trace, results: Sequence[Result], prices: Prices) -> None:
     """Fleets at one place are rings around each other, with one label."""
     _bare(axis, f"{trace.name}: {len(trace):,} requests; numbers are servers")
 
-    def place(result: FleetResult) -> tuple[float, float]:
+    def place(result: Result) -> tuple[float, float]:
         return result.cost_per_million_tokens(prices), result.ttft_s["p90"]
 
     routers = dict(zip(dict.fromkeys(result.config.router for result in results), _COLOURS * 9))

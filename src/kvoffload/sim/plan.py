@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig, SimResult
-from kvoffload.sim.fleet.config import Prices
-from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.config import Prices, SimConfig
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.trace import Trace
 
@@ -41,13 +40,13 @@ class Goal:
         if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
-    def is_met(self, result: SimResult | FleetResult) -> bool:
+    def is_met(self, result: Result) -> bool:
         if self.hit_rate is not None:
             return result.hit_rate >= self.hit_rate
         assert self.ttft_s is not None
         return result.ttft_s[self.quantile] <= self.ttft_s
 
-    def reached(self, result: SimResult | FleetResult) -> float:
+    def reached(self, result: Result) -> float:
         """How close a run comes to the goal; more is better."""
         return result.hit_rate if self.hit_rate is not None else -result.ttft_s[self.quantile]
 
@@ -56,12 +55,12 @@ class Goal:
 class Plan:
     """The chosen run, its price, and every run it was chosen from."""
 
-    chosen: SimResult | None
+    chosen: Result | None
     """The device alone where that meets the goal; ``None`` where no run does."""
     price: float
     report: Report
     """All runs, those of the bisection included."""
-    best: SimResult
+    best: Result
     """The run that comes closest to the goal."""
 
 
@@ -93,7 +92,7 @@ def make_plan(
     report = replace(sweep(trace, grid, processes, progress), without=without)
     best = max([*report.results, without], key=goal.reached)
 
-    def price(result: SimResult) -> float:
+    def price(result: Result) -> float:
         return prices.of_tiers(result.cpu_blocks, result.disk_blocks, base.block_bytes)
 
     meeting = [result for result in report.results if goal.is_met(result)]

@@ -9,19 +9,16 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from kvoffload.sim.driver import SimResult, quantiles
+from kvoffload.sim.config import FleetConfig, Prices
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
-from kvoffload.sim.fleet.config import FleetConfig, Prices
-from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.result import Result, quantiles
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
 from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 
 NO_FORECAST = "Times compare configurations; they are no forecast."
-"""What ``driver.py`` says of its times, for all who read them."""
-SATURATED = 0.9
-"""The utilisation above which times only say that a server is too slow."""
+"""The caveat of all times that are shown."""
 
 
 def format_seconds(value: float) -> str:
@@ -39,9 +36,9 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * part / max(whole, 1):.2f}"
 
 
-def saturation(results: Sequence[SimResult] | Sequence[FleetResult]) -> str:
+def saturation(results: Sequence[Result]) -> str:
     """What to say of runs whose busiest server cannot keep up; empty if there is none."""
-    busy = [result.utilisation for result in results if result.utilisation > SATURATED]
+    busy = [result.utilisation for result in results if result.is_overloaded]
     if not busy:
         return ""
     return (
@@ -60,18 +57,18 @@ def sweep_table(report: Report) -> Table:
 
     *gained* is the mean time to first token that the run saves against the one without offloading.
     """
-    runs: list[tuple[SimResult, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
+    runs: list[tuple[Result, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
     if report.without is not None:
         runs.insert(0, (report.without, None))
     cells = [_cells(report, result, bound) for result, bound in runs]
     return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
 
 
-def _cells(report: Report, result: SimResult, bound: float | None) -> dict[str, str]:
+def _cells(report: Report, result: Result, bound: float | None) -> dict[str, str]:
     without, size = report.without, report.block_bytes
     has_gpu = any(each.gpu_blocks for each in report.results)
     has_disk = any(each.disk_blocks for each in report.results)
-    policy = f"{result.policy}, {result.cascade}" if result.disk_blocks else result.policy
+    policy = f"{result.policy}, {result.server.cascade_mode}" if result.disk_blocks else result.policy
     return {
         "policy": policy if result.cpu_blocks else "none",
         "memory": _size(result.cpu_blocks, size),
@@ -86,12 +83,47 @@ def _cells(report: Report, result: SimResult, bound: float | None) -> dict[str, 
         "gpu %": _percent(result.gpu_hit_blocks, result.accesses) if has_gpu else "-",
         "cpu %": _percent(result.cpu_hit_blocks, result.accesses) if has_gpu or has_disk else "-",
         "disk %": _percent(result.disk_hit_blocks, result.accesses) if has_disk else "-",
-        "declined %": _percent(result.declined_blocks, result.accesses) if has_disk else "-",
-        "loaded": format_bytes(result.loaded_bytes),
-        "stored": format_bytes(result.stored_bytes),
-        "disk written": format_bytes(result.disk_written_bytes) if result.disk_blocks else "-",
+        "declined %": _percent(result.sum_of("declined_blocks"), result.accesses) if has_disk else "-",
+        "loaded": format_bytes(result.sum_of("loaded_blocks") * size),
+        "stored": format_bytes(result.sum_of("stored_blocks") * size),
+        "disk written": format_bytes(moved_blocks(result, "written") * size) if result.disk_blocks else "-",
         "saved prefill": format_seconds(result.saved_prefill_s),
         "p99": format_seconds(result.ttft_s["p99"]),
+    }
+
+
+def moved_blocks(result: Result, direction: str) -> int:
+    """Blocks that were ``read`` from tiers below host memory, or ``written`` to them."""
+    return sum(sum(getattr(server, f"{direction}_blocks").values()) for server in result.servers)
+
+
+def figures_of(result: Result) -> dict[str, Any]:
+    """The figures of one server as plain values."""
+    server, tokens, size = result.server, result.block_tokens, result.server.block_bytes
+    by_tier = {"gpu": result.gpu_hit_blocks, "cpu": result.cpu_hit_blocks, "disk": result.disk_hit_blocks}
+    same = ("computed_tokens", "preemptions", "cpu_evicted_blocks", "disk_evicted_blocks", "declined_blocks")
+    return {
+        "policy": server.policy,
+        "gpu_blocks": server.gpu_blocks,
+        "cpu_blocks": server.cpu_blocks,
+        "disk_blocks": server.disk_blocks,
+        "cascade": server.cascade_mode,
+        "requests": result.requests,
+        "accesses": result.accesses,
+        "input_tokens": result.input_tokens,
+        **{f"{tier}_hit_blocks": blocks for tier, blocks in by_tier.items()},
+        **{f"{tier}_hit_tokens": blocks * tokens for tier, blocks in by_tier.items()},
+        "loaded_bytes": result.sum_of("loaded_blocks") * size,
+        "stored_bytes": result.sum_of("stored_blocks") * size,
+        "disk_read_bytes": moved_blocks(result, "read") * size,
+        "disk_written_bytes": moved_blocks(result, "written") * size,
+        **{name: result.sum_of(name) for name in (*same, "refused_stores", "prefill_s")},
+        "saved_prefill_s": result.saved_prefill_s,
+        "utilisation": result.utilisation,
+        "duration_s": result.duration_s,
+        "ttft_s": result.ttft_s,
+        "hit_rate": result.hit_rate,
+        "token_hit_rate": result.token_hit_rate,
     }
 
 
@@ -104,18 +136,17 @@ def sweep_as_json(report: Report) -> dict[str, Any]:
         "block_tokens": report.trace.block_tokens,
         "block_bytes": report.block_bytes,
         "reachable_hit_rate": report.reachable_rate,
-        "without_offloading": None if report.without is None else asdict(report.without),
+        "without_offloading": None if report.without is None else figures_of(report.without),
         "runs": [
-            asdict(result)
-            | {"hit_rate": result.hit_rate, "token_hit_rate": result.token_hit_rate, "optimum_hit_rate": bound}
+            figures_of(result) | {"optimum_hit_rate": bound}
             for result, bound in zip(report.results, report.optimum_rates, strict=True)
         ],
     }
 
 
-def curve(report: Report, policy: str) -> list[tuple[SimResult, float]]:
+def curve(report: Report, policy: str) -> list[tuple[Result, float]]:
     """(run, optimum) of one policy by rising host memory; of several disks the largest, of two cascades the better."""
-    found: dict[int, tuple[SimResult, float]] = {}
+    found: dict[int, tuple[Result, float]] = {}
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         if result.policy == policy:
             known = found.get(result.cpu_blocks)
@@ -130,7 +161,7 @@ def best_policy(report: Report) -> str:
     return max(names, key=lambda name: sum(result.hit_rate for result in report.results if result.policy == name))
 
 
-def knee_of(report: Report, policy: str) -> SimResult:
+def knee_of(report: Report, policy: str) -> Result:
     """The run at the curve's knee: beyond it more host memory brings less and less."""
     runs = [result for result, _ in curve(report, policy)]
     return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
@@ -138,7 +169,7 @@ def knee_of(report: Report, policy: str) -> SimResult:
 
 # ------------------------------------------------------------------------------------------------------------- fleets
 
-_TIERS = ("device", "host", "disk", "pool", "shared", "?")
+_TIERS = ("device", "host", "disk", "pool", "shared")
 
 
 def _identity(config: FleetConfig) -> dict[str, str]:
@@ -164,7 +195,7 @@ def _identity(config: FleetConfig) -> dict[str, str]:
     return found
 
 
-def _identities(results: Sequence[FleetResult]) -> tuple[list[dict[str, str]], dict[str, str]]:
+def _identities(results: Sequence[Result]) -> tuple[list[dict[str, str]], dict[str, str]]:
     """What distinguishes each fleet from the others, servers and routers at least; and what all are."""
     every = [_identity(result.config) for result in results]
     common: dict[str, str] = {}
@@ -178,7 +209,7 @@ def _identities(results: Sequence[FleetResult]) -> tuple[list[dict[str, str]], d
     return [{name: text for name, text in each.items() if name not in common} for each in every], common
 
 
-def names_of(results: Sequence[FleetResult]) -> list[str]:
+def names_of(results: Sequence[Result]) -> list[str]:
     """A name for each fleet, among the others."""
     found = []
     for each in _identities(results)[0]:
@@ -188,13 +219,13 @@ def names_of(results: Sequence[FleetResult]) -> list[str]:
     return found
 
 
-def common_of(results: Sequence[FleetResult]) -> str:
+def common_of(results: Sequence[Result]) -> str:
     """What all fleets have, in a line."""
     usual = ("-", "never", "endless")
     return ", ".join(f"{name} {text}" for name, text in _identities(results)[1].items() if text not in usual)
 
 
-def fleet_table(results: Sequence[FleetResult], prices: Prices) -> Table:
+def fleet_table(results: Sequence[Result], prices: Prices) -> Table:
     """A row for each fleet. The columns that decide come first."""
     tiers = [tier for tier in _TIERS if any(result.hit_blocks[tier] for result in results)]
     rows = []
@@ -219,15 +250,17 @@ def fleet_table(results: Sequence[FleetResult], prices: Prices) -> Table:
     return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty()
 
 
-def _link_bytes(result: FleetResult, direction: str) -> str:
+def _link_bytes(result: Result, direction: str) -> str:
     """Bytes that crossed the servers' links to what is shared."""
     if result.config.shared is None and result.config.pool is None:
         return "-"
-    sides = [server.read_bytes if direction == "read" else server.written_bytes for server in result.servers]
-    return format_bytes(sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool")))
+    sides = [getattr(server, f"{direction}_blocks") for server in result.servers]
+    return format_bytes(
+        result.server.block_bytes * sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool"))
+    )
 
 
-def outage_table(results: Sequence[FleetResult]) -> Table | None:
+def outage_table(results: Sequence[Result]) -> Table | None:
     """A row for each outage of each fleet; ``None`` without outages."""
 
     def course(figures: Sequence[float | None], shown: Callable[[float], str]) -> str:
@@ -247,7 +280,7 @@ def outage_table(results: Sequence[FleetResult]) -> Table | None:
     return Table(["fleet", "away", "hits %", "p90", "recovered after"], rows) if rows else None
 
 
-def server_table(result: FleetResult) -> Table:
+def server_table(result: Result) -> Table:
     tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
     rows = [
         [
@@ -262,7 +295,7 @@ def server_table(result: FleetResult) -> Table:
     return Table(["server", "requests", "hits %", *(f"{tier} %" for tier in tiers), "busy %"], rows)
 
 
-def handovers(results: Sequence[FleetResult]) -> list[str]:
+def handovers(results: Sequence[Result]) -> list[str]:
     """What to say of fleets that prefill apart."""
     return [
         f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that have "
@@ -273,17 +306,17 @@ def handovers(results: Sequence[FleetResult]) -> list[str]:
     ]
 
 
-def frontier(results: Sequence[FleetResult], prices: Prices) -> list[FleetResult]:
+def frontier(results: Sequence[Result], prices: Prices) -> list[Result]:
     """Of the fleets that keep up, those of which no cheaper one has its first token (p90) sooner, by price."""
-    best: list[FleetResult] = []
-    keeping_up = [result for result in results if result.utilisation <= SATURATED]
+    best: list[Result] = []
+    keeping_up = [result for result in results if not result.is_overloaded]
     for result in sorted(keeping_up, key=lambda each: (each.cost_per_million_tokens(prices), each.ttft_s["p90"])):
         if not best or result.ttft_s["p90"] < best[-1].ttft_s["p90"]:
             best.append(result)
     return best
 
 
-def fleets_as_json(trace: Trace, results: Sequence[FleetResult], prices: Prices) -> dict[str, Any]:
+def fleets_as_json(trace: Trace, results: Sequence[Result], prices: Prices) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "requests": len(trace),

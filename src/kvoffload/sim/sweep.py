@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvoffload.base import OffloadKey
-from kvoffload.sim.driver import SimConfig, SimResult, simulate
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import SimConfig
 from kvoffload.sim.optimum import optimum
+from kvoffload.sim.result import Result
 from kvoffload.sim.trace import Trace
 
-_Result = TypeVar("_Result")
+_Ran = TypeVar("_Ran")
 _ADVICE = logging.getLogger("kvoffload.tiering.load_policy")
 """To operators, of use for machines that exist."""
 
@@ -28,13 +29,13 @@ class Report:
 
     trace: Trace
     block_bytes: int
-    results: tuple[SimResult, ...]
+    results: tuple[Result, ...]
     """In the order of the configurations."""
     optimum_rates: tuple[float, ...]
     """For each result: the best block hit rate of a single cache as large as all its tiers together."""
     reachable_rate: float
     """The hit rate of a cache that keeps everything."""
-    without: SimResult | None = None
+    without: Result | None = None
     """The device alone, of the configuration without host memory if there was one. It is not one of the results."""
 
 
@@ -44,7 +45,7 @@ def sweep(
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Report:
-    """Runs every configuration on ``trace``, on its whole blocks only. One of them may have no host memory.
+    """Run every configuration on the whole blocks of ``trace``. One of them may have no host memory.
 
     ``progress`` is called after each run. ``processes`` is the number of runs at a time, by default one per core; with
     1 everything runs in this process. It changes neither the results nor their order.
@@ -75,13 +76,13 @@ def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
 
 
 def run_all(
-    run: Callable[..., _Result],
+    run: Callable[..., _Ran],
     trace: Trace,
     configs: Sequence[object],
     processes: int | None,
     progress: Callable[[], object],
-) -> list[_Result]:
-    """``run(trace, config, keys=...)`` of every configuration. ``run`` is a function of a module. ``progress`` is
+) -> list[_Ran]:
+    """``run(trace, config, hashes=...)`` of every configuration. ``run`` is a function of a module. ``progress`` is
     called as each of them ends."""
     with runner(run, trace, num_processes(processes, len(configs)), progress) as run_each:
         return run_each(configs)
@@ -94,24 +95,24 @@ def num_processes(processes: int | None, num_configs: int) -> int:
 
 @contextmanager
 def runner(
-    run: Callable[..., _Result], trace: Trace, processes: int, progress: Callable[[], object]
-) -> Iterator[Callable[[Sequence[object]], list[_Result]]]:
+    run: Callable[..., _Ran], trace: Trace, processes: int, progress: Callable[[], object]
+) -> Iterator[Callable[[Sequence[object]], list[_Ran]]]:
     """What ``run_all`` does with configurations, again and again in the same processes."""
 
-    def noted(result: _Result) -> _Result:
+    def noted(result: _Ran) -> _Ran:
         progress()
         return result
 
     if processes == 1:
-        keys = trace.keys()
+        hashes = trace.hashes()
         with without_advice():
-            yield lambda configs: [noted(run(trace, config, keys=keys)) for config in configs]
+            yield lambda configs: [noted(run(trace, config, hashes=hashes)) for config in configs]
         return
     # Spawned, since a fork would copy the lock that a progress bar's thread may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
 
-        def run_each(configs: Sequence[object]) -> list[_Result]:
+        def run_each(configs: Sequence[object]) -> list[_Ran]:
             futures = [pool.submit(_replay, run, config) for config in configs]
             for future in as_completed(futures):
                 noted(future.result())
@@ -134,16 +135,16 @@ def without_advice() -> Iterator[None]:
         _ADVICE.disabled = False
 
 
-_REPLAYED: tuple[Trace, list[OffloadKey]] | None = None
-"""The trace of a worker process and its keys, set once at its start."""
+_REPLAYED: tuple[Trace, list[bytes]] | None = None
+"""The trace of a worker process and its hashes, set once at its start."""
 
 
 def _start_worker(trace: Trace) -> None:
     global _REPLAYED
     _ADVICE.disabled = True
-    _REPLAYED = trace, trace.keys()
+    _REPLAYED = trace, trace.hashes()
 
 
 def _replay(run: Callable[..., Any], config: object) -> Any:
     assert _REPLAYED is not None
-    return run(_REPLAYED[0], config, keys=_REPLAYED[1])
+    return run(_REPLAYED[0], config, hashes=_REPLAYED[1])

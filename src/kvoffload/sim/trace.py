@@ -103,7 +103,11 @@ class Trace:
 
     def keys(self) -> list[OffloadKey]:
         """The key of every block, by its number."""
-        return [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(self.num_unique)]
+        return [make_offload_key(block_hash, 0) for block_hash in self.hashes()]
+
+    def hashes(self) -> list[bytes]:
+        """The hash of every block, by its number."""
+        return [number.to_bytes(8, "big") for number in range(self.num_unique)]
 
 
 def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

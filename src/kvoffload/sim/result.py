@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a fleet's replay."""
+"""The figures of a simulation."""
 
 from __future__ import annotations
 
@@ -12,23 +12,46 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.sim.fleet.config import FleetConfig, Prices
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
+
+DEVICE, HOST = "device", "host"
+"""The names of the GPU's own cache and of host memory among the tiers."""
+SATURATED = 0.9
+"""The utilisation above which times only say that a server is too slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
+    """What one server did. Sums over its lives, if it died (``total``)."""
+
     requests: int
     accesses: int
+    """Whole prompt blocks that its requests asked for."""
     hit_blocks: dict[str, int]
-    """By tier: ``device``, ``host``, ``disk``, ``pool``, ``shared``."""
+    """By tier: ``device``, ``host``, ``disk``, ``pool``, ``shared``. A block that several tiers have counts as a hit of
+    the highest one."""
     busy_s: float
+    """Seconds of the steps that computed prompts, or in which a request waited for room."""
     prefill_s: float
-    read_bytes: dict[str, int]
-    written_bytes: dict[str, int]
+    """Seconds that prompts added to steps."""
+    computed_tokens: int
+    preemptions: int
+    loaded_blocks: int
+    """Blocks and states loaded to the device."""
+    stored_blocks: int
+    """Blocks stored from the device to host memory."""
+    cpu_evicted_blocks: int
+    disk_evicted_blocks: int
+    declined_blocks: int
+    """Blocks below host memory that requests found and did not load, because computing them was faster."""
+    refused_stores: int
+    read_blocks: dict[str, int]
+    """By tier below host memory, as ``written_blocks``."""
+    written_blocks: dict[str, int]
 
 
 class Outage(NamedTuple):
-    """A time without a server or a store, with equal periods before and after it."""
+    """A period without a server or a store, with equal periods before and after it."""
 
     what: str
     begin_s: float
@@ -38,37 +61,82 @@ class Outage(NamedTuple):
     ttft_p90_s: tuple[float | None, float | None, float | None]
     """Likewise."""
     recovery_s: float | None
-    """Seconds from its end until 50 requests hit 90 % of what the 50 before it hit: requests of that server, or of the
-    fleet where a store was away. ``None``: not within this trace."""
+    """Seconds from its end until 50 requests hit 90% of what the 50 before it hit: requests of that server, or of the
+    fleet if a store was away. ``None``: not within this trace."""
 
 
 @dataclass(frozen=True, slots=True)
-class FleetResult:
+class Result:
+    """The figures of a simulation, of one server or of many."""
+
     config: FleetConfig
     servers: tuple[ServerResult, ...]
     requests: int
     input_tokens: int
+    output_tokens: int
     block_tokens: int
     duration_s: float
-    """From the first arrival to the last answer."""
-    prefill_s: float
+    """From the first arrival to the last token."""
+    arriving_s: float
+    """From the first arrival to the last arrival."""
     ttft_s: dict[str, float]
-    """Mean, p50, p90, p99, max."""
+    """Time to first token: mean, p50, p90, p99, max."""
     handover_s: dict[str, float]
     """With prefill apart: from a request's first token to when the decoding server has its KV."""
     stored_blocks: int
     """Blocks in the shared tier at the end."""
-    outages: tuple[Outage, ...]
-    """Of servers and of what is shared."""
+    outages: tuple[Outage, ...] = ()
+    """Of servers and of shared tiers."""
+
+    # The sizes of each server.
+
+    @property
+    def server(self) -> SimConfig:
+        return self.config.server
+
+    @property
+    def cpu_blocks(self) -> int:
+        return self.config.server.cpu_blocks
+
+    @property
+    def disk_blocks(self) -> int:
+        return self.config.server.disk_blocks
+
+    @property
+    def gpu_blocks(self) -> int:
+        return self.config.server.gpu_blocks
+
+    @property
+    def policy(self) -> str:
+        return self.config.server.policy
+
+    # Hits, of the servers that prefill.
+
+    @property
+    def _prefilling(self) -> tuple[ServerResult, ...]:
+        return self.servers[: self.config.prefill_servers or None]
 
     @property
     def hit_blocks(self) -> Counter[str]:
-        """By tier, of the servers that prefill."""
+        """By tier."""
         return sum((Counter(server.hit_blocks) for server in self._prefilling), Counter())
 
     @property
+    def gpu_hit_blocks(self) -> int:
+        return self.hit_blocks[DEVICE]
+
+    @property
+    def cpu_hit_blocks(self) -> int:
+        return self.hit_blocks[HOST]
+
+    @property
+    def disk_hit_blocks(self) -> int:
+        """Of all tiers below host memory."""
+        hits = self.hit_blocks
+        return hits.total() - hits[DEVICE] - hits[HOST]
+
+    @property
     def accesses(self) -> int:
-        """Whole blocks that requests asked these servers for."""
         return sum(server.accesses for server in self._prefilling)
 
     @property
@@ -76,8 +144,12 @@ class FleetResult:
         return self.hit_blocks.total() / max(self.accesses, 1)
 
     @property
-    def _prefilling(self) -> tuple[ServerResult, ...]:
-        return self.servers[: self.config.prefill_servers or None]
+    def hit_tokens(self) -> int:
+        return self.hit_blocks.total() * self.block_tokens
+
+    @property
+    def token_hit_rate(self) -> float:
+        return self.hit_tokens / max(self.input_tokens, 1)
 
     @property
     def handed_over(self) -> float:
@@ -86,10 +158,28 @@ class FleetResult:
         found = sum(sum(server.hit_blocks.values()) for server in decoding)
         return found / max(sum(server.accesses for server in decoding), 1)
 
+    # Work, of all servers.
+
+    def sum_of(self, name: str) -> Any:
+        """The sum of a field of ``ServerResult`` over all servers."""
+        return sum(getattr(server, name) for server in self.servers)
+
+    @property
+    def saved_prefill_s(self) -> float:
+        """Seconds of prefill that the tiers saved, without those that grow with the context."""
+        saved = self.cpu_hit_blocks + self.disk_hit_blocks
+        return saved * self.block_tokens / self.config.server.prefill_tokens_per_s
+
     @property
     def computed_tokens_per_s(self) -> float:
-        """Prompt tokens that were prefilled, by second of the replay."""
-        return self.prefill_s * self.config.server.prefill_tokens_per_s / max(self.duration_s, 1e-9)
+        """Prompt tokens that were computed, per second of the simulation."""
+        computed: int = self.sum_of("computed_tokens")
+        return computed / max(self.duration_s, 1e-9)
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests that arrived, per second."""
+        return self.requests / max(self.arriving_s, 1e-9)
 
     def cost_per_million_tokens(self, prices: Prices) -> float:
         """Of prompts, whether computed or found."""
@@ -97,18 +187,23 @@ class FleetResult:
 
     @property
     def utilisation(self) -> float:
-        """Of the busiest server."""
+        """The share of the time in which the busiest server computed prompts, or had requests waiting for room."""
         return min(max(server.busy_s for server in self.servers) / max(self.duration_s, 1e-9), 1.0)
 
     @property
+    def is_overloaded(self) -> bool:
+        """Whether the busiest server cannot keep up, so that times only show that there is too little of it."""
+        return self.utilisation > SATURATED
+
+    @property
     def imbalance(self) -> float:
-        """The busiest server's time by the mean of all: 1 is even."""
+        """The busiest server's time divided by the mean of all: 1 is even."""
         busy = [server.busy_s for server in self.servers]
         return max(busy) * len(busy) / max(sum(busy), 1e-9)
 
 
 def total(lives: Sequence[ServerResult]) -> ServerResult:
-    """Of a server that died and came back."""
+    """Add up the lives of a server that died and came back."""
 
     def added(parts: Sequence[Any]) -> Any:
         is_by_tier = isinstance(parts[0], dict)
@@ -163,3 +258,12 @@ def _recovery(begin_s: float, end_s: float, served: Sequence[tuple[float, float]
 
 _WINDOW = 50
 """Requests whose hits are compared."""
+
+
+def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:
+    """Mean, p50, p90, p99 and max; empty for nothing."""
+    values = np.asarray(seconds)
+    if not len(values):
+        return {}
+    found = {f"p{share}": float(np.percentile(values, share)) for share in (50, 90, 99)}
+    return {"mean": float(values.mean()), **found, "max": float(values.max())}

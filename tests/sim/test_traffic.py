@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.fleet.traffic import crowd
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace, parents_of
+from kvoffload.sim.traffic import crowd
 
 
 def test_a_copy_is_the_trace() -> None:

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import xxhash
 
-from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
 
 
@@ -32,8 +31,8 @@ class Asked:
     """Of the prompt."""
     session: int
     """``NO_SESSION``: the client named none."""
-    path: Sequence[OffloadKey]
-    """The prompt's whole blocks, head to tail."""
+    path: Sequence[bytes]
+    """Hashes of the prompt's whole blocks, head to tail."""
 
 
 @dataclass(slots=True)
@@ -119,7 +118,7 @@ class PrefixAffinity:
     _REMEMBERED = 1 << 20
 
     def __init__(self) -> None:
-        self._sent: OrderedDict[OffloadKey, int] = OrderedDict()
+        self._sent: OrderedDict[bytes, int] = OrderedDict()
         """A bit for each server, by block. Heads come after their tails, so that they are forgotten later."""
         self._alive = 0
         self._sent_tokens: Counter[int] = Counter()
@@ -146,7 +145,7 @@ class PrefixAffinity:
             self._sent.popitem(last=False)
         return chosen
 
-    def _matched(self, path: Sequence[OffloadKey], bits: int) -> dict[int, int]:
+    def _matched(self, path: Sequence[bytes], bits: int) -> dict[int, int]:
         """Blocks at the head of ``path`` that each server was sent; without those that were sent none."""
         found: dict[int, int] = {}
         for at, key in enumerate([*path, None]):

@@ -11,12 +11,11 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim import sweep
-from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, Prices, SharedStore
-from kvoffload.sim.fleet.plan import FleetPlan, make_fleet_plan
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
+from kvoffload.sim.fleet_plan import FleetPlan, make_fleet_plan
 from kvoffload.sim.plan import Goal
-from kvoffload.sim.report import SATURATED, fleet_table, frontier
+from kvoffload.sim.report import fleet_table, frontier
 from kvoffload.sim.synthetic import synthesize
 
 SERVER = SimConfig(cpu_blocks=200, block_bytes=1 << 20, prefill_tokens_per_s=2000.0)
@@ -35,9 +34,7 @@ def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_deci
     trace = synthesize("chat", 120, 2).whole_blocks().stretched(0.02)
     goal, prices = Goal(ttft_s=6.0), Prices()
     made = make_fleet_plan(trace, [FleetConfig(SERVER, router="least-load")], goal, prices, 1, 16, 1)
-    by_count = {
-        count: goal.is_met(simulate_fleet(trace, FleetConfig(SERVER, count, "least-load"))) for count in range(1, 17)
-    }
+    by_count = {count: goal.is_met(simulate(trace, FleetConfig(SERVER, count, "least-load"))) for count in range(1, 17)}
     assert made.chosen is not None
     assert made.chosen.config.servers == min(count for count, met in by_count.items() if met)
     assert not by_count[1], "one server is too few, or the test shows nothing"
@@ -48,18 +45,18 @@ def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_deci
 
 def test_the_advice_names_what_was_not_needed() -> None:
     trace = synthesize("chat", 20, 2).whole_blocks()
-    many = simulate_fleet(trace, FleetConfig(SERVER, 2))
-    few = simulate_fleet(trace, FleetConfig(replace(SERVER, cpu_blocks=800), 1))
+    many = simulate(trace, FleetConfig(SERVER, 2))
+    few = simulate(trace, FleetConfig(replace(SERVER, cpu_blocks=800), 1))
     assert FleetPlan(few, (many, few), few, True).advice == "1 server, no shared tier, fewer servers with more memory."
     assert FleetPlan(many, (many, few), many, False).advice == "2 servers."
 
 
 def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
     trace = synthesize("chat", 80, 2).whole_blocks()
-    results = [simulate_fleet(trace, FleetConfig(SERVER, count, "least-load")) for count in (1, 2, 4, 8)]
+    results = [simulate(trace, FleetConfig(SERVER, count, "least-load")) for count in (1, 2, 4, 8)]
     prices = Prices()
     best = frontier(results, prices)
-    keeping_up = [result for result in results if result.utilisation <= SATURATED]
+    keeping_up = [result for result in results if not result.is_overloaded]
     assert best[0] is min(keeping_up, key=lambda each: each.cost_per_million_tokens(prices))
     for one in best:
         for other in keeping_up:
@@ -71,8 +68,8 @@ def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
 
 def test_a_fleet_that_cannot_keep_up_is_not_on_the_frontier() -> None:
     trace = synthesize("chat", 80, 2).whole_blocks().stretched(0.01)
-    results = [simulate_fleet(trace, FleetConfig(SERVER, count)) for count in (1, 2)]
-    assert min(result.utilisation for result in results) > SATURATED
+    results = [simulate(trace, FleetConfig(SERVER, count)) for count in (1, 2)]
+    assert all(result.is_overloaded for result in results)
     assert frontier(results, Prices()) == []
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.fleet.routers import (
+from kvoffload.sim.routers import (
     ROUTERS,
     Asked,
     Fleet,

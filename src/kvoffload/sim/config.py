@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet is: its servers, what they share, what fails when, and what it costs."""
+"""The simulated hardware: a server, a fleet of servers, the tiers that they share, their outages and their prices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,99 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
-from kvoffload.sim.driver import SimConfig
-from kvoffload.sim.fleet.routers import router_of
+from kvoffload.sim.routers import router_of
+from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.load_policy import LoadPolicy
+from kvoffload.tiering.options import default_cascade
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """A server: its tiers, its links and the time of its steps. Blocks are the trace's blocks; 0 means no such tier.
+
+    Raises ``ConfigError`` for a server that cannot exist.
+    """
+
+    cpu_blocks: int
+    block_bytes: int
+    gpu_blocks: int = 0
+    """Of the GPU's own KV pool. 0: not known, so that there is always room, and nothing is found there."""
+    disk_blocks: int = 0
+    policy: str = DEFAULTS.eviction_policy
+    store_threshold: int = DEFAULTS.store_threshold
+    prefill_tokens_per_s: float = 20_000.0
+    """Prompt tokens per second of one long step."""
+    step_s: float = 0.0
+    """Seconds of a step before any token is computed."""
+    decode_s: float = 0.0
+    """Seconds that each decoding request adds to a step."""
+    prompt_context_s: float = 0.0
+    """Seconds that a prompt token adds for each token before it (attention)."""
+    decode_context_s: float = 0.0
+    """Seconds that a decoding request adds for each token before its own (attention)."""
+    load_bytes_per_s: float = 25e9
+    load_latency_s: float = 50e-6
+    disk_read_bytes_per_s: float = 5e9
+    disk_write_bytes_per_s: float = 3e9
+    disk_latency_s: float = 200e-6
+    disk_slow: tuple[tuple[float, float, float], ...] = ()
+    """Periods in which others also read from the disk: (begin_s, end_s, share of the read speed that is left)."""
+    nodes_step_s: float = 0.0
+    """Seconds of a step of an engine that spans several nodes, whose tiers answer two steps later. 0: one node."""
+    chunk_tokens: int = 8192
+    """The most tokens that a step computes (``max_num_batched_tokens`` in vLLM)."""
+    max_requests: int = 256
+    """The most requests that run side by side (``max_num_seqs`` in vLLM)."""
+    max_wait_s: float = DEFAULTS.max_wait_s
+    """The most seconds that a request waits for promotions."""
+    load_policy: LoadPolicy = DEFAULTS.load_policy
+    """Which hits on disk are loaded."""
+    cascade: CascadeMode | None = None
+    """When blocks are written to the disk. Default: as in serving, by the sizes of disk and host memory."""
+    state_slots: int = 0
+    """Blocks that the model's recurrent state takes in a tier; 0 for models with attention alone."""
+
+    def __post_init__(self) -> None:
+        if min(self.cpu_blocks, self.gpu_blocks, self.disk_blocks, self.state_slots) < 0:
+            raise ConfigError("cpu_blocks, gpu_blocks, disk_blocks and state_slots must not be negative.")
+        if self.disk_blocks and not self.cpu_blocks:
+            raise ConfigError("A disk needs host memory above it; give it some.")
+        costs = self.step_s, self.decode_s, self.prompt_context_s, self.decode_context_s, self.nodes_step_s
+        if not all(0 <= cost < math.inf for cost in costs):
+            raise ConfigError("step_s, decode_s, the context costs and nodes_step_s must not be negative.")
+        speeds = self.prefill_tokens_per_s, self.load_bytes_per_s, self.disk_read_bytes_per_s
+        positive = *speeds, self.disk_write_bytes_per_s, self.block_bytes, self.chunk_tokens, self.max_requests
+        if min(positive) <= 0:
+            raise ConfigError("Speeds, block_bytes, chunk_tokens and max_requests must be positive.")
+
+    def prompt_seconds(self, tokens: int, pairs: float) -> float:
+        """The seconds that prompt tokens add to a step. ``pairs``: the sum of the tokens before each of them."""
+        return tokens / self.prefill_tokens_per_s + pairs * self.prompt_context_s
+
+    def step_seconds(self, prompt_tokens: int, pairs: float, decodes: int, context: int) -> float:
+        """The seconds of a step. ``context``: tokens of all decoding requests together."""
+        decoding = decodes * self.decode_s + context * self.decode_context_s
+        return self.step_s + self.prompt_seconds(prompt_tokens, pairs) + decoding
+
+    @property
+    def steps_s(self) -> float:
+        """The seconds that steps add to each call of a tier: the order goes out with one step, and the answer comes
+        with another."""
+        return 2 * self.nodes_step_s
+
+    @property
+    def cascade_mode(self) -> CascadeMode:
+        """``cascade``, or its default."""
+        if self.cascade is not None:
+            return self.cascade
+        disk_bytes = self.disk_blocks * self.block_bytes
+        return default_cascade(disk_bytes or None, self.cpu_blocks * self.block_bytes)
+
+
+USUAL = SimConfig(cpu_blocks=0, block_bytes=1)
+"""Has the defaults, for the command line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffload.sim.fleet.result import RequestFigures
+from kvoffload.sim.result import RequestFigures
 
 SECONDS = np.arange(400, dtype=np.float64)
 BLOCKS = np.full(400, 10)

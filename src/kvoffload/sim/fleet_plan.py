@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvoffload.sim.fleet.cluster import simulate_fleet
-from kvoffload.sim.fleet.config import FleetConfig, Prices
-from kvoffload.sim.fleet.result import FleetResult
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import FleetConfig, Prices
 from kvoffload.sim.plan import Goal
+from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import num_processes, runner
 from kvoffload.sim.trace import Trace
 
@@ -18,10 +18,10 @@ from kvoffload.sim.trace import Trace
 class FleetPlan:
     """The chosen fleet, and every one it was chosen from."""
 
-    chosen: FleetResult | None
+    chosen: Result | None
     """``None`` where no fleet meets the goal."""
-    results: tuple[FleetResult, ...]
-    best: FleetResult
+    results: tuple[Result, ...]
+    best: Result
     """The one that comes closest to the goal."""
     may_share: bool
     """Whether a shared tier was among the choices."""
@@ -59,10 +59,10 @@ def make_fleet_plan(
     """
     numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
     cells = sorted((replace(fleet, servers=number) for fleet in fleets for number in numbers), key=prices.of_fleet)
-    results: list[FleetResult] = []
-    chosen: FleetResult | None = None
+    results: list[Result] = []
+    chosen: Result | None = None
     wave = num_processes(processes, len(cells))
-    with runner(simulate_fleet, trace, wave, progress) as run_each:
+    with runner(simulate, trace, wave, progress) as run_each:
         while cells and chosen is None:
             results += run_each(cells[:wave])
             cells = cells[wave:]

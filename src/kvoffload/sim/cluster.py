@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a trace on one server or on many, in one order of virtual time.
+
+Each server is an ``Engine`` over its tiers, with a clock of its own. Events happen in order of time: an arrival, which
+the router sends to a server; the end of a step; a server that dies or comes back. So what servers share is at any time
+what they have written by then.
+
+Limits, besides those of the engine model (``docs/design/0007-simulator.md``): the network knows no congestion except on
+a server's own link and on the store's; a lookup and a router take no time.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from kvoffload.base import OffloadingManager
+from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
+from kvoffload.errors import ConfigError
+from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
+from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
+from kvoffload.sim.engine import Engine, Hit, Served
+from kvoffload.sim.result import DEVICE, HOST, Outage, RequestFigures, Result, ServerResult, quantiles, total
+from kvoffload.sim.routers import Asked, Fleet, Router, ServerState, router_of
+from kvoffload.sim.trace import Trace
+from kvoffload.tiering.base import CascadeMode
+from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.manager import TieringOffloadingManager
+
+SHARED, POOL = "shared", "pool"
+"""Labels of the tiers that servers share."""
+
+
+def simulate(
+    trace: Trace,
+    config: SimConfig | FleetConfig,
+    *,
+    hashes: Sequence[bytes] | None = None,
+    router: Router | None = None,
+    on_request: Callable[[int, int, Hit, float], object] | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> Result:
+    """Replay ``trace`` on a server or on a fleet. The same input gives the same result, to the last bit.
+
+    ``hashes``: ``trace.hashes()``, to share it between replays. ``router`` overrides the configuration's.
+    ``on_request`` is called with a request's number, its server, its hit and the time when it has its first token.
+    ``progress`` is called after each request.
+    """
+    fleet = FleetConfig(config) if isinstance(config, SimConfig) else config
+    with _without_collections():
+        return _Replay(trace, fleet, trace.hashes() if hashes is None else hashes, router, on_request, progress).run()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A collection visits all blocks of all servers. A replay makes no cycles, and a router of one's own must not."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Machine:
+    """One server: an engine, host memory, the tiers below, and a clock of its own.
+
+    ``contents`` is what its disk holds at first, by default nothing. ``shared`` makes the tiers below the disk, over
+    the machine's clock.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        config: SimConfig,
+        hashes: Sequence[bytes],
+        *,
+        contents: Contents | None = None,
+        shared: Callable[[VirtualClock], Sequence[SimDisk]] = lambda _: (),
+        on_first_token: Callable[[Served], object] = lambda _: None,
+        on_end: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self.config = config
+        self.clock = VirtualClock()
+        self.disk: SimDisk | None = None
+        if config.disk_blocks:
+            self.disk = SimDisk(
+                contents or Contents(config.disk_blocks),
+                config.block_bytes,
+                [Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow)],
+                [Link(config.disk_write_bytes_per_s, config.disk_latency_s)],
+                self.clock,
+                steps_s=config.steps_s,
+            )
+        shared_tiers = tuple(shared(self.clock))
+        self.tiers = (*([self.disk] if self.disk else []), *shared_tiers)
+        self.manager = self._manager(trace, len(shared_tiers))
+        self.engine = Engine(
+            trace,
+            hashes,
+            config,
+            self.manager,
+            self.clock,
+            next_tier_end_s=self._next_tier_end_s,
+            on_first_token=on_first_token,
+            on_end=on_end,
+        )
+
+    def _manager(self, trace: Trace, num_shared: int) -> OffloadingManager | None:
+        config = self.config
+        if not config.cpu_blocks:
+            return None
+        if not self.tiers:
+            return CPUOffloadingManager(config.cpu_blocks, config.policy, store_threshold=config.store_threshold)
+        cascade: list[CascadeMode] = [config.cascade_mode] if self.disk else []
+        return TieringOffloadingManager(
+            CPUPrimaryTierOffloadingManager(
+                config.cpu_blocks, VirtualMemory(), config.policy, store_threshold=config.store_threshold
+            ),
+            self.tiers,
+            max_wait_s=config.max_wait_s,
+            cascade=[*cascade, *["on_store"] * num_shared],  # type: ignore[list-item]
+            # Without tokens nothing is weighed.
+            block_worth=BlockWorth(
+                config.block_bytes,
+                (trace.block_tokens, *[0] * config.state_slots) if config.load_policy == "cost" else (),
+            ),
+            clock=self.clock,
+        )
+
+    def _next_tier_end_s(self) -> float | None:
+        ends = [end_s for tier in self.tiers if (end_s := tier.next_end_s()) is not None]
+        return min(ends) if ends else None
+
+    def die(self) -> None:
+        """Lose everything in memory and in flight. Nothing more is written."""
+        self.engine.abandon()
+        for tier in self.tiers:
+            tier.shutdown()
+
+    def result(self, requests: int, hits: Collection[Hit]) -> ServerResult:
+        """What the machine did so far, and the hits of its requests."""
+        engine, stats = self.engine, self.manager.get_stats() if self.manager else {}
+        hit_blocks = Counter({DEVICE: 0, HOST: 0})
+        for hit in hits:
+            hit_blocks.update({DEVICE: hit.device, HOST: hit.host, **hit.below})
+        read = {tier.tier_type: tier.read_blocks for tier in self.tiers}
+        return ServerResult(
+            requests=requests,
+            accesses=engine.accesses,
+            hit_blocks=dict(hit_blocks),
+            busy_s=engine.busy_s,
+            prefill_s=engine.prefill_s,
+            computed_tokens=engine.computed_tokens,
+            preemptions=engine.preemptions,
+            loaded_blocks=engine.loaded,
+            stored_blocks=int(stats.get(("primary_blocks_stored",), 0)) - sum(read.values()),
+            cpu_evicted_blocks=int(stats.get(("primary_blocks_evicted",), 0)),
+            disk_evicted_blocks=self.disk.contents.index.num_evicted if self.disk else 0,
+            declined_blocks=sum(int(n) for sample, n in stats.items() if sample[0] == "tier_declined_blocks"),
+            refused_stores=int(stats.get(("primary_stores_refused",), 0)),
+            read_blocks=read,
+            written_blocks={tier.tier_type: tier.written_blocks for tier in self.tiers},
+        )
+
+
+_Kind = Literal["death", "return", "step"]
+
+
+@dataclass(slots=True)
+class _Member:
+    """One server of the fleet, over its lives."""
+
+    machine: Machine
+    disk: Contents | None
+    state: ServerState = field(default_factory=ServerState)
+    version: int = 0
+    """Of the newest end of a step that was planned: earlier ones count no longer."""
+    requests: int = 0
+    hits: list[Hit] = field(default_factory=list)
+    past: list[ServerResult] = field(default_factory=list)
+    """Of the lives before."""
+    shares: list[tuple[float, float]] = field(default_factory=list)
+    """(time, share of the prompt that was hit), of each request: only for servers that die."""
+
+
+class _Replay:
+    def __init__(
+        self,
+        trace: Trace,
+        config: FleetConfig,
+        hashes: Sequence[bytes],
+        router: Router | None,
+        on_request: Callable[[int, int, Hit, float], object] | None,
+        progress: Callable[[], object],
+    ) -> None:
+        self._trace, self._config, self._hashes = trace, config, hashes
+        self._num_whole = trace.num_whole
+        self._on_request, self._progress = on_request, progress
+        stages = 2 if config.prefill_servers else 1
+        self._routers = [router or router_of(config.router) for _ in range(stages)]
+        self._store = _Store(config.shared) if config.shared else None
+        self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
+        self._members: list[_Member] = []
+        for number in range(config.servers):
+            disk = Contents(config.server.disk_blocks) if config.server.disk_blocks else None
+            self._members.append(_Member(self._machine(number, disk), disk))
+        states = [member.state for member in self._members]
+        cut = config.prefill_servers
+        self._parts = [(0, Fleet(states[:cut])), (cut, Fleet(states[cut:]))] if cut else [(0, Fleet(states))]
+        self._heap: list[tuple[float, int, _Kind, int, int]] = []
+        self._order = 0
+        self._ttfts = np.zeros(len(trace))
+        self._found = np.zeros(len(trace), dtype=np.int64)
+        self._first_token_s = np.full(len(trace), -1.0)
+        self._handovers: list[float] = []
+        self._mortal = {death.server for death in config.deaths}
+        self._end_s = 0.0
+        self._stranded: list[tuple[int, int]] = []
+        """(request, stage) of those that came while no server lived."""
+
+    def _machine(self, number: int, disk: Contents | None) -> Machine:
+        config = self._config.server
+
+        def shared(clock: VirtualClock) -> list[SimDisk]:
+            stores = []
+            if self._pools:
+                stores.append((POOL, self._pools[number // self._config.servers_per_machine]))
+            if self._store is not None:
+                stores.append((SHARED, self._store))
+            return [store.tier(label, config, clock) for label, store in stores]
+
+        return Machine(
+            self._trace,
+            config,
+            self._hashes,
+            contents=disk,
+            shared=shared,
+            on_first_token=lambda served: self._first_token(number, served),
+            on_end=lambda _: self._note_end(number),
+        )
+
+    # ----------------------------------------------------------------------------------------------- time
+
+    def run(self) -> Result:
+        for number, death in enumerate(self._config.deaths):
+            self._push(death.at_s, "death", number)
+            self._push(death.back_s, "return", number)
+        for request, time_s in enumerate(self._trace.times_s.tolist()):
+            self._run_until(time_s)
+            self._arrive(request, time_s, stage=0)
+        self._run_until(float("inf"))
+        for member in self._members:
+            if member.machine.manager is not None:
+                member.machine.manager.shutdown()
+        return self._result()
+
+    def _push(self, time_s: float, kind: _Kind, number: int, version: int = 0) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, kind, number, version))
+
+    def _run_until(self, end_s: float) -> None:
+        """Do what happens before ``end_s``, in order."""
+        while self._heap and self._heap[0][0] < end_s:
+            time_s, _, kind, number, version = heapq.heappop(self._heap)
+            if kind == "step":
+                if self._members[number].version == version:
+                    self._step(number, time_s, end_s)
+            elif kind == "death":
+                self._die(self._config.deaths[number].server, time_s)
+            else:
+                self._return(self._config.deaths[number].server, time_s)
+
+    def _step(self, number: int, time_s: float, end_s: float) -> None:
+        """The server's step ends, and so do the next ones, as long as nothing else comes first."""
+        member = self._members[number]
+        engine, clock = member.machine.engine, member.machine.clock
+        while True:
+            clock.advance_to(time_s)
+            if engine.is_stepping:
+                engine.end()
+            next_s = engine.begin()
+            if next_s is None:
+                return
+            time_s = next_s
+            if time_s >= end_s or (self._heap and self._heap[0][0] <= time_s):
+                self._plan(number, time_s)
+                return
+
+    def _plan(self, number: int, time_s: float) -> None:
+        member = self._members[number]
+        member.version += 1
+        self._push(time_s, "step", number, member.version)
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def _asked(self, request: int, time_s: float) -> Asked:
+        trace = self._trace
+        tokens = int(trace.input_tokens[request])
+        numbers = trace.blocks(request)[: self._num_whole[request]].tolist()
+        return Asked(time_s, tokens, int(trace.sessions[request]), [self._hashes[number] for number in numbers])
+
+    def _arrive(self, request: int, time_s: float, stage: int) -> None:
+        first, fleet = self._parts[stage]
+        chosen = 0
+        if len(fleet.servers) > 1 or self._mortal:
+            if not any(server.is_alive for server in fleet.servers):
+                self._stranded.append((request, stage))
+                return
+            chosen = self._routers[stage](self._asked(request, time_s), fleet)
+            if not (0 <= chosen < len(fleet.servers) and fleet.servers[chosen].is_alive):
+                raise ConfigError(f"The router chose server {chosen!r}, which is not one that is alive.")
+        number = first + chosen
+        member = self._members[number]
+        member.state.requests += 1
+        member.state.tokens += int(self._trace.input_tokens[request])
+        engine = member.machine.engine
+        engine.add(request, 1 if number < self._config.prefill_servers else None)
+        if not engine.is_stepping:
+            self._plan(number, time_s)
+        elif (sooner_s := engine.interrupt(time_s)) is not None:
+            self._plan(number, sooner_s)
+
+    def _first_token(self, number: int, served: Served) -> None:
+        member, request, time_s = self._members[number], served.number, served.first_token_s
+        self._leave(member, request)
+        member.requests += 1
+        member.hits.append(served.hit)
+        is_first = self._first_token_s[request] < 0
+        if is_first:
+            self._first_token_s[request] = time_s
+            self._ttfts[request] = time_s - float(self._trace.times_s[request])
+            self._found[request] = served.hit.blocks
+        elif self._config.prefill_servers:
+            self._handovers.append(time_s - float(self._first_token_s[request]))
+        if number in self._mortal:
+            member.shares.append((time_s, served.hit.blocks / max(int(self._num_whole[request]), 1)))
+        if self._on_request is not None:
+            self._on_request(request, number, served.hit, time_s)
+        if is_first and self._config.prefill_servers:
+            self._arrive(request, time_s, stage=1)
+        else:
+            self._progress()
+
+    def _note_end(self, number: int) -> None:
+        self._end_s = max(self._end_s, self._members[number].machine.clock.now_s)
+
+    def _leave(self, member: _Member, request: int) -> None:
+        member.state.requests -= 1
+        member.state.tokens -= int(self._trace.input_tokens[request])
+
+    # -------------------------------------------------------------------------------------- death and return
+
+    def _die(self, number: int, time_s: float) -> None:
+        member = self._members[number]
+        member.state.is_alive = False
+        member.version += 1
+        member.machine.clock.advance_to(time_s)
+        member.machine.die()
+        member.past.append(self._server_result(member))
+        member.requests, member.hits = 0, []
+        for request in member.machine.engine.requests():
+            has_token = self._first_token_s[request] >= 0
+            if has_token and not self._config.prefill_servers:
+                continue  # its client has the first token; what it still decodes is not simulated elsewhere
+            self._leave(member, request)
+            self._arrive(request, time_s, stage=int(has_token))
+
+    def _return(self, number: int, time_s: float) -> None:
+        member = self._members[number]
+        member.machine = self._machine(number, member.disk)
+        member.machine.clock.advance_to(time_s)
+        member.state.is_alive = True
+        stranded, self._stranded = self._stranded, []
+        for request, stage in stranded:
+            self._arrive(request, time_s, stage)
+
+    # --------------------------------------------------------------------------------------------- figures
+
+    def _server_result(self, member: _Member) -> ServerResult:
+        return member.machine.result(member.requests, member.hits)
+
+    def _result(self) -> Result:
+        trace = self._trace
+        servers = tuple(total([*member.past, self._server_result(member)]) for member in self._members)
+        index = self._store.contents.index if self._store else None
+        begin_s = float(trace.times_s[0]) if len(trace) else 0.0
+        return Result(
+            config=self._config,
+            servers=servers,
+            requests=len(trace),
+            input_tokens=trace.total_input_tokens,
+            output_tokens=int(trace.output_tokens.sum()),
+            block_tokens=trace.block_tokens,
+            duration_s=max(self._end_s - begin_s, 1e-9) if len(trace) else 0.0,
+            arriving_s=float(trace.times_s[-1]) - begin_s if len(trace) else 0.0,
+            ttft_s=quantiles(self._ttfts),
+            handover_s=quantiles(self._handovers),
+            stored_blocks=index.num_stored - index.num_evicted if index else 0,
+            outages=tuple(self._outages()),
+        )
+
+    def _outages(self) -> Iterator[Outage]:
+        trace, config = self._trace, self._config
+        figures = RequestFigures(trace.times_s, self._ttfts, self._num_whole, self._found)
+        for number, at_s, back_s in config.deaths:
+            yield figures.outage(f"server {number}", at_s, back_s, self._members[number].shares)
+        for label, store in ((SHARED, config.shared), (POOL, config.pool)):
+            for begin_s, end_s in store.away if store is not None else ():
+                yield figures.outage(label, begin_s, end_s)
+
+
+class _Store:
+    """A shared tier: its contents, and the links of the store itself."""
+
+    def __init__(self, store: SharedStore) -> None:
+        self._store = store
+        self.contents = Contents(store.blocks, store.ttl_s, is_shared=True)
+        self._read, self._write = (Link(store.store_bytes_per_s, store.latency_s) for _ in range(2))
+
+    def tier(self, label: str, config: SimConfig, clock: VirtualClock) -> SimDisk:
+        """A server's way to it."""
+        store = self._store
+        own = [Link(store.server_bytes_per_s, store.latency_s) for _ in range(2)]
+        return SimDisk(
+            self.contents,
+            config.block_bytes,
+            [own[0], self._read],
+            [own[1], self._write],
+            clock,
+            label=label,
+            away=store.away,
+            deadline_s=config.max_wait_s,
+            steps_s=config.steps_s,
+        )
