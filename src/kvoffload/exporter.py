@@ -80,6 +80,7 @@ class PrometheusExporter:
         be used."""
         registry = self._client.CollectorRegistry()
         registry.register(self)
+        self._client.ProcessCollector(registry=registry)  # its start time tells one process from the next
         try:
             server, thread = self._client.start_http_server(port, address, registry)
         except (OSError, OverflowError) as exc:  # the latter: no number of a port

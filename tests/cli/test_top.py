@@ -12,7 +12,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -91,16 +93,22 @@ def test_a_tier_that_is_off_says_why() -> None:
 
 
 def test_engines_of_one_server_are_added_up_and_a_restart_begins_anew() -> None:
+    started_s = [1000.0]
+
     def page(*values: float) -> Snapshot:
         lines = [f'kvoffload_lookup_tokens_total{{engine="{at}"}} {value}' for at, value in enumerate(values)]
         lines += [f'kvoffload_hit_tokens_total{{engine="{at}"}} {value / 2}' for at, value in enumerate(values)]
+        lines += [f"process_start_time_seconds {each}" for each in started_s]
         return parse("\n".join(lines) + "\n", values[0], 0.0)
 
     view = compare(page(10, 20), page(20, 30))
     assert view.lookup_tokens_per_s == 2.0
     assert view.hit_rate == 0.5
     restarted = compare(page(100, 100), page(110, 4))
-    assert restarted.lookup_tokens_per_s == 11.4
+    assert restarted.lookup_tokens_per_s == 1.4, "one of two engines"
+    assert restarted.hit_rate == 0.5
+    started_s.clear()
+    assert compare(page(100, 1e7), page(110, 4e6)).lookup_tokens_per_s == 1.0, "perhaps another server"
 
 
 def test_engines_that_share_a_tier_show_its_bytes_once() -> None:
@@ -208,6 +216,63 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
             assert any(line.startswith("{") for line in rest)
         finally:
             view.kill()
+
+
+def page_of(tokens: float, started_s: float) -> bytes:
+    page = f"kvoffload_lookup_tokens_total {tokens}\nprocess_start_time_seconds {started_s}\n".encode()
+    date = formatdate(100_000, usegmt=True)
+    return f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page
+
+
+def test_servers_behind_one_address_are_not_compared(
+    serve_raw: Callable[[list[bytes]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = [page_of(1e7 + n, 5_000) for n in range(3)], [page_of(10 * n, 6_000) for n in range(3)]
+    port = serve_raw([first[0], second[0]])
+    with pytest.raises(SystemExit) as caught:
+        main(["top", f"127.0.0.1:{port}", "--once", "--json", "--interval", "0.01"])
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (2, "")
+    assert f"127.0.0.1:{port}" in err and "Several servers" in err
+    # Each is compared with its own last answer.
+    views = views_of([first[0], second[0], first[1], second[1], first[2], second[2]], serve_raw, 4)
+    assert [round(view["lookup_tokens_per_s"] * view["seconds"]) for view in views] == [1, 10, 1, 10]
+
+
+def test_a_server_that_was_started_again_counts_from_its_start(serve_raw: Callable[[list[bytes]], int]) -> None:
+    pages = [page_of(1e7, 5_000), page_of(40, 100_001), page_of(90, 100_001)]
+    assert [round(view["lookup_tokens_per_s"] * view["seconds"]) for view in views_of(pages, serve_raw, 2)] == [40, 50]
+
+
+def views_of(pages: list[bytes], serve_raw: Callable[[list[bytes]], int], count: int) -> list[Any]:
+    command = [sys.executable, "-m", "kvoffload", "top", f"127.0.0.1:{serve_raw(pages)}", "--json"]
+    with subprocess.Popen([*command, "--interval", "0.01"], stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            return [json.loads(running.stdout.readline()) for _ in range(count)]
+        finally:
+            running.kill()
+
+
+def test_a_proxy_of_the_environment_is_named(
+    serve_raw: Callable[[list[bytes]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    answers = {b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n": "Forbidden"}
+    answers[b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nup 1\n"] = "no series"
+    for answer, word in answers.items():
+        proxy = f"127.0.0.1:{serve_raw([answer])}"
+        monkeypatch.setenv("http_proxy", f"http://me:hunter2@{proxy}")
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it reads the environment once
+        with pytest.raises(SystemExit):
+            main(["top", "kv-server:8000", "--once"])
+        err = capsys.readouterr().err
+        assert f"proxy http://{proxy} (HTTP_PROXY" in err and word in err and "hunter2" not in err
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(SystemExit):
+        main(["top", "127.0.0.1:1", "--once"])
+    assert "proxy" not in capsys.readouterr().err
 
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:

@@ -14,7 +14,8 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -28,9 +29,12 @@ from rich.text import Text
 from kvoffload.cli.output import positive
 from kvoffload.errors import ConfigError, MissingExtraError
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
+from kvoffload.tiering.stores.remote import without_credentials
 from kvoffload.units import format_bytes
 
 _TIMEOUT_S = 10.0
+_CLOCK_S = 2.0
+"""Clocks of one server may differ by this much: times of start are exact, and dates of answers are whole seconds."""
 _KEPT = 6
 """Refreshes that a sparkline shows."""
 # Engines of one server share a tier, or each has one of the same size: the fullest counts.
@@ -56,7 +60,8 @@ def top(
     url = metrics_url(url)
     last = _scrape(url)
     if not last.series:
-        raise ConfigError(f"{url} has no series of kvoffload: is this a server that uses it?")
+        raise ConfigError(f"{url} has no series of kvoffload{_through_proxy(url)}: is this a server that uses it?")
+    processes = {last.started_s: last}
     console = Console()
     views: deque[View] = deque(maxlen=_KEPT)
     with ExitStack() as stack:
@@ -69,6 +74,7 @@ def top(
                 time.sleep(interval)
                 try:
                     now = _scrape(url)
+                    views.append(compare(_before(url, now, last, processes), now))
                 except ConfigError as exc:
                     if once:
                         raise
@@ -77,7 +83,6 @@ def top(
                     else:
                         show(Text(str(exc), style="red"))
                     continue
-                views.append(compare(last, now))
                 last = now
                 if as_json:
                     print(json.dumps(asdict(views[-1])), flush=True)
@@ -87,6 +92,22 @@ def top(
                     return
         except KeyboardInterrupt:
             return
+
+
+def _before(url: str, now: Snapshot, last: Snapshot, processes: dict[float | None, Snapshot]) -> Snapshot:
+    """Return the snapshot to compare ``now`` with: the last one of the same process, or an empty one of a process that
+    replaced the last. ``processes`` are the last snapshots by start time; ``now`` becomes one.
+
+    Raises ``ConfigError`` if another server has answered, as behind a load balancer.
+    """
+    before, processes[now.started_s] = processes.get(now.started_s), now
+    if before is not None:
+        return before
+    if now.started_s is None or last.started_s is None or now.started_s >= last.server_unix_s - _CLOCK_S:
+        return Snapshot(last.at_s, last.unix_s, {}, started_s=now.started_s)  # it was started again
+    raise ConfigError(
+        f"Several servers answer at {url}, so their figures cannot be compared: watch one by its own address."
+    )
 
 
 def metrics_url(url: str) -> str:
@@ -105,30 +126,59 @@ def metrics_url(url: str) -> str:
 def _scrape(url: str) -> Snapshot:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            text = response.read().decode()
+            text, date = response.read().decode(), response.headers["Date"]
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        raise ConfigError(f"{url} cannot be read: {reason}.") from exc
+        reason = getattr(reason, "strerror", None) or reason
+        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: {reason}.") from exc
     except http.client.HTTPException as exc:
-        raise ConfigError(f"{url} cannot be read: no whole answer in HTTP ({exc!r}).") from exc
-    return parse(text, time.monotonic(), time.time())
+        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: no whole answer in HTTP ({exc!r}).") from exc
+    unix_s = time.time()
+    try:
+        server_unix_s = parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError):
+        server_unix_s = unix_s
+    return replace(parse(text, time.monotonic(), unix_s), server_unix_s=server_unix_s)
+
+
+def _through_proxy(url: str) -> str:
+    """Name the proxy that the environment puts between this command and the server, for an error message."""
+    parts = urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
+        return ""
+    return f" through the proxy {without_credentials(proxy)} ({parts.scheme.upper()}_PROXY; NO_PROXY excludes a server)"
 
 
 # --------------------------------------------------------------------------------------------------------- the figures
 
 
+Engine = tuple[tuple[str, str], ...]
+"""The labels of a sample that are not kvoffload's own, such as ``engine``: counters are compared for each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """kvoffload's series at one time, over all engines of the server: ``_JOIN`` has how they are put together."""
+    """kvoffload's series at one time."""
 
     at_s: float
     unix_s: float
     series: dict[str, Series]
+    """Of all engines of the server, put together as ``_JOIN`` says."""
+    engines: dict[Engine, dict[str, Series]] = field(default_factory=dict)
+    """Of each engine."""
+    started_s: float | None = None
+    """When the server's process was started (``process_start_time_seconds``); ``None`` if the page does not say."""
+    server_unix_s: float = 0.0
+    """The time by the server's clock."""
 
     def total(self, name: str, *labels: str) -> float:
         """The sum of the series of a metric whose labels begin with ``labels``."""
-        found = self.series.get(name, {})
-        return sum(value for key, value in found.items() if key[: len(labels)] == labels)
+        return _sum(self.series, name, labels)
+
+
+def _sum(series: Mapping[str, Series], name: str, labels: tuple[str, ...]) -> float:
+    return sum(value for key, value in series.get(name, {}).items() if key[: len(labels)] == labels)
 
 
 def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
@@ -138,8 +188,12 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
     except ImportError as exc:
         raise MissingExtraError("kvoffload top needs kvoffload's extra 'cli': pip install prometheus-client.") from exc
     series: dict[str, Series] = {}
+    engines: dict[Engine, dict[str, Series]] = {}
+    started_s: float | None = None
     try:
         for family in parser.text_string_to_metric_families(text):
+            if family.name == "process_start_time_seconds":
+                started_s = max((sample.value for sample in family.samples), default=None)
             name = family.name.removeprefix("kvoffload_").removesuffix("_total")
             if not family.name.startswith("kvoffload_") or name not in METRICS:
                 continue
@@ -152,11 +206,15 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                     if not sample.name.endswith("_bucket"):
                         continue
                     key = (*key, sample.labels["le"])
+                own = {*metric.labels, "le"}
+                engine = tuple(sorted((label, value) for label, value in sample.labels.items() if label not in own))
+                of_engine = engines.setdefault(engine, {}).setdefault(name, {})
+                of_engine[key] = of_engine.get(key, 0) + sample.value
                 join, known = _JOIN.get(name) if key in values else None, values.get(key, 0)
                 values[key] = join(known, sample.value) if join else known + sample.value
     except (ValueError, KeyError, IndexError) as exc:
         raise ConfigError(f"This is not a page of metrics: {exc}.") from exc
-    return Snapshot(at_s, unix_s, series)
+    return Snapshot(at_s, unix_s, series, engines, started_s, unix_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +277,15 @@ _PROBLEMS = {
 
 
 def compare(before: Snapshot, after: Snapshot) -> View:
-    """The figures of the time between two snapshots. A server that was started again counts from its start."""
+    """The figures of the time between two snapshots of one process."""
     seconds = max(after.at_s - before.at_s, 1e-9)
-    is_new = after.total("lookup_tokens") < before.total("lookup_tokens")
+    bases = {engine: _base(engine, before, after) for engine in after.engines}
 
     def grown(name: str, *labels: str) -> float:
-        return max(after.total(name, *labels) - (0 if is_new else before.total(name, *labels)), 0)
+        return sum(
+            max(_sum(series, name, labels) - _sum(bases[engine], name, labels), 0)
+            for engine, series in after.engines.items()
+        )
 
     looked_up = grown("lookup_tokens")
 
@@ -234,10 +295,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
     waits: dict[str, float | None] = {}
     for label, name in (("lookups", "lookup_wait_seconds"), ("lower tiers", "promotion_wait_seconds")):
         for percent in (50, 90):
-            buckets = {
-                bound: value - (0 if is_new else before.series.get(name, {}).get((bound,), 0))
-                for (bound,), value in after.series.get(name, {}).items()
-            }
+            buckets = {bound: grown(name, bound) for (bound,) in after.series.get(name, {})}
             waits[f"{label} p{percent}"] = quantile(buckets, percent / 100)
     total = after.total("lookup_tokens")
 
@@ -278,6 +336,16 @@ def compare(before: Snapshot, after: Snapshot) -> View:
         problems={name: value for name, value in problems.items() if value},
         tiers=tuple(tiers),
     )
+
+
+def _base(engine: Engine, before: Snapshot, after: Snapshot) -> Mapping[str, Series]:
+    """What the counters of an engine are compared with: an earlier snapshot, or nothing if the engine was started again
+    since. If the page does not say when its process started, another server may have answered: then nothing counts as
+    growth."""
+    known, now = before.engines.get(engine, {}), after.engines[engine]
+    if _sum(now, "lookup_tokens", ()) >= _sum(known, "lookup_tokens", ()):
+        return known
+    return now if after.started_s is None else {}
 
 
 def _off(now: Snapshot, tier: str) -> Iterable[str]:
