@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from kvoffload.errors import ConfigError, LayoutError, Problems, suggest
+from kvoffload.errors import ConfigError, LayoutError, Problems, reason_of, suggest
 from kvoffload.units import parse_bytes, parse_seconds
 
 
@@ -102,7 +102,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 with open(os.path.expanduser(version["file"]), "rb") as file:
                     version = file.read(_LONGEST_VERSION + 2).decode().strip()
             except (OSError, ValueError) as exc:
-                raise ConfigError(f"{where} fails: {getattr(exc, 'strerror', None) or exc}.") from exc
+                raise ConfigError(f"{where} fails: {reason_of(exc)}.") from exc
         else:
             raise ConfigError('weights_version must be text or {"file": path}.')
         if not version or len(version) > _LONGEST_VERSION or not version.isprintable():

@@ -114,6 +114,11 @@ def text_of(error: BaseException) -> str:
     return text or type(error).__name__
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what ``error`` says, for people: of the operating system's errors the text, without ``[Errno 2]``."""
+    return getattr(error, "strerror", None) or text_of(error)
+
+
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return the end of an error message: ``" Did you mean 'lru'?"``, or all choices if none is similar."""
     known = sorted(choices)

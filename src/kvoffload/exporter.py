@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import METRICS, Kind, Metric, Stats, buckets_of, initial_series
 
 
@@ -84,7 +84,7 @@ class PrometheusExporter:
         try:
             server, thread = self._client.start_http_server(port, address, registry)
         except (OSError, OverflowError) as exc:  # the latter: no number of a port
-            raise ConfigError(f"Metrics cannot be served at {address}:{port}: {exc}.") from exc
+            raise ConfigError(f"Metrics cannot be served at {address}:{port}: {reason_of(exc)}.") from exc
 
         def close() -> None:
             server.shutdown()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -59,8 +60,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments == ["--version"]:  # without the parser, whose import takes longer than all else
         print(f"kvoffload {__version__}")
         sys.exit(0)
-    from kvoffload.errors import ConfigError, MissingExtraError
+    from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # many containers have no UTF-8
     try:
         try:
             app = make_app(arguments[:1]) if arguments and arguments[0] in _COMMANDS else make_app()
@@ -71,6 +75,10 @@ def main(argv: list[str] | None = None) -> None:
                 f"The command needs kvoffload's extra 'cli': pip install typer rich prometheus-client pyyaml ({exc})."
             ) from exc
         app(args=argv, prog_name="kvoffload")
-    except (ConfigError, MissingExtraError, OSError) as exc:
+    except (ConfigError, MissingExtraError) as exc:
         print(f"kvoffload: {exc}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as exc:
+        place = f"{exc.filename}: " if exc.filename is not None else ""
+        print(f"kvoffload: {place}{reason_of(exc)}.", file=sys.stderr)
         sys.exit(2)

@@ -20,7 +20,7 @@ from kvoffload.config import OffloadingConfig, read_config_values
 from kvoffload.config_file import ENVIRONMENT, expanded, has_variable, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
 from kvoffload.engines.vllm.arguments import check_file
-from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError
+from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError, reason_of
 from kvoffload.specs import spec_class
 from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, parse_tiers
 from kvoffload.tiering.stores.disk.options import DiskOptions
@@ -202,7 +202,7 @@ def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> li
     try:
         return options.check_store(block_bytes, ask=connect)
     except (StoreError, MissingExtraError, OSError) as exc:
-        raise ConfigError(f"The {options.label!r} tier cannot be used now: {exc}") from exc
+        raise ConfigError(f"The {options.label!r} tier cannot be used now: {reason_of(exc).rstrip('.')}.") from exc
 
 
 def _command(file: Path, config: OffloadingConfig) -> str:

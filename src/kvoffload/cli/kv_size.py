@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, reason_of
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
@@ -45,7 +45,7 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} is not a readable model config: {exc}.") from exc
+        raise ConfigError(f"{path} is not a readable model config: {reason_of(exc)}.") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a model config: it has no JSON object.")
     text_config = config.get("text_config")  # multimodal models keep the language model's part there

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,9 +153,19 @@ def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None
         ]
         print("  ".join(cells).rstrip())
         if at == 0:
-            print("  ".join("─" * width for width in widths))
+            rule = "─" if can_print("─") else "-"
+            print("  ".join(rule * width for width in widths))
     if table.left_out:
         print(f"Not shown: {', '.join(dict.fromkeys(table.left_out))}. --json has all.")
+
+
+def can_print(text: str) -> bool:
+    """Return whether standard output has the characters of ``text``."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _widths(table: Table) -> list[int]:

@@ -26,8 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.output import positive
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.cli.output import can_print, positive
+from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.tiering.stores.remote import without_credentials
 from kvoffload.units import format_bytes
@@ -40,7 +40,7 @@ _KEPT = 6
 # Engines of one server share a tier, or each has one of the same size: the fullest counts.
 _JOIN = JOIN | {"tier_blocks": max, "tier_bytes": max}
 """How the values of several engines become one; those of all other metrics are added."""
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 Series = dict[tuple[str, ...], float]
 """Values by the values of kvoffload's own labels, in the order of ``METRICS``; of histograms then by bucket."""
@@ -129,8 +129,8 @@ def _scrape(url: str) -> Snapshot:
             text, date = response.read().decode(), response.headers["Date"]
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
-        reason = getattr(reason, "strerror", None) or reason
-        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: {reason}.") from exc
+        what = reason_of(reason) if isinstance(reason, BaseException) else reason
+        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: {what}.") from exc
     except http.client.HTTPException as exc:
         raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: no whole answer in HTTP ({exc!r}).") from exc
     unix_s = time.time()
@@ -435,10 +435,11 @@ def draw(views: Iterable[View]) -> Group:
 def sparkline(values: Iterable[float], most: float | None = None) -> str:
     """A bar for each of the last few values; a full bar is ``most``, or the largest of them."""
     shown = list(values)[-_KEPT:]
+    bars = _BARS if can_print(_BARS) else _PLAIN_BARS
     top_value = most if most is not None else max(shown, default=0.0)
     if top_value <= 0:
-        return _BARS[0] * len(shown)
-    return "".join(_BARS[min(int(value / top_value * len(_BARS)), len(_BARS) - 1)] for value in shown)
+        return bars[0] * len(shown)
+    return "".join(bars[min(int(value / top_value * len(bars)), len(bars) - 1)] for value in shown)
 
 
 def _percent(share: float | None) -> str:

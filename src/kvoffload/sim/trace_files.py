@@ -34,7 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvoffload.base import NextUse
-from kvoffload.errors import MissingExtraError
+from kvoffload.errors import MissingExtraError, reason_of
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
 _MAX_LINE_BYTES = 64 << 20
@@ -289,8 +289,7 @@ class Lines:
                 if isinstance(exc, EOFError) and number:  # the end of a gzip file is missing
                     self.cut_line = number + 1
                     return
-                reason = getattr(exc, "strerror", None) or exc
-                raise TraceError(f"{path} cannot be read: {reason}.") from exc
+                raise TraceError(f"{path} cannot be read: {reason_of(exc)}.") from exc
 
 
 def _is_json(text: bytes) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, reason_of
 
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
@@ -39,8 +39,7 @@ def read_secret(secret: Secret, what: str) -> str:
         try:
             value = Path(os.path.expanduser(source)).read_bytes().rstrip(b"\r\n")
         except (OSError, ValueError) as exc:
-            reason = getattr(exc, "strerror", None) or str(exc)
-            raise ConfigError(f"{what} is to be read from {source}, which fails: {reason}.") from exc
+            raise ConfigError(f"{what} is to be read from {source}, which fails: {reason_of(exc)}.") from exc
     if not value:
         raise ConfigError(f"{what} is to be read from {source}, which is empty.")
     try:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.memory_limits import memory_file_system
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, reason_of
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE, REFUSED
 from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE, Run, runs_of
@@ -97,7 +97,9 @@ class DiskStore(RootedStore):
             check_preallocation(self._root, self._access)
             self._directory = SlabDirectory(self._root, layout, self._access, durable=self._durable)
         except OSError as exc:
-            raise ConfigError(f"The store cannot use {self._root}: {exc}; choose another directory.") from exc
+            raise ConfigError(
+                f"The store cannot use {self._root}: {reason_of(exc)}; choose another directory."
+            ) from exc
         self._slabs = Slabs(self._root, layout)
         self.resident = self._slabs.resident
         self._quota = Quota(self._directory, self._slabs, layout, max_bytes)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Literal
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import ConfigError, StoreError
+from kvoffload.errors import ConfigError, StoreError, reason_of
 from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
@@ -107,7 +107,7 @@ class FileSystemStore(RootedStore):
                 try:
                     self._io.sync_names(opened, published)
                 except OSError as exc:
-                    raise StoreError(f"Writing to {self._root} failed: {exc}") from exc
+                    raise StoreError(f"Writing to {self._root} failed: {reason_of(exc)}.") from exc
         self._look_at_disk()
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
         answers = [(path in here or path in published) and path not in gone for path in paths]
@@ -148,7 +148,7 @@ class FileSystemStore(RootedStore):
             try:
                 names = list_names(self._root, directory, self._access)
             except OSError as exc:
-                raise StoreError(f"Scanning {self._root} failed: {exc}") from exc
+                raise StoreError(f"Scanning {self._root} failed: {reason_of(exc)}.") from exc
             if any(name.startswith(TEMPORARY_PREFIX) for name in names):
                 sweep(self._root, seen_in(self._root, directory, self._access), self._access)
             if keys := self._own_keys(f"{directory}/{name}" for name in names):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What containers and pipes have: no UTF-8, a full disk behind standard output, a pipe that is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.tiering.stores.blocks import write
+
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.options import parse_tier
+
+COMMANDS = ["ls", "verify", "check", "help", "plan", "simulate", "doctor", "missing"]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Commands over a directory, a model and a trace whose names ASCII lacks."""
+    folder = tmp_path_factory.mktemp("キ")
+    tier = {"type": "disk", "path": str(folder / "kv"), "max_bytes": "32MiB"}
+    store = parse_tier(tier).open_store(4096, "モデル/ü")
+    write(store, keys(1), block_bytes=4096)
+    store.close()
+    (folder / "c.json").write_text(json.dumps({"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}))
+    line = {"timestamp": 0, "input_length": 50, "output_length": 1, "block_tokens": 16, "hash_ids": [1, 2, 3]}
+    (folder / "キ.jsonl").write_text("".join(json.dumps(line) + "\n" for _ in range(20)))
+    trace = str(folder / "キ.jsonl")
+    return {
+        "ls": ["store", "ls", str(folder / "kv")],
+        "verify": ["store", "verify", str(folder / "kv")],
+        "check": ["check-config", str(folder / "c.json")],
+        "help": ["-h"],
+        "plan": ["plan", trace, "--hit-rate", "10", "--processes", "1"],
+        "simulate": ["simulate", trace, "--cpu", "50%", "--processes", "1"],
+        "doctor": ["doctor", "-h"],
+        "missing": ["store", "ls", str(folder / "没有")],
+    }
+
+
+def run(arguments: list[str], stdout: int, **environ: str) -> tuple[int, bytes, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHONIO"))}
+    command = [sys.executable, "-m", "kvoffload", *arguments]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=kept | environ, check=False)
+    return done.returncode, done.stdout or b"", done.stderr.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "environ",
+    [{"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}],
+    ids=["posix", "latin-1"],
+)
+def test_without_utf_8_everything_is_printed(
+    name: str, environ: dict[str, str], commands: dict[str, list[str]]
+) -> None:
+    code, out, err = run(commands[name], subprocess.PIPE, **environ)
+    assert code in (0, 1) or name == "missing", err
+    assert "Traceback" not in err and "UnicodeEncodeError" not in err
+    assert out or err
+    assert all(each < 0x100 for each in out)
+
+
+@pytest.mark.parametrize("name", ["ls", "check", "help", "simulate"])
+def test_a_full_disk_behind_standard_output_is_one_sentence(name: str, commands: dict[str, list[str]]) -> None:
+    with open("/dev/full", "wb") as full:
+        code, _, err = run(commands[name], full.fileno())
+    assert code == 2
+    assert err.splitlines()[-1] == "kvoffload: No space left on device."
+    assert "Traceback" not in err and "Errno" not in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_closed_pipe_ends_quietly(name: str, commands: dict[str, list[str]]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        _, _, err = run(commands[name], writer)
+    finally:
+        os.close(writer)
+    assert "Traceback" not in err and "Exception ignored" not in err and "Errno" not in err
