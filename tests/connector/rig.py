@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,7 @@ class Rig:
     left_out: frozenset[str] = frozenset()
     """Requests whose hashes are wrong."""
     running: dict[str, int] = field(default_factory=dict)
+    weights_name: Callable[[], str | None] = str
 
     def __post_init__(self) -> None:
         self.layout = EngineLayout(self.groups, BT, "rig", num_ranks=self.num_ranks)
@@ -128,7 +129,11 @@ class Rig:
         )
         self.manager = SpyManager(self.num_blocks, self.policy, self.eviction_policy)
         self.scheduler = OffloadingConnectorScheduler(
-            self.manager, self.layout, config, leaves_out=lambda request: request.request_id in self.left_out
+            self.manager,
+            self.layout,
+            config,
+            leaves_out=lambda request: request.request_id in self.left_out,
+            weights_name=self.weights_name,
         )
 
     # one engine call each, then everything is checked

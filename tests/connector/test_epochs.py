@@ -325,3 +325,122 @@ def test_the_blocks_of_a_request_that_goes_on_in_an_epoch_with_the_same_keys_are
     assert rig.manager.slots.num_idle, "it goes on, and stores"
     rig.scheduler.reset_cache()
     assert rig.manager.slots.num_idle == 0
+
+
+class Name:
+    """A name of the weights, which may be known later."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value
+
+    def __call__(self) -> str | None:
+        return self.value
+
+
+def test_weights_are_told_apart_by_their_name_unless_they_have_a_version() -> None:
+    one, again, two = (Epochs(config(), Name(name)).current.seed for name in ("a", "a", "b"))
+    assert one == again
+    assert len({one, two, FIRST.seed, Epochs(config(weights_version="a")).current.seed}) == 4
+    assert (
+        Epochs(config(weights_version="a"), Name("b")).current.seed == Epochs(config(weights_version="a")).current.seed
+    )
+
+
+def test_until_the_weights_have_a_name_the_epoch_is_the_engines_own() -> None:
+    name = Name(None)
+    epochs = Epochs(config(), name)
+    own = epochs.use()
+    assert own.seed != Epochs(config(), Name(None)).current.seed
+    assert not epochs.can_be_named
+    name.value = "a"
+    assert epochs.can_be_named
+    epochs.name()
+    assert epochs.current.seed == Epochs(config(), Name("a")).current.seed
+    assert epochs.is_over(own)
+    assert not epochs.can_be_named
+
+
+@pytest.mark.parametrize("reset_tiers", [True, False])
+def test_weights_that_change_before_they_have_a_name_never_get_it(reset_tiers: bool) -> None:
+    name = Name(None)
+    epochs = Epochs(config(reset_tiers=reset_tiers), name)
+    epochs.use()
+    epochs.reset()
+    epochs.change()
+    name.value = "a"
+    assert not epochs.can_be_named
+    epochs.reset()
+    assert epochs.current.seed != Epochs(config(), Name("a")).current.seed
+
+
+@pytest.mark.parametrize("reset_tiers", [True, False])
+def test_a_reset_before_the_weights_have_a_name_does_as_it_does_after(reset_tiers: bool) -> None:
+    name = Name(None)
+    epochs = Epochs(config(reset_tiers=reset_tiers), name)
+    before = epochs.use().seed
+    epochs.reset()
+    assert (epochs.current.seed == before) is not reset_tiers
+    name.value = "a"
+    assert epochs.can_be_named is not reset_tiers
+
+
+def test_a_reset_that_was_only_a_part_of_a_sleep_is_undone() -> None:
+    epochs = Epochs(config(), Name("a"))
+    first = epochs.use().seed
+    epochs.reset()
+    epochs.undo_reset()
+    assert epochs.current.seed == first
+    epochs.undo_reset()
+    assert epochs.current.seed == first
+    epochs.use()
+    epochs.reset()  # by the user
+    cleared = epochs.current.seed
+    epochs.reset()  # by the sleep
+    epochs.undo_reset()
+    assert epochs.current.seed == cleared != first
+
+
+@pytest.mark.parametrize("since", ["a request", "an update", "a version", "a name"])
+def test_a_reset_is_not_undone_if_more_has_happened_since(since: str, tmp_path: Path) -> None:
+    version = tmp_path / "version"
+    epochs = Epochs(by_file(version, "one") if since == "a version" else config(), Name("a"))
+    before = epochs.use().seed
+    if since == "a version":
+        version.write_text("two")
+    epochs.reset()
+    if since == "a request":
+        epochs.use()
+    elif since == "an update":
+        epochs.change()
+    elif since == "a name":
+        epochs.reset()
+        epochs.use()
+    after = epochs.current.seed
+    epochs.undo_reset()
+    assert epochs.current.seed == after != before
+
+
+def test_a_reset_by_the_user_stays_one_when_the_weights_get_their_name_after_a_sleep() -> None:
+    name = Name(None)
+    epochs = Epochs(config(), name)
+    epochs.use()
+    epochs.reset()
+    epochs.use()
+    epochs.reset()
+    epochs.undo_reset()
+    name.value = "a"
+    assert not epochs.can_be_named
+
+
+def test_blocks_of_other_engines_are_found_once_the_weights_have_a_name() -> None:
+    """Their own engine found them before, and finds them again when they are stored again."""
+    name = Name(None)
+    rig = Rig(weights_name=name)
+    rig.store_prefix(8)
+    name.value = "a"
+    assert rig.ask(rig.arrive(Request("unnamed", 9))) == (0, False)
+    rig.finish(Request("unnamed", 9))
+    rig.store_prefix(8)
+    assert rig.ask(rig.arrive(Request("named", 9))) == (8, True)
+    events = [event for event in rig.scheduler.take_events() if not event.removed]
+    assert {key for event in events for key in event.keys} >= {make_offload_key(f"p/{n}".encode(), 0) for n in range(2)}

@@ -222,3 +222,25 @@ def test_a_request_with_bad_parameters_is_served_and_logged_once(params: Any, ca
     assert record.exc_info is None
     assert len(record.getMessage()) < 300
     assert record.getMessage().count("s3cret") < 10
+
+
+def test_a_prompt_that_another_connector_gets_from_elsewhere_waits_for_nothing() -> None:
+    rig = Rig()
+    rig.store_prefix(8)
+    lookups: list[object] = []
+    lookup = rig.manager.lookup_prefix
+
+    def counted(keys, req_context):
+        lookups.append(keys)
+        return lookup(keys, req_context)
+
+    rig.manager.lookup_prefix = counted  # type: ignore[method-assign]
+    request = rig.arrive(Request("r", 9, kv_transfer_params={"do_remote_prefill": True}))
+    assert rig.ask(request) == (0, False)
+    assert lookups == []
+    rig.alloc(request, [0, 1, 2])
+    # What it got is stored like any other request's, and after a failure the engine asks again, without the mark.
+    assert len(rig.step(rig.run(request, [0, 1, 2])).stores) <= 1
+    rig.step(preempted=["r"])
+    request.kv_transfer_params = {"do_remote_prefill": False}
+    assert rig.ask(request) == (8, True)

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.sizes import by_size
 
 from kvoffload.engines import weights
-from kvoffload.engines.weights import changed_since, fingerprint, local_directory, process_start_s
+from kvoffload.engines.weights import Files, fingerprint, in_background, local_directory
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 600 * KIB
 
 
@@ -87,146 +86,156 @@ def test_other_files_do_not_count(model: Path) -> None:
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("thousandth", by_size([123], [0, 123, 500, 998]))
-@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
-def test_a_changed_matrix_is_met_wherever_it_lies(tmp_path: Path, name: str, thousandth: int) -> None:
-    file, size = tmp_path / name, 256 * MIB  # of which an eighth is read
-    if name == "model.bin":
-        file.touch()
-        os.truncate(file, size)
-    else:
-        write_tensors(file, {"all": size})
-    before = fingerprint(tmp_path)
-    write_at(file, thousandth * size // 1000 + KIB, b"\1" * (size // 1000))
-    assert fingerprint(tmp_path) != before
-
-
-def write_tensors(file: Path, sizes: dict[str, int], entries: dict[str, Any] | None = None) -> dict[str, int]:
-    """A safetensors file full of zeroes, which takes no room; where its tensors begin. ``entries``: others for its
-    header."""
+def write_tensors(file: Path, sizes: dict[str, int]) -> dict[str, int]:
+    """A safetensors file full of zeroes, which takes no room; where its tensors begin."""
     header, offset = dict[str, Any](), 0
     for name, size in sizes.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(header | (entries or {})).encode()
+    text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     start = file.stat().st_size
     os.truncate(file, start + offset)
     return {name: start + entry["data_offsets"][0] for name, entry in header.items()}
 
 
-def test_a_small_tensor_is_met_wherever_it_lies(tmp_path: Path) -> None:
-    scales = {f"layers.{n}.attention.{which}_scale": 4 for n in range(64) for which in "kv"}
-    norms = {f"layers.{n}.norm": 16 * KIB for n in range(64)}
-    matrices = {f"layers.{n}.attention.{which}_proj.weight": 23 * MIB for n in range(64) for which in "qkvo_"}
-    sizes = scales | dict(item for pair in zip(norms.items(), matrices.items(), strict=False) for item in pair)
-    starts = write_tensors(tmp_path / "model.safetensors", sizes | matrices)
-    assert (tmp_path / "model.safetensors").stat().st_size > 7 * GIB
-    seen = {fingerprint(tmp_path)}
-    changed = ["layers.0.attention.k_scale", "layers.63.attention.v_scale", "layers.0.norm", "layers.40.norm"]
-    for number, name in enumerate(changed):
-        write_at(tmp_path / "model.safetensors", starts[name] + sizes[name] - 1, b"\1")
-        seen.add(fingerprint(tmp_path))
-        assert len(seen) == number + 2, name
-
-
-def test_each_large_tensor_is_met(tmp_path: Path) -> None:
-    large = {f"expert.{n}": 257 * KIB for n in range(50)}
-    starts = write_tensors(tmp_path / "model.safetensors", {"embedding": 400 * GIB} | large | {"head": 400 * GIB})
-    seen = {fingerprint(tmp_path)}
-    for number, name in enumerate(["expert.0", "expert.33", "expert.49"]):
-        write_at(tmp_path / "model.safetensors", starts[name], b"\1" * large[name])
-        seen.add(fingerprint(tmp_path))
-        assert len(seen) == number + 2, name
-
-
-def test_tensors_that_change_names_are_others(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "model.safetensors", {"a": MIB, "b": MIB})
-    before = fingerprint(tmp_path)
-    write_tensors(tmp_path / "model.safetensors", {"b": MIB, "a": MIB})
-    assert fingerprint(tmp_path) != before
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"more": {"data_offsets": [10 * MIB, 11 * MIB]}},
-        {"more": {"data_offsets": [0, MIB]}},
-        {"more": {"data_offsets": [10 * MIB, 9 * MIB]}},
-        {"more": {"data_offsets": ["0", None]}},
-        {"more": {"data_offsets": 1}},
-        {"more": {}},
-        {"more": None},
-    ],
-    ids=lambda entries: str(entries["more"]),
-)
-def test_of_a_header_that_cannot_be_true_the_file_s_ends_and_samples_are_read(
-    tmp_path: Path, entries: dict[str, Any]
-) -> None:
-    file = tmp_path / "model.safetensors"
-    write_tensors(file, {"a": 10 * MIB}, entries)
-    seen = {fingerprint(tmp_path)}
-    for number, place in enumerate((20, 100 * KIB, file.stat().st_size - 100 * KIB)):
-        write_at(file, place, b"new!")
-        seen.add(fingerprint(tmp_path))
-        assert len(seen) == number + 2
-
-
-@pytest.mark.parametrize("head", [b"", b"\0" * 8, b"\xff" * 8, b"\4\0\0\0\0\0\0\0nope", b"\2\0\0\0\0\0\0\0[]"])
-def test_a_file_with_no_header_is_read_all_the_same(tmp_path: Path, head: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(head + b"old")
-    before = fingerprint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(head + b"new")
-    assert fingerprint(tmp_path) != before
-
-
-def test_a_small_tensor_that_torch_saved_is_met(tmp_path: Path) -> None:
-    import torch
-
-    tensors = {"a": torch.zeros(8 * MIB), "scale": torch.zeros(1), "b": torch.zeros(8 * MIB)}
-    torch.save(tensors, tmp_path / "model.bin")
-    before = fingerprint(tmp_path)
-    torch.save(tensors, tmp_path / "model.bin")
-    assert fingerprint(tmp_path) == before
-    tensors["scale"] += 1
-    torch.save(tensors, tmp_path / "model.bin")
-    assert fingerprint(tmp_path) != before
-
-
-def bytes_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """By one fingerprint."""
-    read: list[int] = []
-    pread = os.pread
-
-    def counted(fd: int, size: int, place: int) -> bytes:
-        read.append(size)
-        return pread(fd, size, place)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(weights.os, "pread", counted)
-        fingerprint(directory)
-    return read
-
-
-def test_what_is_read_does_not_grow_with_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(30):
-        write_tensors(tmp_path / f"model-{number}.safetensors", {f"{n}": GIB for n in range(4)} | {"norm": 16 * KIB})
-        (tmp_path / f"model-{number}.bin").touch()
-        os.truncate(tmp_path / f"model-{number}.bin", 4 * GIB)
-    read = bytes_read(tmp_path, monkeypatch)
-    assert 60 * 16 <= len(read) <= 10_000
-    assert sum(read) <= 100 * MIB
-
-
-def test_what_is_read_of_small_tensors_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {f"{n}": 200 * KIB for n in range(1000)} | {f"scale.{n}": 4 for n in range(1000)}
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head", "layers.7.experts.3.up_proj", "norm"])
+def test_one_changed_row_is_other_weights_wherever_it_lies(tmp_path: Path, name: str) -> None:
+    sizes = {"embed_tokens": 40 * MIB, "layers.7.experts.3.up_proj": 30 * MIB, "norm": KIB, "lm_head": 40 * MIB}
     starts = write_tensors(tmp_path / "model.safetensors", sizes)
-    assert sum(bytes_read(tmp_path, monkeypatch)) <= 100 * MIB
-    seen = {fingerprint(tmp_path)}
-    for number, name in enumerate(["0", "999", "scale.0", "scale.999"]):
-        write_at(tmp_path / "model.safetensors", starts[name], b"\1" * sizes[name])
-        seen.add(fingerprint(tmp_path))
-        assert len(seen) == number + 2, name
+    before = fingerprint(tmp_path)
+    write_at(tmp_path / "model.safetensors", starts[name] + sizes[name] // 3, b"\1")
+    assert fingerprint(tmp_path) != before
+
+
+class Reads:
+    """The files whose content is read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paths: list[Path] = []
+        read = weights._read
+
+        def counted(path: Path, stat: Any) -> str:
+            self.paths.append(path)
+            return read(path, stat)
+
+        monkeypatch.setattr(weights, "_read", counted)
+
+
+def test_a_hash_is_cached_until_the_file_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    reads = Reads(monkeypatch)
+    large, small = tmp_path / "model.safetensors", tmp_path / "norms.safetensors"
+    write_tensors(large, {"a": 65 * MIB})
+    write_tensors(small, {"a": MIB})
+    first = fingerprint(tmp_path)
+    assert fingerprint(tmp_path) == first
+    assert reads.paths == [large, small, small]
+    for change in (
+        lambda: write_at(large, 40 * MIB, b"new!"),
+        lambda: (shutil.copy(large, tmp_path / "copy"), os.replace(tmp_path / "copy", large)),
+        lambda: os.utime(large, (1, 1)),
+    ):
+        change()
+        reads.paths.clear()
+        assert fingerprint(tmp_path) != first
+        assert large in reads.paths
+
+
+def test_the_hash_of_a_file_that_was_just_written_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be written again within one tick of the clock of files."""
+    reads = Reads(monkeypatch)
+    write_tensors(tmp_path / "model.safetensors", {"a": 65 * MIB})
+    os.utime(tmp_path / "model.safetensors", (1, 1))
+    for _ in range(2):
+        fingerprint(tmp_path)
+    assert len(reads.paths) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"1 2 3", b"\xff\xfe", None], ids=repr)
+def test_a_cache_that_cannot_be_read_or_written_costs_a_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
+    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
+    reads = Reads(monkeypatch)
+    write_tensors(tmp_path / "model.safetensors", {"a": 65 * MIB})
+    if damage is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model.safetensors"))
+    first = fingerprint(tmp_path)
+    if damage is not None:
+        (entry,) = (cache_of(tmp_path) / "kvoffload" / "weights").iterdir()
+        entry.write_bytes(damage)
+    assert fingerprint(tmp_path) == first
+    assert len(reads.paths) == 2
+
+
+def cache_of(tmp_path: Path) -> Path:
+    return tmp_path.parent / f"{tmp_path.name}-cache"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_of(tmp_path)))
+    yield
+    shutil.rmtree(cache_of(tmp_path), ignore_errors=True)
+
+
+def test_of_the_hub_s_blobs_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names are hashes of their content."""
+    reads = Reads(monkeypatch)
+    content = os.urandom(MIB)
+    snapshot = Hub(tmp_path).download("1", content)
+    other = Hub(tmp_path / "other").download("2", os.urandom(MIB))
+    name = fingerprint(snapshot)
+    assert fingerprint(other) != name
+    assert reads.paths == []
+    copy = tmp_path / "copy"
+    shutil.copytree(snapshot, copy)
+    assert fingerprint(copy) == name, "it has the same content"
+    assert reads.paths == [copy / "model.safetensors"]
+
+
+@pytest.mark.parametrize("place", ["blobs", "elsewhere"])
+def test_outside_the_hub_s_cache_a_name_says_nothing(tmp_path: Path, place: str) -> None:
+    blob = tmp_path / place / ("a" * 64)
+    blob.parent.mkdir()
+    blob.write_bytes(b"weights")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to(blob)
+    before = fingerprint(tmp_path / "model")
+    blob.write_bytes(b"trained")
+    assert fingerprint(tmp_path / "model") != before
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_name(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "model.safetensors", {"a": MIB})
+    files = Files.of(tmp_path)
+    write_at(tmp_path / "model.safetensors", 100, b"new!")
+    with pytest.raises(OSError, match="has changed"):
+        files.name()
+
+
+def test_a_start_waits_for_a_quick_name_and_not_for_a_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = in_background(lambda: "quick")
+    assert known() == "quick"
+    monkeypatch.setattr(weights, "STARTUP_S", 0.0)
+    gate = threading.Event()
+    known = in_background(lambda: "slow" if gate.wait(60) else "never")
+    assert known() is None
+    gate.set()
+    while known() is None:
+        time.sleep(0.001)
+    assert known() == "slow"
+
+
+def test_a_name_that_cannot_be_had_stays_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> str:
+        raise OSError("the disk is gone")
+
+    assert in_background(fail)() is None
+    assert "the disk is gone" in caplog.text
 
 
 def test_no_weights_and_weights_that_cannot_be_read_are_errors(model: Path, tmp_path: Path) -> None:
@@ -265,12 +274,6 @@ def test_a_directory_is_itself(model: Path) -> None:
     assert local_directory(str(model)) == model
 
 
-def earlier() -> float:
-    """All that was changed until now was changed before that; what will be, later."""
-    time.sleep(0.02)  # longer than a tick of the clock of files
-    return time.time() - 0.01
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -281,19 +284,19 @@ def earlier() -> float:
         lambda model: (model / "vision" / "more.bin").touch(),
         lambda model: (model / "model.safetensors.index.json").write_text("[]"),
         lambda model: replace_directory(model),
-        lambda model: os.utime(model / "model-1.safetensors", (1, 1)),
+        lambda model: set_back(model / "model-1.safetensors"),
     ],
     ids=["written", "subdirectory", "replaced", "deleted", "added", "index", "directory", "set back"],
 )
-def test_files_that_have_changed_are_named(model: Path, change: Callable[[Path], object]) -> None:
+def test_a_file_that_changes_while_an_engine_loads_is_named(model: Path, change: Callable[[Path], object]) -> None:
     shutil.copytree(model, model.parent / "next")
-    before = earlier()
-    assert changed_since(model, before) is None
-    (model.parent / "other").mkdir()  # not in the directory
-    assert changed_since(model, before) is None
+    before = Files.of(model)
+    (model / "README.md").write_text("about")
+    assert Files.of(model).why_not(before) is None
     change(model)
-    changed = changed_since(model, before)
+    changed = Files.of(model).why_not(before)
     assert changed is not None and changed.startswith(str(model))
+    assert Files.of(model).why_not(None) == str(model), "nobody downloads files to such a directory"
 
 
 def replace_directory(model: Path) -> None:
@@ -302,18 +305,21 @@ def replace_directory(model: Path) -> None:
     (model.parent / "next").rename(model)
 
 
+def set_back(file: Path) -> None:
+    """To the time that it had, with other content of the same size."""
+    times = file.stat()
+    write_at(file, 0, b"new!")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 def test_a_link_that_points_elsewhere_is_a_change(model: Path) -> None:
     shutil.copytree(model, model.parent / "next")
-    latest = model.parent / "links" / "latest"
-    latest.parent.mkdir()
-    (model.parent / "way").symlink_to(latest)
+    latest = model.parent / "latest"
     latest.symlink_to(model)
-    before = earlier()
-    assert changed_since(model.parent / "way", before) is None
+    before = Files.of(latest)
     latest.unlink()
     latest.symlink_to(model.parent / "next")
-    assert changed_since(model.parent / "way", before) is not None
-    assert changed_since(latest / "vision", before) is not None
+    assert Files.of(latest).why_not(before) is not None
 
 
 class Hub:
@@ -322,71 +328,31 @@ class Hub:
     def __init__(self, cache: Path) -> None:
         self.repo = cache / "models--org--tiny"
 
-    def download(self, commit: str, content: bytes, name: str = "model.safetensors") -> Path:
-        snapshot, blob = self.repo / "snapshots" / (commit * 40), self.repo / "blobs" / content.hex()
-        for directory in (snapshot, blob.parent, self.repo / "refs"):
+    def download(self, commit: str, content: bytes, name: str = "model.safetensors", *, has_links: bool = True) -> Path:
+        snapshot, blobs = self.repo / "snapshots" / (commit * 40), self.repo / "blobs"
+        for directory in (snapshot, blobs):
             directory.mkdir(parents=True, exist_ok=True)
-        (self.repo / "refs" / "main").write_text(commit * 40)
+        blob = blobs / hashlib.sha256(content).hexdigest() if has_links else snapshot / name
         blob.write_bytes(content)
-        (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+        if has_links:
+            (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
         return snapshot
 
 
-def test_what_is_downloaded_while_a_model_is_loaded_is_no_change(tmp_path: Path) -> None:
-    hub, before = Hub(tmp_path), earlier()
-    snapshot = hub.download("1", b"weights")
-    hub.download("1", b"more", "tokenizer.bin")
-    assert changed_since(snapshot, before) is None
-    time.sleep(0.02)
-    write_at(snapshot / "model.safetensors", 0, b"trained")
-    assert changed_since(snapshot, before) == str(snapshot / "model.safetensors")
-
-
-def test_a_name_of_the_hub_that_moves_is_a_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
+def test_files_that_an_engine_downloads_are_those_that_it_loads(tmp_path: Path, has_links: bool) -> None:
     hub = Hub(tmp_path)
-    first = hub.download("1", b"weights")
-    before = earlier()
-    second = hub.download("2", b"trained")
-    assert changed_since(second, before) == str(hub.repo / "refs" / "main")
-    assert changed_since(first, before) is None, "it has been asked for by its commit"
-    assert changed_since(second, earlier()) is None
+    snapshot = hub.download("1", b"weights", has_links=has_links)
+    first = Files.of(snapshot)
+    assert first.why_not(None) is None
+    hub.download("1", b"more", "more.bin", has_links=has_links)
+    assert Files.of(snapshot).why_not(first) is None
+    assert first.why_not(Files.of(snapshot)) == str(snapshot / "more.bin")
+    write_at(snapshot / "model.safetensors", 0, b"trained")
+    assert Files.of(snapshot).why_not(first) == str(snapshot / "model.safetensors")
 
 
-def test_a_file_in_a_snapshot_that_no_client_has_put_there_may_be_a_change(tmp_path: Path) -> None:
-    hub, before = Hub(tmp_path), earlier()
-    snapshot = hub.download("1", b"weights")
-    (snapshot / "own.safetensors").write_bytes(b"own")
-    assert changed_since(snapshot, before) == str(snapshot / "own.safetensors")
-
-
-def start_of_a_process(*before: str) -> tuple[float, float, float]:
-    """Before, by its own account, after."""
-    code = "\n".join((*before, "from kvoffload.engines.weights import process_start_s", "print(process_start_s())"))
-    begin_s = time.time()
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    return begin_s, float(answer), time.time()
-
-
-def test_a_process_knows_when_it_started() -> None:
-    begin_s, start_s, end_s = start_of_a_process("import time", "time.sleep(0.5)")
-    assert begin_s <= start_s <= end_s - 0.4
-
-
-def test_files_that_were_written_right_before_a_process_are_older(model: Path) -> None:
-    for number in range(by_size(1, 5)):
-        write_at(model / "model-1.safetensors", number, b"new!")
-        _, start_s, _ = start_of_a_process()
-        assert changed_since(model, start_s) is None
-
-
-def test_a_clock_that_is_set_makes_no_process_younger(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_s, now = process_start_s(), time.time
-    monkeypatch.setattr(weights.time, "time", lambda: now() + 3600)
-    assert process_start_s() == pytest.approx(start_s, abs=1)
-    monkeypatch.setattr(weights.time, "time", lambda: now() - 3600)
-    assert process_start_s() == pytest.approx(start_s - 3600, abs=1)
-
-
-def test_where_the_system_does_not_say_nothing_is_trusted(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.setattr(weights.Path, "read_text", lambda path: "")
-    assert changed_since(model, process_start_s()) is not None
+def test_a_name_of_the_hub_that_moves_while_an_engine_loads_is_a_change(tmp_path: Path) -> None:
+    hub = Hub(tmp_path)
+    first, second = Files.of(hub.download("1", b"weights")), Files.of(hub.download("2", b"trained"))
+    assert second.why_not(first) == str(second.directory)

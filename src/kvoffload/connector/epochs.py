@@ -8,7 +8,7 @@ import functools
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvoffload.base import (
@@ -57,7 +57,7 @@ class Epoch:
 
 
 FIRST = Epoch()
-"""Of an engine without a ``weights_version``, until it is reset."""
+"""The epoch of an engine whose weights need no name, until it is reset."""
 
 _OWN = b"own\0"
 """How the seeds begin of epochs that nobody else knows."""
@@ -79,19 +79,29 @@ _CLOSED = "Nothing is stored until a reset of the engine's own cache succeeds, s
 
 class Epochs:
     """The ``current`` epoch, and the one that a reset puts in its place (``OffloadingConfig.weights_version`` has the
-    rule). The constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only."""
+    rule). The constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only.
 
-    def __init__(self, config: OffloadingConfig) -> None:
+    ``weights_name`` returns a name of the weights that the engine has loaded, which counts if the user gave them no
+    version: empty if none is needed, and ``None`` while it is not known. Until then the epoch is the engine's own.
+    """
+
+    def __init__(self, config: OffloadingConfig, weights_name: Callable[[], str | None] = str) -> None:
         self._config = config
+        self._weights_name = weights_name
         self._version = config.read_weights_version()
-        """What was read last."""
-        self.current = Epoch(_seed_of(self._version))
+        """The version that was read last."""
+        seed = self._seed_of(self._version)
+        self._is_unnamed = seed is None
+        """The epoch is the engine's own because the name of the weights is not known yet."""
+        self.current = Epoch(_own_seed() if seed is None else seed)
         self._is_unused = False
         """A reset named the current epoch, and no request has computed anything since."""
         self._has_changed = False
         """The weights have changed since ``_version`` was given to them, which names no others."""
         self._used: Epoch | None = None
         """The last one in which a request looked for its blocks, or was admitted."""
+        self._before_reset: tuple[Epoch, bool] | None = None
+        """The epoch that a reset ended, and its ``_is_unnamed``, while ``undo_reset`` may bring it back."""
         self._counts: dict[str, int] = {}
         self._num_stale_jobs = 0
         self._untaken: list[OffloadingEvent] = []
@@ -103,6 +113,7 @@ class Epochs:
     def use(self) -> Epoch:
         """The current epoch, for a request whose blocks are to have its keys."""
         self._is_unused = False
+        self._before_reset = None
         self._used = self.current
         return self.current
 
@@ -122,11 +133,13 @@ class Epochs:
             logger.warning("%s", exc)
             self._begin("own", _own_seed(), device_is_empty)
             return
-        seed = _seed_of(version)
+        seed = self._seed_of(version)
         if version == self._version and not self._is_unused and (self._config.reset_tiers or self._has_changed):
+            ended = self.current, self._is_unnamed
             self._begin("own", _own_seed(), device_is_empty, version)
-        elif seed == self.current.seed:
-            self._begin("kept", seed, device_is_empty or not self.current.is_closed, version)
+            self._before_reset = ended
+        elif seed is None or seed == self.current.seed:
+            self._begin("kept", self.current.seed, device_is_empty or not self.current.is_closed, version)
         else:
             self._version, self._has_changed = version, False
             self._begin("named", seed, device_is_empty, version)
@@ -136,12 +149,37 @@ class Epochs:
         """Weights may have changed, and nobody has said which they are now: begins an epoch of the engine's own.
         Arguments as for ``reset``."""
         self._untaken = self.take_events(events)
-        self._has_changed = True
+        self._has_changed, self._is_unnamed, self._before_reset = True, False, None
         if self.current.seed.startswith(_OWN) and not self.is_used:
             # One more step of the same update. With a seed of its own: the engine may have been copied in between.
             self.current = Epoch(_own_seed(), is_closed=not device_is_empty)
         else:
             self._begin("own", _own_seed(), device_is_empty)
+
+    def undo_reset(self, events: Iterable[OffloadingEvent] = ()) -> None:
+        """The last reset was a part of something that leaves the weights alone, so it need not have emptied the tiers.
+        Does nothing if the weights have changed since, or a request has looked for its blocks. ``events`` as for
+        ``reset``."""
+        self._untaken = self.take_events(events)
+        if self._before_reset is not None:
+            ended, is_unnamed = self._before_reset
+            self._begin("kept", ended.seed, not ended.is_closed)
+            self._is_unnamed = is_unnamed
+
+    @property
+    def can_be_named(self) -> bool:
+        """Whether ``name`` would begin an epoch: the name of the weights was unknown until now."""
+        return self._is_unnamed and self._weights_name() is not None
+
+    def name(self, events: Iterable[OffloadingEvent] = ()) -> None:
+        """Begins the epoch of the weights' name, in which the blocks of other engines are found. Call it if
+        ``can_be_named``; ``events`` as for ``reset``."""
+        seed = self._seed_of(self._version)
+        assert seed is not None
+        self._untaken = self.take_events(events)
+        self._is_unnamed = False
+        self.current = Epoch(seed, self.current.is_closed)
+        logger.info("The weights' files are hashed. The tiers' blocks of the same weights are found from now on.")
 
     def open(self) -> None:
         """The engine has forgotten what it had computed, so blocks of the current epoch may be stored."""
@@ -171,16 +209,20 @@ class Epochs:
             stats["stale_jobs",] = self._num_stale_jobs
         return stats
 
+    def _seed_of(self, version: str) -> bytes | None:
+        if version:
+            return b"version\0" + version.encode()
+        name = self._weights_name()
+        return None if name is None else b"weights\0" + name.encode() if name else FIRST.seed
+
     def _begin(self, kind: str, seed: bytes, device_is_empty: bool, version: str = "") -> None:
+        self._is_unnamed &= kind == "kept"
+        self._before_reset = None
         self.current = Epoch(seed, is_closed=not device_is_empty)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         name = f", weights_version {version!r}" if version else ""
         meaning = _MEANINGS[kind] if device_is_empty else f"{_MEANINGS[kind]} {_CLOSED}"
         logger.info("Cache reset %d: %s epoch%s. %s", sum(self._counts.values()), kind, name, meaning)
-
-
-def _seed_of(version: str) -> bytes:
-    return b"version\0" + version.encode() if version else FIRST.seed
 
 
 def _own_seed() -> bytes:

@@ -67,7 +67,7 @@ class Hits:
         """The tokens that the request can have, ``computed_tokens`` on the device included; ``None``: ask again in a
         later step."""
         hit, tokens = request.hit, computed_tokens
-        if request.context.reads_cache:
+        if request.context.reads_cache and not request.is_prefilled_elsewhere:
             # A request may have one load or several stores in flight, never both. So one that was preempted waits for
             # its old transfers.
             found = None

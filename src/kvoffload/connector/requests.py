@@ -158,6 +158,13 @@ class Request:
         self.forget_computed()
         self.wait_for_next_block()
 
+    @property
+    def is_prefilled_elsewhere(self) -> bool:
+        """Whether another connector gets the prompt's KV from the engine that computes it. That connector takes the
+        mark away when it begins, so a request that fails there is looked up at its next admission."""
+        params = self.of_engine.kv_transfer_params
+        return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+
     def enter(self, epoch: Epoch) -> None:
         """The request is to be admitted anew, and has nothing on the device: its keys are those of ``epoch``. If they
         are others, nothing was offered under them yet."""

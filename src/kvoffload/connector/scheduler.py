@@ -46,6 +46,7 @@ class OffloadingConnectorScheduler:
     become misses. ``clock`` gives seconds and never goes back. ``leaves_out`` says which requests neither load nor
     store anything, whatever they ask for: those whose block hashes say too little. That may change while a request
     lives, so it is asked whenever it matters. ``watch`` gets explanations of the requests that it wants to know of.
+    ``weights_name`` is for ``Epochs``.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class OffloadingConnectorScheduler:
         clock: Callable[[], float] = time.monotonic,
         leaves_out: Callable[[EngineRequest], bool] | None = None,
         watch: Watch | None = None,
+        weights_name: Callable[[], str | None] = str,
     ) -> None:
         self._manager = manager
         self._leaves_out = leaves_out
         self._geometry = geometry = geometry_of(layout, config)
         self._requests: dict[str, Request] = {}
-        self._epochs = epochs = Epochs(config)
+        self._epochs = epochs = Epochs(config, weights_name)
         self._jobs = jobs = JobTable(geometry, layout.num_ranks)
         self._observer: Observer | None = None
         if config.record_trace or watch is not None:
@@ -164,6 +166,8 @@ class OffloadingConnectorScheduler:
         after ``update_state_after_alloc``. ``(0, False)``: none. The last token is never part of a hit, since the
         engine must compute something.
         """
+        if self._epochs.can_be_named:
+            self._name_weights()
         own = self._request_of(request)
         epoch = self._epochs.use()
         if own.epoch is not epoch:
@@ -370,6 +374,20 @@ class OffloadingConnectorScheduler:
         """The device has no block of before the epoch any more."""
         self._epochs.open()
 
+    def _name_weights(self) -> None:
+        """Blocks of before are not found any more. But they are good, so memory is not reset: nobody waits for a
+        drain, and the cache policy evicts them in time."""
+        ended = self._epochs.current
+        self._epochs.name(self._manager.take_events())
+        if self._observer is not None:
+            self._observer.reset(ended)
+
+    def undo_reset(self) -> None:
+        """The last ``reset_cache`` was a part of something that leaves the weights alone, so tiers keep their blocks.
+        Does nothing if it cannot have been, or a request has been looked up since."""
+        self._epochs.undo_reset(self._manager.take_events())
+        self._enter_equal_epoch()
+
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
         self._forget_computed()
         self._prefetches.reset()
@@ -379,10 +397,13 @@ class OffloadingConnectorScheduler:
         begin(self._manager.take_events(), device_is_empty)
         if self._observer is not None:
             self._observer.reset(ended)
+        self._enter_equal_epoch()
+        return ended.seed == self._epochs.current.seed
+
+    def _enter_equal_epoch(self) -> None:
         for request in self._requests.values():
             if request.epoch.seed == self._epochs.current.seed:
                 request.enter(self._epochs.use())
-        return ended.seed == self._epochs.current.seed
 
     def get_stats(self) -> Stats:
         parts = self._jobs, self._hits, self._epochs, self._hints, self._prefetches

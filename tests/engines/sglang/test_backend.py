@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
+import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +22,9 @@ from tests.engines.sglang.pools import TOKENS, HostPool, hashes, open_storage
 from tests.engines.sglang.server import backend as backend_options
 from tests.ports import free_port
 
+from kvoffload.engines import weights
 from kvoffload.engines.sglang import updates
 from kvoffload.engines.sglang.updates import ServedWeights
-from kvoffload.engines.weights import process_start_s
 from kvoffload.errors import ConfigError, LayoutError
 
 pytestmark = pytest.mark.sglang
@@ -40,10 +41,13 @@ def model(llama: str) -> Iterator[str]:
 
 @pytest.fixture
 def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from sglang.srt.runtime_context import get_server_args
+
     made: list[Any] = []
 
     def make(pool: Any, interface: int = 1, **options: Any) -> Any:
         tier = {"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}
+        updates.note_files(get_server_args())  # as before SGLang loads them
         extra = backend_options(tier, interface=interface, **({"max_wait_s": 120} | options))
         made.append(storage := open_storage("dynamic", model, pool, extra))
         return storage
@@ -61,7 +65,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> ServedWeights:
     served = ServedWeights(is_watched=True)
     monkeypatch.setattr(updates, "SERVED", served)
     monkeypatch.setattr(backend, "SERVED", served)
-    monkeypatch.setattr(backend, "process_start_s", lambda: math.inf)  # the models are younger than the tests' process
     return served
 
 
@@ -83,15 +86,31 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path, build) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["at the start", "attached later"])
-def test_weights_younger_than_this_process_need_not_be_those_it_serves(
-    build, monkeypatch: pytest.MonkeyPatch, is_first: bool
+def test_weights_that_nobody_saw_being_loaded_need_not_be_those_it_serves(
+    model: str, is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvoffload.engines.sglang import backend
 
     monkeypatch.setattr(backend.KVOffloadStorage, "_is_first", is_first)
-    monkeypatch.setattr(backend, "process_start_s", process_start_s)
-    with pytest.raises(ConfigError, match=r"has changed since this server was started.*--weight-version"):
-        build(HostPool(4))
+    tier = {"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}
+    with pytest.raises(ConfigError, match=r"plugin.*not loaded.*--weight-version"):
+        open_storage("dynamic", model, HostPool(4), backend_options(tier))
+
+
+def test_until_the_weights_files_are_hashed_nothing_is_found(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload.engines.sglang import backend
+
+    pool, keys, gate = HostPool(4), hashes(1), threading.Event()
+    assert build(pool).batch_set_v1(keys, pool.indices(0)) == [True]
+    monkeypatch.setattr(weights, "STARTUP_S", 0.0)
+    name_of = backend._name_of
+    monkeypatch.setattr(backend, "_name_of", lambda files: name_of(files) if gate.wait(60) else "")
+    storage = build(pool)
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(keys, pool.indices(0)) == [False]
+    gate.set()
+    while storage.batch_exists(keys) == 0:
+        time.sleep(0.01)
 
 
 def test_another_format_of_eight_bits_finds_nothing(build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,15 @@ import pytest
 
 from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.sglang.facts import FIELDS, WEIGHTS_FROM_ELSEWHERE
-from kvoffload.engines.sglang.identity import architecture_of, environment_of, ranks_of, server_facts, weights_of
+from kvoffload.engines.sglang.identity import (
+    architecture_of,
+    environment_of,
+    files_now,
+    ranks_of,
+    server_facts,
+    weights_of,
+)
+from kvoffload.engines.weights import Files
 from kvoffload.errors import ConfigError
 
 SERVER_CHANGES, STORAGE_CHANGES = (set(FIELDS[each][COUNTS].split()) for each in ("ServerArgs", "HiCacheStorageConfig"))
@@ -49,8 +55,12 @@ def write(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def weights(version: str = "default", since_s: float = math.inf, **values: Any) -> dict[str, str]:
-    return weights_of(Args(), resolved(**values), version, since_s)
+def weights(version: str = "default", meanwhile: Callable[[], object] = str, **values: Any) -> dict[str, str]:
+    """``meanwhile``: called while SGLang loads the weights."""
+    before = files_now(resolved(**values))
+    meanwhile()
+    found = weights_of(Args(), resolved(**values), version, before)
+    return {what: each.name() if isinstance(each, Files) else each for what, each in found.items()}
 
 
 # --------------------------------------------------------------------------------------------- settings and ranks
@@ -197,11 +207,13 @@ def test_weights_replaced_at_their_path_are_others_and_copies_are_not(write) -> 
     assert weights(model_path=write("model", b"trained")) != before
 
 
-def test_files_that_changed_since_the_server_was_started_are_not_those_it_serves(write) -> None:
+def test_files_that_change_while_the_server_loads_are_not_those_it_serves(write) -> None:
     path = write("model")
-    assert weights(since_s=time.time() + 60, model_path=path)
-    with pytest.raises(ConfigError, match=r"changed since this server was started.*--weight-version"):
-        weights(since_s=time.time() - 60, model_path=path)
+    with pytest.raises(ConfigError, match=r"changed since SGLang began to load it.*--weight-version"):
+        weights(meanwhile=lambda: write("model", b"trained"), model_path=path)
+    with pytest.raises(ConfigError, match=r"plugin.*not loaded.*--weight-version"):
+        weights_of(Args(), resolved(model_path=path), "default", None)
+    assert weights_of(Args(), resolved(model_path=path), "v2", None) == {"version": "v2"}
 
 
 def test_a_drafter_of_another_revision_of_the_same_repository_is_another(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     Hosts are alike."""
     monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
     monkeypatch.setattr(identity, "cpu_build", lambda: "a build")
-    monkeypatch.setattr(identity, "platform", lambda: "a platform")
+    monkeypatch.setattr(identity, "platform", lambda is_quantized: "a platform")
     monkeypatch.setattr(identity, "kernels", lambda: "kernels")
     if not HAS_VLLM:
         for module in (layout, slices):

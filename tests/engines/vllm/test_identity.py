@@ -232,6 +232,16 @@ APART: dict[str, tuple[Engine, Engine]] = {
         engine(attention_config__backend=Backend.TRITON),
     ),
     "attention backend of a kind": (PLAIN, engine(attention_config__backend_per_kind={"mla": Backend.FLASH})),
+    "flash attention, of which version 3 has queries of 8 bits": (
+        PLAIN,
+        engine(attention_config__flash_attn_version=2),
+    ),
+    "queries of TensorRT-LLM": (PLAIN, engine(attention_config__use_trtllm_attention=False)),
+    "prefill of latent attention": (PLAIN, engine(attention_config__mla_prefill_backend=Backend.FLASH)),
+    "values packed by a fused kernel": (
+        engine(compilation_config__pass_config=stub("PassConfig", fuse_qk_norm_rope_kvcache=True)),
+        engine(compilation_config__pass_config=stub("PassConfig", fuse_qk_norm_rope_kvcache=False)),
+    ),
     "dtype of an indexer": (PLAIN, engine(attention_config__indexer_kv_dtype="fp8")),
     "random rounding of states": (PLAIN, engine(mamba_config__enable_stochastic_rounding=True)),
     "backend of experts": (PLAIN, engine(kernel_config__moe_backend="emulation")),
@@ -489,26 +499,36 @@ def test_hosts_that_pack_keys_otherwise_are_apart(monkeypatch: pytest.MonkeyPatc
 def test_gpus_of_other_makers_and_generations_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM calls all of them ``cuda``. On MI300, ``fp8`` has another bias than on MI350 and NVIDIA's."""
     monkeypatch.setattr(identity, "platform", PLATFORM)
-    gpu = engine(device_config__device_type="cuda", cache_config__cache_dtype="fp8")
+    gpu = {"device_config__device_type": "cuda"}
+    quantized, plain = engine(**gpu, cache_config__cache_dtype="fp8"), engine(**gpu)
     platforms = ModuleType("vllm.platforms")
     for module in (ModuleType("vllm"), platforms):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    def namespace(name: str, generation: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> str:
+    def namespace(
+        name: str,
+        generation: tuple[int, int] | None,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        engine: Engine = quantized,
+    ) -> str:
         facts = {"get_device_capability": lambda: generation, "fp8_dtype": lambda: dtype}
         platforms.current_platform = SimpleNamespace(device_name=name, **facts)  # type: ignore[attr-defined]
-        return gpu.namespace()
+        return engine.namespace()
 
     devices: list[Any] = [
         *(("cuda", (8, 0)), ("cuda", (9, 0)), ("rocm", (9, 5)), ("rocm", (9, 4), torch.float8_e4m3fnuz)),
         *(("rocm", (9, 4)), ("xpu", None)),
     ]
     assert len({namespace(*device) for device in devices * 2}) == len(devices)
+    # Without quantization NVIDIA's generations differ in rounding alone. AMD's may pack keys in another order.
+    assert namespace("cuda", (8, 0), engine=plain) == namespace("cuda", (9, 0), engine=plain)
+    assert namespace("rocm", (9, 4), engine=plain) != namespace("rocm", (9, 5), engine=plain)
+    assert namespace("cuda", (8, 0), engine=plain) != namespace("xpu", None, engine=plain)
     with pytest.raises(ConfigError, match=r"platform is not known.*generation.*'disk'.*leave out"):
         namespace("cuda", None)
     platforms.current_platform = SimpleNamespace(device_name="of others")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"platform is not known.*'disk'.*leave out"):
-        gpu.namespace()
+        quantized.namespace()
 
 
 def test_kernels_choose_the_precision_of_quantized_layers(monkeypatch: pytest.MonkeyPatch) -> None:

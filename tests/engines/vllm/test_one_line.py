@@ -12,12 +12,19 @@ import pytest
 from tests.engines.models import SmallModel
 
 from kvoffload.engines.vllm import register
+from kvoffload.engines.vllm.layout import config_of
 from kvoffload.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 
 OURS = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
 OTHER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}}
+MULTI = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"connectors": [OTHER, OURS]},
+}
 
 
 def transfer_of(model: SmallModel, transfer: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -52,6 +59,28 @@ def warnings() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("given", [None, OURS, MULTI])
+def test_processes_without_the_variable_find_the_file(
+    given: dict[str, Any] | None, llama: SmallModel, variable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ray's actors, to which vLLM copies its configuration, and only some variables."""
+    monkeypatch.chdir(variable.parent)
+    monkeypatch.setenv("KVOFFLOAD_CONFIG", variable.name)
+    extra = transfer_of(llama, given).kv_connector_extra_config
+    if given is MULTI:
+        extra = extra["connectors"][1]["kv_connector_extra_config"]
+    monkeypatch.delenv("KVOFFLOAD_CONFIG")
+    monkeypatch.chdir("/")
+    assert config_of(extra).cpu_bytes == 64 << 20
+
+
+def test_a_file_that_the_server_names_itself_wins(llama: SmallModel, variable: Path) -> None:
+    other = variable.with_name("other.yaml")
+    other.write_text("cpu_bytes_to_use: 32MiB\n")
+    extra = transfer_of(llama, OURS | {"kv_connector_extra_config": {"config_file": str(other)}})
+    assert config_of(extra.kv_connector_extra_config).cpu_bytes == 32 << 20
 
 
 def test_other_connectors_stay_as_they_are(llama: SmallModel, variable: Path, warnings: list[str]) -> None:

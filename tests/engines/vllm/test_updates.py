@@ -11,19 +11,20 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, Steps, aborted
 
 from kvoffload.engines.vllm import updates
+from kvoffload.engines.vllm.checksums import weights_state
 from kvoffload.engines.vllm.sources import Sources
-from kvoffload.engines.vllm.updates import HARMLESS, Adapters, Device, unwatch, watch
+from kvoffload.engines.vllm.updates import HARMLESS, UPDATES, Adapters, Device, unwatch, watch
 
-UPDATES = """
-apply_model reload_weights update_weights start_weight_update start_draft_weight_update finish_weight_update
-init_weight_transfer_engine shutdown_weight_transfer_engine reset_weights sleep wake_up discard checkpoint_prepare
-checkpoint_restore elastic_ep_execute handle_ft_command reinitialize_distributed update_max_model_len
+COMPARED = """
+apply_model init_weight_transfer_engine shutdown_weight_transfer_engine handle_ft_command reinitialize_distributed
+update_max_model_len
 """
-"""What vLLM calls by name and counts as an update: it may be one, or it is too rare to look at."""
+"""What vLLM calls by name and may change weights, or is too rare to look at: checksums are compared."""
 
 BEFORE_A_SCHEDULER = """
 adjust_rank compile_or_warm_up_model determine_available_memory get_kv_cache_spec get_supported_kv_cache_layouts
@@ -38,6 +39,9 @@ class Heard:
     def weights_may_change(self, method: str) -> None:
         self.calls.append(method)
 
+    def device_is_released(self) -> None:
+        self.calls.append("released")
+
     def encoder_cache_is_reset(self) -> None:
         self.calls.append("encoder")
 
@@ -45,16 +49,44 @@ class Heard:
         self.calls.append(adapter)
 
 
+class Worker:
+    """A worker of vLLM with a model of two tensors, one of which is a view of a part of the other."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(5000, 30, bias=False)
+        self.model.register_buffer("scale", torch.ones(3))
+        self.model.register_buffer("tied", self.model.weight.data.t()[:10])
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def changes(self) -> None:
+        self.model.weight.data[-1, -1] += 1  # which counts no version of the parameter
+
+    def looks(self) -> None:
+        pass
+
+    def fails_half_way(self) -> None:
+        self.changes()
+        raise RuntimeError
+
+
 class Executor:
     """As vLLM's executors are."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
+        self.worker: Any = Worker()
+        self.is_sleeping = False
 
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False
     ) -> list[Any]:
+        if callable(method) and method is not print:
+            return [method(self.worker, *args)]
         self.made.append((method, timeout, args, kwargs, non_block))
+        if isinstance(method, str):
+            getattr(self.worker, method, lambda: None)()
         return ["done"]
 
     @classmethod
@@ -81,13 +113,14 @@ def heard(executor: Executor) -> Iterator[Heard]:
     unwatch(listener)
 
 
-def test_each_call_that_is_not_known_to_be_harmless_is_an_update(executor: Executor, heard: Heard) -> None:
+def test_calls_reach_the_workers_as_they_are_made(executor: Executor, heard: Heard) -> None:
     for method in (*HARMLESS, "reload_weights", "something_new", print, b"execute_model"):
         assert executor.collective_rpc(method, 5, args=(1,), non_block=True) == ["done"]
         assert executor.made[-1] == (method, 5, (1,), None, True)
         assert executor.collective_rpc(method, 5, (1,), None, True) == ["done"]
         assert executor.made[-1] == (method, 5, (1,), None, True)
-    assert [each for each in heard.calls if each not in (1, "encoder")] == [
+    # Whoever does not wait cannot compare.
+    assert [each for each in heard.calls if each not in (1, "encoder", "released")] == [
         *["'reload_weights'"] * 2,
         *["'something_new'"] * 2,
         *["a function"] * 4,
@@ -97,6 +130,74 @@ def test_each_call_that_is_not_known_to_be_harmless_is_an_update(executor: Execu
     executor.collective_rpc("reload_weights")
     assert heard.calls == []
     assert not hasattr(Executor.collective_rpc, "tells_kvoffload"), "other executors stay as they are"
+
+
+def test_a_call_of_the_user_s_own_is_an_update_if_it_changes_weights(executor: Executor, heard: Heard) -> None:
+    for harmless in ("looks", Worker.looks, *COMPARED.split(), *HARMLESS):
+        executor.collective_rpc(harmless)
+    assert set(heard.calls) <= {"encoder", "released"}
+    for changes in ("changes", Worker.changes):
+        heard.calls.clear()
+        executor.collective_rpc(changes)
+        assert heard.calls == ["'changes'" if changes == "changes" else "a function"]
+    heard.calls.clear()
+    with pytest.raises(RuntimeError):
+        executor.collective_rpc("fails_half_way")
+    assert heard.calls == ["'fails_half_way'"]
+
+
+@pytest.mark.parametrize("obstacle", ["no model", "asleep", "checksums fail"])
+def test_where_weights_cannot_be_compared_each_call_is_an_update(
+    executor: Executor, heard: Heard, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if obstacle == "no model":
+        executor.worker = object()
+    elif obstacle == "asleep":
+        executor.is_sleeping = True
+    else:
+        monkeypatch.setattr(Worker, "get_model", lambda worker: 1 / 0)
+    executor.collective_rpc("looks")
+    assert heard.calls == ["'looks'"]
+
+
+def test_each_byte_of_the_weights_is_compared() -> None:
+    worker = Worker()
+    states = [weights_state(worker)]
+    flat, scale = worker.model.weight.data.view(-1), worker.model.get_buffer("scale")
+    assert scale is not None
+    for place in (0, 1, 5000 * 30 // 2, -1):
+        flat[place] += 1
+        states.append(weights_state(worker))
+    flat[:10000].copy_(flat[:10000].flip(0))
+    states.append(weights_state(worker))
+    scale[2] = 2.0
+    states.append(weights_state(worker))
+    assert len({str(state) for state in states}) == len(states)
+    assert weights_state(worker) == states[-1]
+
+
+SLEEPS: list[tuple[list[tuple[str, tuple[Any, ...]]], list[str]]] = [
+    ([("sleep", (1,)), ("wake_up", (None,))], ["released"]),
+    ([("sleep", (2,)), ("wake_up", (["weights"],)), ("wake_up", (None,))], ["'sleep'", "'wake_up'"]),
+    ([("discard", (("kv_cache",),)), ("wake_up", (None,))], ["released"]),
+    ([("discard", (("kv_cache", "weights"),)), ("wake_up", (None,))], ["'discard'", "'wake_up'"]),
+    ([("elastic_ep_execute", ("commit_scale_up", True)), ("elastic_ep_execute", ("clear_async",))], []),
+    ([("elastic_ep_execute", ("prepare_new_worker",))], ["'elastic_ep_execute'"]),
+    ([("checkpoint_prepare", ()), ("checkpoint_restore", ())], []),
+]
+
+
+@pytest.mark.parametrize(("calls", "expected"), SLEEPS)
+@pytest.mark.parametrize("by_name", [False, True], ids=["args", "kwargs"])
+def test_sleep_and_scaling_are_updates_only_if_the_weights_are_lost(
+    executor: Executor, heard: Heard, calls: list[tuple[str, tuple[Any, ...]]], expected: list[str], by_name: bool
+) -> None:
+    for method, arguments in calls:
+        if by_name:
+            executor.collective_rpc(method, kwargs={f"name {place}": each for place, each in enumerate(arguments)})
+        else:
+            executor.collective_rpc(method, args=arguments)
+    assert heard.calls == expected
 
 
 def test_an_update_is_told_of_before_it_is_made_and_no_listener_can_fail_it(executor: Executor, heard: Heard) -> None:
@@ -211,7 +312,7 @@ def test_all_methods_that_vllm_calls_by_name_are_known(sources: Sources, release
     called = set(calls_in(sources.root / "vllm"))
     assert called >= {"execute_model", "sleep", "add_lora"}
     assert ("reload_weights" in called) is (release >= (0, 31))
-    assert called - HARMLESS - {*UPDATES.split(), *BEFORE_A_SCHEDULER.split()} == set()
+    assert called - HARMLESS - UPDATES - {*COMPARED.split(), *BEFORE_A_SCHEDULER.split()} == set()
 
 
 def calls_in(directory: Path) -> Iterator[str]:

@@ -6,8 +6,8 @@ Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewher
 
 from __future__ import annotations
 
-import math
-import time
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ import pytest
 from tests.engines.vllm.configs import (
     HAS_VLLM,
     HFConfig,
-    attention,
     know_plain_specs,
-    kv_cache_config,
     speculative,
     stub,
     vllm_config,
@@ -26,7 +24,8 @@ from tests.engines.vllm.configs import (
 from kvoffload.config import parse_config
 from kvoffload.engines.vllm import layout
 from kvoffload.engines.vllm import weights as module
-from kvoffload.engines.vllm.layout import check_engine, layout_of
+from kvoffload.engines.vllm.layout import check_engine
+from kvoffload.engines.vllm.weights import name_of_weights, note_files
 from kvoffload.errors import ConfigError
 
 pytestmark = pytest.mark.vllm(elsewhere=True)
@@ -40,7 +39,7 @@ NAMED = UNNAMED | {"weights_version": "one"}
 def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     know_plain_specs(monkeypatch)
     monkeypatch.delenv("VLLM_USE_MODELSCOPE", raising=False)
-    monkeypatch.setattr(module, "process_start_s", lambda: math.inf)  # of a process that starts when a test asks
+    monkeypatch.setattr(module, "_before_load", {})
 
 
 def write_model(directory: Path, content: bytes = b"weights") -> str:
@@ -49,8 +48,12 @@ def write_model(directory: Path, content: bytes = b"weights") -> str:
     return str(directory)
 
 
-def weights(extra: dict[str, Any], **changes: Any) -> str:
-    return layout_of(vllm_config(**changes), kv_cache_config(attention()), parse_config(extra)).identity["weights"]
+def weights(extra: dict[str, Any], meanwhile: Callable[[], object] = str, **changes: Any) -> str | None:
+    """The name that an engine gives the weights. ``meanwhile``: called while vLLM loads them."""
+    config = vllm_config(**changes)
+    note_files(config)
+    meanwhile()
+    return name_of_weights(config, parse_config(extra))()
 
 
 def test_weights_replaced_at_their_path_are_others(tmp_path: Path) -> None:
@@ -59,7 +62,7 @@ def test_weights_replaced_at_their_path_are_others(tmp_path: Path) -> None:
     assert before == weights(UNNAMED, model_config__model=path)
     write_model(tmp_path / "model", b"trained")
     assert weights(UNNAMED, model_config__model=path) != before
-    assert weights(NAMED, model_config__model=path) == weights(NAMED), "a name wins, and nothing is read"
+    assert weights(NAMED, model_config__model="nowhere") == "", "a name wins, and nothing is read"
 
 
 def test_a_file_of_weights_is_itself(tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_weights_without_a_name_are_refused_where_blocks_outlive_them(change: di
     changes = {"model_config__model": write_model(tmp_path / "model")} | change
     with pytest.raises(ConfigError, match=r"cannot tell these weights .* 'disk' .* set weights_version"):
         weights(UNNAMED, **changes)
-    assert weights(NAMED, **changes) == "by weights_version"
+    assert weights(NAMED, **changes) == ""
     assert weights({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}, **changes) == ""
     assert weights({"cpu_bytes_to_use": "1MiB"}, **changes) == ""
 
@@ -144,66 +147,51 @@ def test_weights_from_elsewhere_are_refused_before_an_engine_starts() -> None:
             check_engine(vllm_config(**changes))
 
 
-def test_the_scheduler_alone_reads_weights_where_workers_are_other_processes(tmp_path: Path) -> None:
-    config = vllm_config(parallel_config__distributed_executor_backend="mp", model_config__model="no/such-model")
-    worker = layout_of(config, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=True)
-    assert worker.identity == {}
-    alone = vllm_config(model_config__model=write_model(tmp_path / "model"))
-    both = [
-        layout_of(alone, kv_cache_config(attention()), parse_config(UNNAMED), is_worker=each) for each in (False, True)
-    ]
-    assert both[0].identity == both[1].identity, "whichever comes first names the blocks"
+def test_a_copy_has_the_same_weights_whatever_its_path(tmp_path: Path) -> None:
+    names = {weights(UNNAMED, model_config__model=write_model(tmp_path / name)) for name in ("mount", "renamed")}
+    assert len(names) == 1
 
 
-def test_files_that_changed_after_the_process_started_are_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM may have loaded what they were before."""
+def test_files_that_change_while_vllm_loads_have_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM may have loaded what they were before. Its blocks serve it alone, and it starts."""
     path = write_model(tmp_path / "model")
-    time.sleep(0.02)  # longer than a tick of the clock of files
-    monkeypatch.setattr(module, "process_start_s", lambda: time_of_start)
-    time_of_start = time.time() - 0.01
     before = weights(UNNAMED, model_config__model=path)
-    write_model(tmp_path / "model", b"trained")
-    with pytest.raises(ConfigError, match=r"model.* has changed since this process started.* set weights_version"):
-        weights(UNNAMED, model_config__model=path)
-    assert weights(NAMED, model_config__model=path) == "by weights_version"
-    time_of_start = math.inf
-    assert weights(UNNAMED, model_config__model=path) != before
+    trained = functools.partial(write_model, tmp_path / "model", b"trained")
+    assert weights(UNNAMED, trained, model_config__model=path) is None
+    assert "model.safetensors has changed since" in caplog.text
+    assert "set weights_version" in caplog.text
+    assert weights(NAMED, trained, model_config__model=path) == ""
+    assert weights(UNNAMED, model_config__model=path) not in (None, before)
 
 
-def test_this_process_has_not_loaded_what_was_written_after_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvoffload.engines.weights import process_start_s
-
-    monkeypatch.setattr(module, "process_start_s", process_start_s)
-    with pytest.raises(ConfigError, match="has changed since this process started"):
-        weights(UNNAMED, model_config__model=write_model(tmp_path / "model"))
-
-
-def test_scales_that_changed_after_the_process_started_are_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scales_that_change_while_vllm_loads_have_no_name(tmp_path: Path) -> None:
     scales = tmp_path / "scales.json"
     images = stub("MultiModalConfig", mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(scales))
     changes = {"model_config__model": write_model(tmp_path / "model"), "model_config__multimodal_config": images}
-    time.sleep(0.02)
-    start_s = time.time() - 0.01
-    monkeypatch.setattr(module, "process_start_s", lambda: start_s)
     scales.write_text("1")
-    with pytest.raises(ConfigError, match=r"scales\.json has changed since"):
-        weights(UNNAMED, **changes)
+    assert weights(UNNAMED, lambda: scales.write_text("2"), **changes) is None
 
 
-def test_a_second_engine_of_a_process_has_the_weights_of_its_own_start(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model")
-    config = vllm_config(model_config__model=path)
-    names = []
-    for content in (b"weights", b"trained"):
-        write_model(tmp_path / "model", content)
-        names.append(layout_of(config, kv_cache_config(attention()), parse_config(UNNAMED)).identity["weights"])
-    assert names[0] != names[1]
+def test_the_first_start_downloads_the_model_without_symbolic_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("1" * 40)
+    monkeypatch.setattr(module, "local_directory", lambda *_: snapshot)
+
+    def download() -> None:
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").write_bytes(b"weights")
+
+    first = weights(UNNAMED, download, model_config__model="org/tiny")
+    assert first is not None
+    assert weights(UNNAMED, model_config__model="org/tiny") == first
+    assert weights(UNNAMED, model_config__model=write_model(tmp_path / "copy")) == first
+
+
+def test_without_the_plug_in_nobody_has_seen_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = vllm_config(model_config__model=write_model(tmp_path / "model"))
+    assert name_of_weights(config, parse_config(UNNAMED))() is None
+    assert "VLLM_PLUGINS" in caplog.text
 
 
 def test_all_parts_of_a_gguf_count_and_names_are_no_patterns(tmp_path: Path) -> None:
@@ -229,7 +217,7 @@ def refused(tmp_path: Path, **changes: Any) -> str:
         check_engine(vllm_config(**changes))
     with pytest.raises(ConfigError, match="set weights_version"):
         weights(UNNAMED, **changes)
-    assert weights(NAMED, **changes) == "by weights_version"
+    assert weights(NAMED, **changes) == ""
     return str(error.value)
 
 

@@ -28,7 +28,7 @@ from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
 from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
 from kvoffload.engines.sglang.versions import sglang_version
-from kvoffload.engines.weights import process_start_s
+from kvoffload.engines.weights import Files, in_background
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
 from kvoffload.logs import RateLimitedLog
@@ -69,6 +69,8 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             "name": storage_config.model_name,
             "pages": bool(extra.get("interface_v1", 0)),
         }
+        weights = self._model.pop("weights", {})
+        self._weights_name = str if not weights else in_background(lambda: _name_of(weights))
         self._named = _Named(SERVED.num_changes, version, SERVED.salt)
         if (reason := SERVED.why_not_named_by(version)) is not None:
             logger.warning(reason)
@@ -198,12 +200,14 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._named = _Named(SERVED.num_changes, get_serving().weight_version, SERVED.salt)
 
     def _salt(self) -> bytes | None:
-        """``None`` after the weights have changed: SGLang may still have pages of the old ones, and does not say which
-        they are."""
+        """A part of all keys. ``None`` while the weights have no name, and after they changed: SGLang may still have
+        pages of the old ones, and does not say which they are."""
         named, version = self._named, get_serving().weight_version  # at once: another thread may clear
         if named.version == version and named.num_changes == SERVED.num_changes:
+            if (weights_name := self._weights_name()) is None:
+                return None
             if SERVED.is_flushed:
-                return named.salt
+                return named.salt + weights_name.encode()
             _log.warning(
                 "SGLang may still have pages of the weights before its update, and would store them anew. Nothing is "
                 "found or stored until POST /flush_cache."
@@ -285,8 +289,13 @@ def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
                 'SGLang that docs/sglang.md names, or use tiers of type "memory".'
             ) from exc
     if is_persistent:
-        facts["weights"] = weights_of(args, resolved, version, process_start_s())
+        facts["weights"] = weights_of(args, resolved, version, SERVED.files)
     return facts
+
+
+def _name_of(weights: Mapping[str, str | Files]) -> str:
+    """Reads the files. Raises ``OSError`` if one cannot be read."""
+    return json.dumps({what: each.name() if isinstance(each, Files) else each for what, each in weights.items()})
 
 
 def _number_formats() -> dict[str, str]:

@@ -4,6 +4,7 @@ refused in one sentence. Loads neither SGLang nor torch."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,7 +12,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvoffload.engines.facts import COUNTS, UnclearError, facts_of, ropes_in
 from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
 from kvoffload.engines.variables import counted
-from kvoffload.engines.weights import WEIGHT_FILES, changed_since, fingerprint, local_directory
+from kvoffload.engines.weights import WEIGHT_FILES, Files, local_directory
 from kvoffload.errors import ConfigError
 
 _READS_THE_MODELS_FILES = (
@@ -112,36 +113,63 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in (*own, *counted(environment))}
 
 
-def weights_of(args: Any, resolved: Mapping[str, Any], version: str, since_s: float) -> dict[str, str]:
-    """Which weights SGLang serves: by ``version``, its ``--weight-version``, if somebody gave one; else by the files.
-    Adapters that have the same keys in all processes are told apart by their files in any case.
-
-    Files that have changed since ``since_s`` (Unix time) need not be those that this process has read. Raises
-    ``ConfigError`` if files do not say which weights are served.
-    """
+def files_now(resolved: Mapping[str, Any]) -> dict[str, Files]:
+    """The files of all weights that are on this host, by what they are of. Reads no content."""
     found = {}
-    for ref in resolved["lora_paths"] or ():
-        path = _field(ref, "lora_path")
-        found[f"adapter {_field(ref, 'lora_id')}"] = _print_of(path, None, resolved, since_s, "LoRA adapter")
+    for what, path, revision, _ in (*_adapters_of(resolved), *_models_of(resolved)):
+        with contextlib.suppress(OSError, TypeError, ValueError):  # SGLang itself rejects some paths
+            found[what] = _files_of(path, revision, resolved)
+    return found
+
+
+def weights_of(
+    args: Any, resolved: Mapping[str, Any], version: str, before: Mapping[str, Files] | None
+) -> dict[str, str | Files]:
+    """Which weights SGLang serves: by ``version``, its ``--weight-version``, if somebody gave one; else by the files.
+    The files of adapters that have the same keys in all processes count in any case.
+
+    ``before``: ``files_now`` before SGLang loaded them; ``None`` if nobody looked. Raises ``ConfigError`` if files do
+    not tell which weights are served, or SGLang may have loaded other files.
+    """
+    found: dict[str, str | Files] = {}
+    for what, path, revision, _ in _adapters_of(resolved):
+        try:
+            found[what] = _loaded_files(what, path, revision, resolved, before)
+        except OSError as exc:
+            raise ConfigError(
+                f"kvoffload cannot tell which weights the LoRA adapter {path!r} has: {exc}; load it by "
+                "/load_lora_adapter instead of --lora-paths, or make its files readable."
+            ) from exc
     if version != DEFAULT_VERSION:
         return found | {"version": version}
     defaults = {field.name: field.default for field in msgspec.structs.fields(args)}
     elsewhere = [name for name in WEIGHTS_FROM_ELSEWHERE if resolved[name] != defaults[name]]
     if elsewhere:
         raise _unknown_weights(f"with --{elsewhere[0].replace('_', '-')} they need not be the files of the model")
-    models = [("model", "model_path", "revision", "load_format")]
-    if resolved["speculative_draft_model_path"] is not None:
-        names = ("model_path", "model_revision", "load_format")
-        models.append(("draft", *(f"speculative_draft_{name}" for name in names)))  # type: ignore[arg-type]
-    for what, path, revision, load_format in models:
-        load = resolved[load_format] or resolved["load_format"]
+    for what, path, revision, load in _models_of(resolved):
         if load == "dummy":  # whose seed is SGLang's own, and the same everywhere
             found[what] = "dummy"
         elif load not in _READS_THE_MODELS_FILES:
             raise _unknown_weights(f"--load-format {load} need not read the files of the model")
         else:
-            found[what] = _print_of(resolved[path], resolved[revision], resolved, since_s, what)
+            try:
+                found[what] = _loaded_files(what, path, revision, resolved, before)
+            except OSError as exc:
+                raise _unknown_weights(str(exc)) from exc
     return found
+
+
+def _adapters_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, None, str]]:
+    for ref in resolved["lora_paths"] or ():
+        yield f"adapter {_field(ref, 'lora_id')}", _field(ref, "lora_path"), None, "auto"
+
+
+def _models_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, str]]:
+    """What each model is, its path and revision, and how it is loaded."""
+    yield "model", resolved["model_path"], resolved["revision"], resolved["load_format"]
+    if (path := resolved["speculative_draft_model_path"]) is not None:
+        load = resolved["speculative_draft_load_format"] or resolved["load_format"]
+        yield "draft", path, resolved["speculative_draft_model_revision"], load
 
 
 def _facts_of(record: Any, what: str) -> dict[str, str]:
@@ -182,24 +210,22 @@ def _field(record: Any, name: str) -> str:
     return value
 
 
-def _print_of(path: str, revision: str | None, resolved: Mapping[str, Any], since_s: float, what: str) -> str:
+def _files_of(path: str, revision: str | None, resolved: Mapping[str, Any]) -> Files:
+    if os.path.isfile(path):  # a GGUF
+        return Files.of(Path(path).parent, (glob.escape(os.path.basename(path)),))
     patterns = (*WEIGHT_FILES, "adapter_config.json", *(["*.py"] if resolved["trust_remote_code"] else []))
-    try:
-        if os.path.isfile(path):  # a GGUF
-            directory, patterns = Path(path).parent, (glob.escape(os.path.basename(path)),)
-        else:
-            directory = local_directory(path, revision, resolved["download_dir"])
-        found = fingerprint(directory, patterns)
-        if changed := changed_since(directory, since_s, patterns):  # afterwards: nor while they were read here
-            raise OSError(f"{changed!r} has changed since this server was started")
-        return found
-    except OSError as exc:
-        if what == "LoRA adapter":
-            raise ConfigError(
-                f"kvoffload cannot tell which weights the LoRA adapter {path!r} has: {exc}; load it by "
-                "/load_lora_adapter instead of --lora-paths, or make its files readable."
-            ) from exc
-        raise _unknown_weights(str(exc)) from exc
+    return Files.of(local_directory(path, revision, resolved["download_dir"]), patterns)
+
+
+def _loaded_files(
+    what: str, path: str, revision: str | None, resolved: Mapping[str, Any], before: Mapping[str, Files] | None
+) -> Files:
+    if before is None:
+        raise OSError("kvoffload's plugin, which looks at the files before SGLang loads them, is not loaded")
+    found = _files_of(path, revision, resolved)
+    if (changed := found.why_not(before.get(what))) is not None:
+        raise OSError(f"{changed!r} has changed since SGLang began to load it")
+    return found
 
 
 def _unknown_weights(why: str) -> ConfigError:

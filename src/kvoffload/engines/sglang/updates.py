@@ -8,15 +8,19 @@ Importing this module loads neither SGLang nor torch.
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvoffload.engines.sglang.versions import sglang_version
+from kvoffload.engines.weights import Files
 from kvoffload.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_VERSION = "default"
 """SGLang's ``--weight-version`` where nobody has given one: then files say which weights a process has read."""
@@ -24,6 +28,7 @@ DEFAULT_VERSION = "default"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
 _CONTEXT = "sglang.srt.runtime_context"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 
 _REQUIRED = (
     "update_weights_from_disk",
@@ -57,6 +62,8 @@ class ServedWeights:
     num_changes: int = 0
     is_watched: bool = False
     """``num_changes`` has all updates."""
+    files: Mapping[str, Files] | None = None
+    """The files of weights, as they were before SGLang loaded them; ``None`` if nobody looked."""
     _version_before: str | None = None
     """What SGLang called the weights before they changed last."""
     _num_named: int = 0
@@ -136,7 +143,16 @@ def watch() -> None:
     for name, step in steps.items():
         setattr(manager, name, _announced(name, step))
     cache.reset = _reported(reset)
+    if (scheduler := getattr(sys.modules.get(_SCHEDULER), "Scheduler", None)) is not None:
+        scheduler.__init__ = _after_a_look(scheduler.__init__)
     SERVED.is_watched = True
+
+
+def note_files(args: Any) -> None:
+    """Records which files of weights there are. Call it right before SGLang loads them."""
+    from kvoffload.engines.sglang.identity import files_now  # it imports this module
+
+    SERVED.files = files_now(args.resolved_dict())
 
 
 def watch_from_the_start(is_start: bool) -> None:
@@ -155,6 +171,20 @@ def watch_from_the_start(is_start: bool) -> None:
         raise ConfigError(f"kvoffload cannot watch this SGLang's updates of weights: {exc}.") from exc
     if not SERVED.is_watched:
         raise ConfigError("kvoffload cannot watch this SGLang's updates of weights: it has no such modules.")
+
+
+def _after_a_look(load: Callable[..., None]) -> Callable[..., None]:
+    """The same constructor of SGLang's scheduler, which loads the weights, after ``note_files``."""
+
+    @functools.wraps(load)
+    def wrapper(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            note_files(server_args)
+        except Exception as exc:  # noqa: BLE001 - servers with other storages must start
+            logger.debug("kvoffload has not seen the files of the weights: %s", exc)
+        load(self, server_args, *args, **kwargs)
+
+    return wrapper
 
 
 def _announced(name: str, step: Callable[..., Any]) -> Callable[..., Any]:

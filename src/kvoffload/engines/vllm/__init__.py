@@ -2,11 +2,13 @@
 """kvoffload inside vLLM: an out-of-tree KV connector.
 
 The environment variable ``KVOFFLOAD_CONFIG`` or ``--kv-transfer-config`` asks for it, the latter by the name
-``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that name, makes the variable enough, and has
-mistakes in the configuration refused before an engine starts. Where plug-ins are switched off, add
-``"kv_connector_module_path": "kvoffload.engines.vllm"``. Importing this package loads neither vLLM nor torch. Importing
-the connector from it raises ``ConfigError`` for a vLLM that is not supported; registering its name does not, because
-vLLM does that in every process, whether or not it is used.
+``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that name, makes the variable enough, rejects
+mistakes in the configuration before an engine starts, and looks at the files of weights before vLLM loads them. Where
+plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``.
+
+Importing this package loads neither vLLM nor torch. Importing the connector from it raises ``ConfigError`` for a vLLM
+that is not supported; registering its name does not, because vLLM does that in every process, whether or not it is
+used.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def register() -> None:
         _register_name()
         release_of(installed_version())
         _prepare_engine_arguments()
+        _watch_loads()
     except Exception as exc:  # noqa: BLE001 - servers that use other connectors or none must start
         logger.debug("kvoffload is not set up in this process: %s", exc)
 
@@ -71,7 +74,7 @@ def _is_named(vllm_config: Any) -> bool:
         return False
 
 
-def _pass_failure_policy_on(transfer: Any) -> None:
+def _complete_children(transfer: Any) -> None:
     """Under a ``MultiConnector`` vLLM reads the policy of failed loads from the whole, and never from its children. So
     the connector, which sees its own part alone, finds the policy of the whole there."""
     extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
@@ -79,10 +82,23 @@ def _pass_failure_policy_on(transfer: Any) -> None:
     if isinstance(children, list):
         transfer.kv_connector_extra_config = extra | {
             "connectors": [
-                child | {"kv_load_failure_policy": policy} if child.get("kv_connector") == _NAME else child
+                child
+                | {
+                    "kv_load_failure_policy": policy,
+                    "kv_connector_extra_config": _with_file(child.get("kv_connector_extra_config")),
+                }
+                if child.get("kv_connector") == _NAME
+                else child
                 for child in children
             ]
         }
+
+
+def _with_file(extra: dict[str, Any] | None) -> dict[str, Any]:
+    """``extra``, with the path that the variable has: vLLM copies its configuration to all of an engine's processes,
+    and the variable not to Ray's."""
+    path = os.environ.get(ENVIRONMENT)
+    return {"config_file": os.path.abspath(path)} | (extra or {}) if path else extra or {}
 
 
 def _prepare_engine_arguments() -> None:
@@ -106,7 +122,7 @@ def _prepare_engine_arguments() -> None:
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
             transfer = vllm_config.kv_transfer_config
-            _pass_failure_policy_on(transfer)
+            _complete_children(transfer)
             KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
         return vllm_config
 
@@ -114,9 +130,33 @@ def _prepare_engine_arguments() -> None:
     EngineArgs.create_engine_config = read_and_check
 
 
+def _watch_loads() -> None:
+    """Has the files of weights recorded right before an engine loads them: by its executor, in its scheduler's
+    process."""
+    from vllm.v1.executor.abstract import Executor
+
+    load = Executor.__init__
+    if hasattr(load, "tells_kvoffload"):
+        return
+
+    @functools.wraps(load)
+    def load_after_a_look(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if _is_named(vllm_config):
+            try:
+                from kvoffload.engines.vllm.weights import note_files
+
+                note_files(vllm_config)
+            except Exception as exc:  # noqa: BLE001 - then the weights have no name
+                logger.debug("kvoffload has not seen the files of the weights: %s", exc)
+        load(self, vllm_config, *args, **kwargs)
+
+    load_after_a_look.tells_kvoffload = True  # type: ignore[attr-defined]
+    Executor.__init__ = load_after_a_look
+
+
 def _fill_in(arguments: Any) -> None:
-    """The connector, its role and the policy of failed loads, for a server that asks vLLM for no other way to move KV.
-    Of a ``--kv-transfer-config`` that names kvoffload, the policy alone."""
+    """Fills in the connector, its role, the policy of failed loads and the path of the file, for a server that asks
+    vLLM for no other way to move KV. In a ``--kv-transfer-config`` that names kvoffload, fills in the last two."""
     from vllm.config import KVTransferConfig
 
     log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only its own loggers
@@ -126,10 +166,16 @@ def _fill_in(arguments: Any) -> None:
     if given is None and not arguments.kv_offloading_size:
         vllm_release()
         arguments.kv_transfer_config = KVTransferConfig(
-            kv_connector=_NAME, kv_role="kv_both", kv_load_failure_policy=_FAILURE_POLICY
+            kv_connector=_NAME,
+            kv_role="kv_both",
+            kv_load_failure_policy=_FAILURE_POLICY,
+            kv_connector_extra_config=_with_file(None),
         )
         what = f'"kv_connector": "{_NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "{_FAILURE_POLICY}"'
-    elif given is not None and given.kv_connector == _NAME and given.kv_load_failure_policy != _FAILURE_POLICY:
+    elif given is not None and given.kv_connector == _NAME:
+        given.kv_connector_extra_config = _with_file(given.kv_connector_extra_config)
+        if given.kv_load_failure_policy == _FAILURE_POLICY:
+            return
         given.kv_load_failure_policy = _FAILURE_POLICY
         what = f'"kv_load_failure_policy": "{_FAILURE_POLICY}"'
     else:

@@ -58,7 +58,8 @@ from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, Stats
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
 from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source, untried_version
-from kvoffload.engines.weights import outliving_tier
+from kvoffload.engines.vllm.weights import name_of_weights
+from kvoffload.engines.weights import Known, outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
 from kvoffload.specs import make_spec
 from kvoffload.tiering.nodes import Packet
@@ -157,7 +158,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 reason = why_not_rank_free(vllm_config, kv_cache_config)
                 logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
             if outliving_tier(config) is not None:
-                _log_who_finds_blocks(vllm_config, config, layout)
+                _log_who_finds_blocks(vllm_config, config)
             self._scheduler = _SchedulerSide(
                 spec,
                 layout,
@@ -167,6 +168,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
                 encodings_are_shared=vllm_config.ec_transfer_config is not None,
+                weights_name=name_of_weights(vllm_config, config),
             )
             watch(vllm_config, self._scheduler)
         else:
@@ -335,8 +337,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return series
 
 
-def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig, layout: EngineLayout) -> None:
-    logger.info("kvoffload's tiers serve engines with the same options and weights (%s)", layout.identity["weights"])
+def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
+    logger.info("kvoffload's tiers serve engines with the same options and weights")
     unknown = unknown_options(vllm_config, config)
     if unknown:
         logger.warning(
@@ -395,11 +397,12 @@ class _SchedulerSide:
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
         encodings_are_shared: bool = False,
+        weights_name: Known = str,
     ) -> None:
         """``leaves_out``: whether keys of a request say too little of its blocks. ``can_describe``: a block's hash
         covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's numbers of the
         groups that are offloaded; ``None``: all are. ``encodings_are_shared``: those of media come from other engines
-        too."""
+        too. ``weights_name``: of the weights that vLLM has loaded."""
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
         self._adapters = Adapters()
@@ -410,6 +413,7 @@ class _SchedulerSide:
             config,
             leaves_out=lambda request: self._adapters.leaves_out(request) or leaves_out(request),
             watch=_spans() if layout.traces_enabled else None,
+            weights_name=weights_name,
         )
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)
@@ -530,6 +534,9 @@ class _SchedulerSide:
             )
         self._device.weights_may_change()
         self._begin_epoch(self.core.change_weights)
+
+    def device_is_released(self) -> None:
+        self.core.undo_reset()
 
     def encoder_cache_is_reset(self) -> None:
         self._device.encoder_cache_is_reset()

@@ -37,8 +37,10 @@ FIELDS: Table = {
         _SERVING: "kv_transfer_config instance_id shutdown_timeout",
     },
     "ModelConfig": {
-        COUNTS: "model model_weights runner convert dtype hf_config hf_text_config revision code_revision "
-        "quantization quantization_config disable_sliding_window model_class_overrides model_impl multimodal_config",
+        COUNTS: "runner convert dtype hf_config hf_text_config code_revision quantization "
+        "quantization_config disable_sliding_window model_class_overrides model_impl multimodal_config",
+        "counts beside a weights_version; else the content of the files does (identity.py)": "model model_weights "
+        "revision",
         "counts where positions depend on it (identity.py)": "max_model_len",
         "counts with weights that are made up (identity.py)": "seed",
         "hf_config is what comes of it": "hf_config_path hf_overrides config_format trust_remote_code",
@@ -117,12 +119,14 @@ FIELDS: Table = {
         "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
     },
     "AttentionConfig": {
+        # Over quantized KV some of these choose how precise queries are.
         COUNTS: "backend backend_per_kind disable_flashinfer_q_quantization use_prefill_query_quantization "
-        "indexer_kv_dtype hisparse_config use_non_causal indexer_sparse_logits minimax_m3_indexer_cp",
-        _ROUNDING: "minimax_m3_msa_decode_backend flash_attn_version flash_attn_max_num_splits_for_cuda_graph "
-        "tq_max_kv_splits_for_cuda_graph use_trtllm_attention mla_prefill_backend sparse_mla_force_mqa "
+        "flash_attn_version use_trtllm_attention mla_prefill_backend trtllm_ragged_backend "
+        "minimax_m3_msa_decode_backend sparse_mla_force_mqa indexer_kv_dtype hisparse_config use_non_causal "
+        "indexer_sparse_logits minimax_m3_indexer_cp",
+        _ROUNDING: "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph "
         "flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
-        "tokenspeed_mla_min_split_kv trtllm_ragged_backend indexer_tp_shard_min_rows",
+        "tokenspeed_mla_min_split_kv indexer_tp_shard_min_rows",
         _MEMORY: "sparse_mla_prefill_workspace_factor",
     },
     "HiSparseConfig": {COUNTS: "device_buffer_size eager_host_mirror"},
@@ -132,17 +136,24 @@ FIELDS: Table = {
     },
     "DiffusionConfig": {COUNTS: "canvas_length max_denoising_steps"},
     "CompilationConfig": {
-        COUNTS: "inductor_passes",
+        COUNTS: "inductor_passes pass_config",
         _ROUNDING: "mode backend custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder "
         "cudagraph_mm_encoder encoder_cudagraph_token_budgets encoder_cudagraph_max_vision_items_per_batch "
         "encoder_cudagraph_max_frames_per_batch compile_sizes compile_ranges_endpoints inductor_compile_config "
         "cudagraph_mode cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs "
-        "cudagraph_specialize_lora use_inductor_graph_partition pass_config max_cudagraph_capture_size "
+        "cudagraph_specialize_lora use_inductor_graph_partition max_cudagraph_capture_size "
         "dynamic_shapes_config fast_moe_cold_start cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes "
         "decoder_replay_trim_threshold",
         _MEMORY: "debug_dump_path cache_dir compile_cache_save_format local_cache_dir",
         "what compiling has found": "enabled_custom_ops disabled_custom_ops traced_files compilation_time "
         "encoder_compilation_time static_forward_context static_all_moe_layers",
+    },
+    "PassConfig": {
+        # On ROCm these pack values in another order.
+        COUNTS: "fuse_rope_kvcache fuse_qk_norm_rope_kvcache",
+        _ROUNDING: "fuse_norm_quant fuse_act_quant fuse_attn_quant fuse_allreduce_rms "
+        "enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla eliminate_noops fuse_act_padding "
+        "fuse_mla_dual_rms_norm rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb",
     },
     "ECTransferConfig": {
         COUNTS: "ec_connector ec_connector_module_path",

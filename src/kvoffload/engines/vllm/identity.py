@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything besides its key that changes the bytes of a block: what ``fields.py`` and ``environment.py`` do not call
-harmless, the model's class, the spec of each layer, and the weights."""
+harmless, the model's class, and the spec of each layer. The name of the weights is in the key (``weights.py``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvoffload.engines.vllm.environment import environment, kernels, plugins, un
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
 from kvoffload.engines.vllm.versions import installed_version
-from kvoffload.engines.vllm.weights import drafter_with_kv, weights_of
+from kvoffload.engines.vllm.weights import drafter_with_kv
 from kvoffload.engines.weights import fingerprint, outliving_tier
 from kvoffload.errors import ConfigError
 
@@ -53,7 +53,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "engine": "vllm",
         # A model may have its KV in another order, or better numbers, in the next version.
         "version": installed_version(),
-        "model": str(model.model),
+        "model": _paths(vllm_config) if config.weights_version is not None else "",
         "dtype": str(model.dtype).removeprefix("torch."),
         # A worker in this process has rewritten it; the specs of layers say what came of it.
         "kv_dtype": "fp8" if cache.cache_dtype == "fp8_ds_mla" else str(cache.cache_dtype),
@@ -62,9 +62,15 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "pages": "of all heads" if is_rank_free else _division(vllm_config.parallel_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
-        "weights": weights_of(vllm_config, config),
         **_facts(vllm_config, kv_cache_config, config, is_rank_free),
     }
+
+
+def _paths(vllm_config: Any) -> str:
+    """Where the models are. A user may give two models the same version; hashes of their files need no path."""
+    drafter = drafter_with_kv(vllm_config)
+    models = [vllm_config.model_config, *([] if drafter is None else [drafter.draft_model_config])]
+    return json.dumps([[str(model.model), model.revision] for model in models])
 
 
 def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
@@ -78,13 +84,14 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
     model, drafter = vllm_config.model_config, drafter_with_kv(vllm_config)
     facts = {"limit": _limit(model)} | environment()
     try:
-        facts |= {"plugins": plugins(), "class": _class_of(model), "platform": platform()}
+        is_quantized = _is_quantized(vllm_config)
+        facts |= {"plugins": plugins(), "class": _class_of(model), "platform": platform(is_quantized)}
         if drafter is not None:
             draft = drafter.draft_model_config
             facts["speculative_config.class"] = _class_of(draft)
             # Of the target's limit, too: vLLM bounds the drafter's by it.
             facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
-        if vllm_config.device_config.device_type != "cpu" and _is_quantized(vllm_config):
+        if vllm_config.device_config.device_type != "cpu" and is_quantized:
             facts["kernels"] = kernels()
         if model.multimodal_config is not None and config.media_never_change:
             facts["media are prepared by"] = _transformers()
@@ -171,15 +178,21 @@ def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[
     return facts
 
 
-def platform() -> str:
-    """The maker and generation of the device, and what ``fp8`` is there: to vLLM, AMD's GPUs are of the type ``cuda``
-    too. Where an option says ``auto``, the generation chooses how precise activations are and how keys are packed."""
+def platform(is_quantized: bool) -> str:
+    """The maker of the device, and its generation where that chooses bytes.
+
+    vLLM's configuration calls AMD's GPUs ``cuda``, too. Their generation chooses how keys are packed. NVIDIA's chooses
+    how precise the activations of quantized weights are, and the queries of quantized KV; and ``fp8`` means other
+    numbers on some GPUs. Without quantization it changes rounding alone.
+    """
     try:
         from vllm.platforms import current_platform as device
 
         generation = device.get_device_capability()
         if generation is None and device.device_name in ("cuda", "rocm"):
             raise LookupError("it does not tell its generation")
+        if device.device_name == "cuda" and not is_quantized:
+            return "cuda"
         return f"{device.device_name} {generation and tuple(generation)} {device.fp8_dtype()}"
     except Exception as exc:  # platforms of others may lack what vLLM's own have
         raise UnclearError(f"platform is not known ({exc!r})") from exc

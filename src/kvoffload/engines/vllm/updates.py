@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that change while vLLM serves: vLLM tells no connector.
 
-Whatever an engine does with its workers goes through one method of its executor. So that is watched, once there is a
-connector: each call that is not known to leave the weights alone counts as an update. Importing this module does not
-load vLLM.
+Whatever an engine does with its workers goes through one method of its executor, which is watched once there is a
+connector. Some calls are known to leave the weights alone, and some to change them. Around all others, checksums of the
+weights are compared. Importing this module does not load vLLM.
 """
 
 from __future__ import annotations
@@ -14,32 +14,54 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvoffload.engines.vllm.checksums import weights_state
 from kvoffload.engines.vllm.versions import hashes_have_adapter_paths
 
 logger = logging.getLogger(__name__)
 
 _RESET_ENCODER = "reset_encoder_cache"
 _ADD_ADAPTER = "add_lora"
+_SLEEP, _DISCARD, _WAKE, _SCALE = "sleep", "discard", "wake_up", "elastic_ep_execute"
 
 HARMLESS = frozenset(
     # A step.
     "execute_model sample_tokens execute_dummy_batch take_draft_token_ids synchronize_device "
-    # What is asked once there is a scheduler.
+    # Questions once there is a scheduler.
     "get_kv_connector_handshake_metadata get_supported_tasks supports_draft_weight_updates check_health "
     "get_model_inspection compute_weight_checksums get_encoder_timing_stats get_compilation_match_table "
     "get_simple_cpu_offload_num_cpu_blocks profile save_sharded_state save_tensorized_model shutdown "
     # Caches of media, and adapters, which keys tell apart.
     f"reset_mm_cache release_late_interaction_query_cache {_RESET_ENCODER} "
-    f"{_ADD_ADAPTER} remove_lora pin_lora list_loras".split()
+    f"{_ADD_ADAPTER} remove_lora pin_lora list_loras "
+    # Memory and processes, which keep the weights; ``_loses_weights`` knows the exceptions.
+    f"{_SLEEP} {_DISCARD} {_WAKE} {_SCALE} checkpoint_prepare checkpoint_restore".split()
 )
-"""Methods of vLLM's workers (0.30 to 0.33) that leave the model's weights alone. ``test_updates`` knows all others that
-vLLM calls by name."""
+"""Methods of vLLM's workers (0.32 and 0.33) that leave the model's weights alone. ``test_updates`` knows all others
+that vLLM calls by name."""
+
+UPDATES = frozenset(
+    [
+        "reload_weights",
+        "update_weights",
+        "start_weight_update",
+        "start_draft_weight_update",
+        "finish_weight_update",
+        "reset_weights",
+    ]
+)
+"""Methods that change weights, or begin to."""
+
+_KNOWN = HARMLESS | UPDATES
 
 
 class Listener(Protocol):
-    """Who hears of calls, before they are made, on the thread that makes them: the scheduler's."""
+    """Who hears of calls, on the thread that makes them: the scheduler's. ``weights_may_change`` comes before the call,
+    or after it if checksums were compared; all others come before."""
 
     def weights_may_change(self, method: str) -> None: ...
+
+    def device_is_released(self) -> None:
+        """vLLM has reset all caches only because it gives the device's memory away. The weights stay."""
 
     def encoder_cache_is_reset(self) -> None: ...
 
@@ -64,32 +86,79 @@ def unwatch(listener: Listener) -> None:
     _listeners.discard(listener)
 
 
+_without_weights: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Executors whose workers have given the weights' memory away without a copy."""
+
+
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def collective_rpc(
         self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, *more: Any, **named: Any
     ) -> Any:
-        for listener in list(_listeners):
-            try:
-                _tell(listener, method, (*args, *(kwargs or {}).values()))
-            except Exception:
-                logger.exception("kvoffload cannot follow a call of vLLM's workers")
-        return call(self, method, timeout, args, kwargs, *more, **named)
+        before = None
+        if _listeners:
+            arguments = (*args, *(kwargs or {}).values())
+            if not isinstance(method, str) or method not in _KNOWN:
+                # The answer of a call that does not wait comes after the next step, maybe.
+                waits = not more and not named.get("non_block")
+                before = _state_of(self, call, timeout) if waits else None
+            if before is None:
+                _tell(self, method, arguments)
+        try:
+            return call(self, method, timeout, args, kwargs, *more, **named)
+        finally:
+            if before is not None and _state_of(self, call, timeout) != before:
+                _tell(self, method, ())
 
     collective_rpc.tells_kvoffload = True  # type: ignore[attr-defined]
     return collective_rpc
 
 
-def _tell(listener: Listener, method: Any, arguments: tuple[Any, ...]) -> None:
-    if not isinstance(method, str):
-        listener.weights_may_change("a function")
-    elif method not in HARMLESS:
-        listener.weights_may_change(repr(method))
-    elif method == _RESET_ENCODER:
-        listener.encoder_cache_is_reset()
-    elif method == _ADD_ADAPTER:
-        for adapter in arguments:
-            listener.adapter_is_loaded(adapter)
+def _state_of(executor: Any, call: Callable[..., Any], timeout: Any) -> Any:
+    """Checksums of the weights of all workers; ``None`` if one cannot say."""
+    if getattr(executor, "is_sleeping", False):  # weights may not be in memory
+        return None
+    try:
+        states = call(executor, weights_state, timeout)
+    except Exception as exc:  # noqa: BLE001 - then the call counts as an update
+        logger.debug("kvoffload cannot compare vLLM's weights: %r", exc)
+        return None
+    return None if not states or None in states else states
+
+
+def _tell(executor: Any, method: Any, arguments: tuple[Any, ...]) -> None:
+    for listener in list(_listeners):
+        try:
+            if not isinstance(method, str):
+                listener.weights_may_change("a function")
+            elif method not in HARMLESS or _loses_weights(executor, method, arguments):
+                listener.weights_may_change(repr(method))
+            elif method in (_SLEEP, _DISCARD):
+                listener.device_is_released()
+            elif method == _RESET_ENCODER:
+                listener.encoder_cache_is_reset()
+            elif method == _ADD_ADAPTER:
+                for adapter in arguments:
+                    listener.adapter_is_loaded(adapter)
+        except Exception:
+            logger.exception("kvoffload cannot follow a call of vLLM's workers")
+    if method == _WAKE:
+        _without_weights.discard(executor)
+
+
+def _loses_weights(executor: Any, method: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call in ``HARMLESS`` leaves other weights than before: sleep above level 1, the end of that sleep, or a
+    new worker of elastic expert parallelism. That gets the weights of other engines, which may have been updated."""
+    if method == _SLEEP:
+        is_lost = any(isinstance(level, int) and level > 1 for level in arguments)
+    elif method == _DISCARD:
+        is_lost = any("weights" in tags for tags in arguments)
+    else:
+        is_new = method == _SCALE and arguments[:1] in (("prepare_new_worker",), ("load_model",))
+        return is_new or (method == _WAKE and executor in _without_weights)
+    if is_lost:
+        _without_weights.add(executor)
+    return is_lost
 
 
 class Adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,15 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.weights import (
-    WEIGHT_FILES,
-    changed_since,
-    fingerprint,
-    local_directory,
-    outliving_tier,
-    process_start_s,
-)
+from kvoffload.engines.weights import WEIGHT_FILES, Files, Known, in_background, local_directory, outliving_tier
 from kvoffload.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DRAFTERS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
 """Speculative methods whose drafter keeps KV that was shown to be good after a load."""
@@ -30,6 +26,9 @@ _READ_FROM_FILES = (
     *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
 """``load_format``s that read what lies in the model's directory, with vLLM's own loaders."""
+
+_before_load: dict[str, list[Files | str | OSError]] = {}
+"""By ``instance_id`` of an engine in this process, the files that were there right before vLLM loaded them."""
 
 _IS_MODELSCOPE = "VLLM_USE_MODELSCOPE"
 
@@ -53,20 +52,56 @@ def refuse_unnamed_weights(vllm_config: Any, config: OffloadingConfig) -> None:
         raise _unnamed("the weights may be replaced while it serves (--weight-transfer-config)", tier)
 
 
-def weights_of(vllm_config: Any, config: OffloadingConfig) -> str:
-    """Tells the weights of the model, and of a drafter with KV, from others; empty if no block outlives the process.
+def note_files(vllm_config: Any) -> None:
+    """Records which files of weights there are. Call it right before vLLM loads them, in the scheduler's process."""
+    _before_load[vllm_config.instance_id] = _files(vllm_config)
 
-    Call it after the load. Reads some 100 MiB of each model's files. Raises ``ConfigError`` if they cannot be read, or
-    may be others than those that were loaded.
+
+def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
+    """The name of the weights of the model, and of a drafter with KV; empty if no block outlives the process or the
+    user names them.
+
+    Call it after the load. Raises ``ConfigError`` if the files cannot be found. If vLLM may have loaded other files,
+    their name stays unknown, and the log says so.
     """
     tier = outliving_tier(config)
-    if tier is None:
-        return ""
-    if config.weights_version is not None:
-        return "by weights_version"  # which is in the keys
+    if tier is None or config.weights_version is not None:
+        return str
     refuse_unnamed_weights(vllm_config, config)
+    after = _files(vllm_config)
+    for found in after:
+        if isinstance(found, OSError):
+            raise _unnamed(f"the files of its weights cannot be read ({found.strerror or found})", tier)
+    if (doubt := _doubt(_before_load.get(vllm_config.instance_id), after)) is not None:
+        logger.warning(
+            "%s. So kvoffload cannot name the weights: this engine shares no blocks with other engines, and later "
+            "engines will not find its blocks. To avoid that, set weights_version.",
+            doubt,
+        )
+        return lambda: None
+    texts = [found for found in after if isinstance(found, str)]
+    files = [found for found in after if isinstance(found, Files)]
+    return in_background(lambda: " ".join([*texts, *(each.name() for each in files)]))
+
+
+def _doubt(before: list[Files | str | OSError] | None, after: list[Files | str | OSError]) -> str | None:
+    """Why vLLM need not have loaded the files that are here now: a sentence."""
+    if before is None:
+        return "vLLM has not loaded kvoffload's plug-in (VLLM_PLUGINS), which looks at the files before vLLM loads them"
+    for old, new in zip(before, after, strict=True):
+        changed = None if old == new else "A file of scales"
+        if isinstance(new, Files):
+            changed = new.why_not(old if isinstance(old, Files) else None)
+        if changed is not None:
+            return f"{changed} has changed since vLLM began to load the weights"
+    return None
+
+
+def _files(vllm_config: Any) -> list[Files | str | OSError]:
+    """All that the weights come from: files, or a text for weights that are made up. An error stands for files that
+    are not here."""
     parallel = vllm_config.parallel_config
-    found = []
+    found: list[Files | str | OSError] = []
     for load, model in _loaded(vllm_config):
         if load.load_format == "dummy":
             found.append(
@@ -75,22 +110,16 @@ def weights_of(vllm_config: Any, config: OffloadingConfig) -> str:
             )
             continue
         try:
-            directory, patterns = _files_of(model, load)
-            found.append(fingerprint(directory, patterns))
-            changed = changed_since(directory, process_start_s(), patterns)  # or while they were read here
+            found.append(Files.of(*_files_of(model, load)))
         except OSError as exc:
-            raise _unnamed(f"the files of its weights cannot be read ({exc.strerror or exc})", tier) from exc
-        if changed is not None:
-            raise _changed(changed, tier)
+            found.append(exc)
     scales = getattr(vllm_config.model_config.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
         try:
-            found.append(hashlib.sha256(Path(scales).read_bytes()).hexdigest())
+            found.append(f"scales {hashlib.sha256(Path(scales).read_bytes()).hexdigest()}")
         except OSError as exc:
-            raise _unnamed(f"{scales} cannot be read ({exc.strerror})", tier) from exc
-        if os.stat(scales).st_ctime >= process_start_s():
-            raise _changed(scales, tier)
-    return " ".join(found)
+            found.append(exc)
+    return found
 
 
 def _loaded(vllm_config: Any) -> list[tuple[Any, Any]]:
@@ -150,12 +179,6 @@ def _files_of(model: Any, load: Any) -> tuple[Path, tuple[str, ...]]:
         return file.parent, (name, "*mmproj*.gguf")
     directory = local_directory(model.model, model.revision, load.download_dir)
     return directory, (*WEIGHT_FILES, "*.py") if model.trust_remote_code else WEIGHT_FILES
-
-
-def _changed(path: str, tier: str) -> ConfigError:
-    return _unnamed(
-        f"{path} has changed since this process started, so it may have loaded others (start it again)", tier
-    )
 
 
 def _unnamed(why: str, tier: str) -> ConfigError:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of the weights that a vLLM worker computes with. Runs in workers; loads torch only there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_WORDS = 4096
+"""Words that are added up before they are weighted by their place."""
+
+
+def weights_state(worker: Any) -> list[int] | None:
+    """A checksum of each piece of memory with parameters or buffers of the worker's models; ``None`` if the worker does
+    not show a model. Reads all weights on the device, which takes some 10 ms, and needs little memory beside them."""
+    import torch
+
+    try:
+        models = [worker.get_model()]
+    except (AttributeError, NotImplementedError):
+        return None
+    draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
+    models += [] if draft is None else [draft]
+    with torch.inference_mode():
+        sums = [_checksum(words) for words in _memory_of(models)]
+        return [int(each) for each in sums]  # after all have started
+
+
+def _memory_of(models: list[Any]) -> Iterator[torch.Tensor]:
+    """Each storage once, as bytes: weights may be views of others, in any order of dimensions."""
+    import torch
+
+    seen = set()
+    for model in models:
+        for _, tensor in (*model.named_parameters(), *model.named_buffers()):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _checksum(memory: torch.Tensor) -> torch.Tensor:
+    """The sum of all words of ``memory``, those of each ``_WORDS`` multiplied by a number of their own."""
+    import torch
+
+    num_words = memory.numel() // 8
+    words, rest = memory[: num_words * 8].view(torch.int64), memory[num_words * 8 :]
+    whole = num_words // _WORDS * _WORDS
+    parts = torch.cat(
+        (words[:whole].view(-1, _WORDS).sum(dim=1), words[whole:].sum().view(1), rest.sum(dtype=torch.int64).view(1))
+    )
+    places = torch.arange(parts.numel(), dtype=torch.int64, device=parts.device)
+    return (parts * (2 * places + 1)).sum()
