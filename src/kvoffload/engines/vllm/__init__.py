@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.config_file import ENVIRONMENT, file_in_environment
@@ -97,8 +98,10 @@ def _complete_children(transfer: Any) -> None:
 def _with_file(extra: dict[str, Any] | None) -> dict[str, Any]:
     """``extra``, with the path that the variable has: vLLM copies its configuration to all of an engine's processes,
     and the variable not to Ray's."""
-    path = os.environ.get(ENVIRONMENT)
-    return {"config_file": os.path.abspath(path)} | (extra or {}) if path else extra or {}
+    path = file_in_environment()
+    if path is None:
+        return extra or {}
+    return {"config_file": os.path.abspath(os.path.expanduser(path))} | (extra or {})
 
 
 def _prepare_engine_arguments() -> None:
