@@ -308,10 +308,15 @@ class OffloadingManager(ABC):
                 break
         return answers
 
+    def is_waiting(self, req_context: ReqContext) -> bool:
+        """Whether the request waits, and nothing has happened to the blocks that it waits for: its last lookups would
+        get the same answers again."""
+        return False
+
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Whether lookups may find ``keys`` in the end, in order, up to the first ``False``; ``None``: not known (yet).
         Unlike a lookup it promotes nothing, makes no request wait and does not use a block. ``False`` only if a lookup
-        would say so too. A request that peeks at a block and looks it up in the same step has asked for it once."""
+        would say so too."""
         return [None] * len(keys)
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -60,6 +61,8 @@ def _by_place(
 def up_to_a_miss(answers: Sequence[object], keys: Sequence[object], *_: object) -> list[bool | None]:
     """There is an answer for each key up to the first ``False``. What is answered after a miss must not make a hit of
     it."""
+    if {*map(type, answers)} == {NoneType} and len(answers) >= len(keys):  # most of the long ones
+        return [None] * len(keys)
     found = [None if answer is None else bool(answer) for answer in answers]
     if len(found) < len(keys) and not (found and found[-1] is False):
         raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")

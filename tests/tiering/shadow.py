@@ -63,7 +63,7 @@ class Tier(SecondaryTierManager):
         self.max_backlog_blocks = 10**9
         self.block_s, self.must_ask, self.capacity, self.clock = block_s, must_ask, capacity, clock
         self.blocks, self.known, self.open, self.jobs = {}, {}, {}, []
-        self.free_s, self.num_answers = 0.0, 0
+        self.free_s, self.num_answers, self.news = 0.0, 0, []
 
     def lookup(self, key, req_context):
         if not self.must_ask:
@@ -78,7 +78,13 @@ class Tier(SecondaryTierManager):
             del self.open[key]
             self.known[key] = key in self.blocks
             self.num_answers += 1
-        return self.num_answers
+            self.news.append(key)
+        return self.num_answers  # earlier revisions ask for this
+
+    def take_news(self):
+        self.progress()
+        news, self.news = self.news, []
+        return news
 
     def submit_store(self, job):
         for key in job.keys:

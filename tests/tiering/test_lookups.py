@@ -43,24 +43,6 @@ def test_a_lookup_takes_in_ended_jobs_and_a_peek_does_not() -> None:
     assert (parts.num_polls, list(parts.waits.promoted)) == (1, keys(1, 2))
 
 
-def test_what_was_peeked_at_holds_until_the_step_ends() -> None:
-    parts = Asking()
-    request = parts.request("r")
-    assert parts.lookups.peek(request, keys(1)) == [True]
-    parts.fake.blocks.clear()
-    assert parts.lookups.peek(request, keys(2)) == [False]
-    parts.lookups.end_step()
-    assert parts.lookups.ask(request, keys(1), None) == [False]
-
-
-def test_what_was_peeked_at_counts_for_nothing_after_a_block_that_is_nowhere() -> None:
-    parts = Asking()
-    request = parts.request("r")
-    assert parts.places.peek(request, keys(1)) == [True]
-    assert parts.places.below(request, keys(20, 1)) == []
-    assert parts.places.below(request, keys(2, 1, 3, 20)) == [Place((0,))] * 3
-
-
 def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
     parts = Asking()
     request = parts.request("r")
@@ -92,8 +74,9 @@ class Noting(FakeTier):
         return answers
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_tiers_are_asked_together_for_what_they_would_be_asked_block_by_block(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_a_survey_finds_each_block_that_a_tier_has_or_may_have(seed: int) -> None:
+    """Only blocks that another tier has are not asked of every tier, and those for a while that doubles."""
     chance, parts = random.Random(seed), Asking()
     tiers = [Noting(number, parts) for number in range(chance.randint(1, 3))]
     guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
@@ -101,24 +84,41 @@ def test_tiers_are_asked_together_for_what_they_would_be_asked_block_by_block(se
     places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
     request, blocks = parts.request("r"), keys(*range(chance.choice([5, 70, 200])))
     for tier in tiers:
-        tier.answers = dict(
-            zip(blocks, chance.choices([True, None, False], [8, chance.choice([0, 1]), 1], k=len(blocks)))
-        )
+        answers: list[bool | None] = []
+        while len(answers) < len(blocks):  # runs, as stores have them
+            answers += chance.choices([True, None, False], [8, chance.choice([0, 1]), 4]) * chance.choice([1, 2, 40])
+        tier.answers = dict(zip(blocks, answers))
     failed = chance.choice([*blocks, None])
     if failed is not None:
         request.verdicts[failed] = Miss.PROMOTION_FAILED
-    wanted, asked = list[Place](), [list[OffloadKey]() for _ in tiers]
-    for key in blocks:
-        having = list[int]()
-        unknown = list[int]()
-        for number, tier in enumerate(tiers) if key != failed else ():
-            asked[number].append(key)
-            (having if tier.answers[key] else unknown if tier.answers[key] is None else []).append(number)
+    found = [place for place, num_blocks in places.below(request, blocks) for _ in range(num_blocks)]
+    for at, key in enumerate(blocks):
+        answers = [None if key == failed else tier.answers[key] for tier in tiers]
+        having = {number for number, answer in enumerate(answers) if answer} if key != failed else set()
+        unknown = {number for number, answer in enumerate(answers) if answer is None} if key != failed else set()
         if not having and not unknown:
+            assert len(found) == at
             break
-        wanted.append(Place(tuple(having), tuple(unknown)))
-    assert places.below(request, blocks) == wanted
-    assert [[key for call in tier.calls for key in call] for tier in tiers] == asked
+        assert {*found[at].tiers} <= having
+        assert {*found[at].unknown} <= unknown
+        assert found[at].tiers or found[at].unknown
+    for tier in tiers:
+        asked = [key for call in tier.calls for key in call]
+        assert len(asked) == len({*asked}), "no block is asked for twice"
+
+
+@pytest.mark.parametrize("num_blocks", [400, 4000])
+def test_a_survey_over_two_tiers_makes_one_call_for_a_run(num_blocks: int) -> None:
+    """4,000 blocks that only the second tier has took 4,000 calls of each."""
+    parts = Asking()
+    tiers, blocks = [Noting(number, parts) for number in range(2)], keys(*range(num_blocks))
+    tiers[0].answers = dict.fromkeys(blocks, False)
+    tiers[1].answers = dict.fromkeys(blocks, True)
+    guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
+    places = Places(parts.primary, guarded, parts.waits, parts.promotions, parts.planner(), parts.clock)
+    assert places.below(parts.request("r"), blocks) == [Segment(Place((1,)), num_blocks)]
+    assert len(tiers[0].calls) <= num_blocks.bit_length()
+    assert len(tiers[1].calls) <= num_blocks.bit_length()
 
 
 def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
@@ -126,8 +126,8 @@ def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
     tier, blocks = Noting(0, parts), keys(*range(1000))
     tier.answers = dict.fromkeys(blocks, True)
     places = Places(parts.primary, [GuardedTier(0, tier)], parts.waits, parts.promotions, parts.planner(), parts.clock)
-    assert places.below(parts.request("r"), blocks) == [Place((0,))] * 1000
-    assert len(tier.calls) == 16
+    assert places.below(parts.request("r"), blocks) == [Segment(Place((0,)), 1000)]
+    assert len(tier.calls) == 3
 
 
 def test_one_unknown_block_is_watched_until_its_answer_comes() -> None:
@@ -137,7 +137,7 @@ def test_one_unknown_block_is_watched_until_its_answer_comes() -> None:
     request = parts.request("r")
     parts.fake.answers |= dict.fromkeys(keys(1, 2))
     for asked in (keys(1), keys(2, 1)):
-        assert places.below(request, asked) == [Place((), (0,))] * len(asked)
+        assert places.below(request, asked) == [Segment(Place((), (0,)), len(asked))]
         parts.clock.advance(1.0)
     parts.fake.answers[keys(1)[0]] = True
     places.below(request, keys(2, 1))
@@ -152,5 +152,5 @@ def test_a_tier_that_is_too_slow_beside_another_is_asked_only_for_what_that_lack
     planner = LoadPlanner(["fast", "slow"], BlockWorth(BLOCK_BYTES, read_bytes_per_s=(1e9, 1e6)), parts.clock)
     guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
     places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
-    assert places.below(parts.request("r"), keys(1, 2, 3)) == [Place((0,)), Place((0,)), Place((1,))]
+    assert places.below(parts.request("r"), keys(1, 2, 3)) == [Segment(Place((0,)), 2), Segment(Place((1,)), 1)]
     assert tiers[1].calls == [keys(3)]

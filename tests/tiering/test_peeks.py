@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.tiering.rig import BLOCK_BYTES, Rig, keys, prefix
+from tests.tiering.rig import Rig, keys, prefix
 
-from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.load_tiers import LoadTiers, TierMatcher
-from kvoffload.tiering.load_policy import BlockWorth
 
 
 def asked_of_tier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[OffloadKey]:
@@ -22,21 +21,6 @@ def asked_of_tier(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[OffloadKey]
 
     monkeypatch.setattr(rig.tier, "lookup", record)
     return asked
-
-
-def test_a_tier_is_asked_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(16)
-    asked = asked_of_tier(rig, monkeypatch)
-    rig.below(prefix(4))
-    rig.tier.answers[keys(2)[0]] = None
-    context = rig.start("r")
-    assert rig.manager.peek(prefix(6), context) == [True, True, None, True, False]
-    assert rig.ask(prefix(6), context) == [None, None, None, None, False]
-    assert asked == prefix(5)
-    rig.step()
-    assert rig.manager.peek(prefix(6), context) == [True, True, None, True, False]
-    # What is not known, or was not there, is asked for anew in each step; and at its end what a wait depends on.
-    assert asked == prefix(5) + keys(2) + keys(2, 4)
 
 
 def test_what_one_request_found_is_not_taken_for_what_another_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,18 +42,6 @@ def test_a_promotion_that_failed_since_the_peek_is_a_miss() -> None:
     assert rig.manager.peek(prefix(2), context) == [True, True]
     rig.tier.finish(success=False)
     assert rig.ask(prefix(2), context) == [False]
-
-
-def test_a_declined_block_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    worth = BlockWorth(BLOCK_BYTES, (10,), prefill_tokens_per_s=10.0, read_bytes_per_s=(BLOCK_BYTES / 2.0,))
-    rig = Rig(16, block_worth=worth)
-    asked = asked_of_tier(rig, monkeypatch)
-    rig.manager.note_step(StepWork())
-    rig.below(prefix(8))
-    context = rig.start("r")
-    assert rig.manager.peek(prefix(8), context) == [True] * 8
-    assert rig.ask(prefix(8), context) == [False], "a block takes two seconds to read, and one to compute"
-    assert asked == prefix(8)
 
 
 def test_the_reuse_filter_counts_what_a_request_peeks_at() -> None:

@@ -41,7 +41,7 @@ class Parts:
         self.waits.left(evicted)
 
     def request(self, name: str) -> Request:
-        self.requests.append(Request(ReqContext(name), patience_s=1.0))
+        self.requests.append(Request(ReqContext(name), budget_s=1.0))
         return self.requests[-1]
 
     def begin(self, request: Request, *numbers: int) -> int:
@@ -78,7 +78,7 @@ def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> 
     assert parts.memory.read(parts.primary.slots.pin(keys(2))[0]) == content(keys(2)[0])
     assert parts.promotions.outcomes == {"ok": 3, "failed": 0}
     assert first.wait is not None
-    assert first.wait.answers == dict.fromkeys(keys(1, 2), True)
+    assert first.wait.claims == dict.fromkeys(keys(1, 2), True)
     parts.clock.advance(9.0)
     assert first.wait.waited_s(parts.clock()) == 0.5, "it was answered when its blocks arrived"
 
@@ -127,7 +127,7 @@ def test_a_block_that_does_not_arrive_is_a_miss_for_every_waiter() -> None:
     parts.promotions.submit()
     parts.finish(lose=keys(1), tear=True)
     assert first.verdicts == second.verdicts == {keys(1)[0]: Miss.PROMOTION_FAILED}
-    assert second.wait.answers == {keys(3)[0]: True}
+    assert second.wait.claims == {keys(3)[0]: True}
     assert parts.primary.slots.num_in_flight == 0
     assert parts.primary.lookup(keys(1)[0], first.context) is False
 

@@ -146,26 +146,44 @@ def test_a_tier_that_goes_off_while_a_call_is_under_way_knows_more(make) -> None
     assert rig.ask(keys_of(1)) == [None]
     rig.tier.on_schedule_end()
     rig.store.broken = {"read_into": StoreError("no")}
-    before = 0
+    assert [*rig.tier.take_news()] == []
     for number in range(3):
-        before = rig.tier.progress()
         rig.load_blocks(keys_of(2 + number))
     assert rig.ask(keys_of(1)) == [False]
-    assert rig.tier.progress() != before
+    assert {*rig.tier.take_news()} == {*keys_of(1)}
+    assert [*rig.tier.take_news()] == []
 
 
-def test_a_block_that_a_request_peeks_at_and_looks_up_counts_once(make) -> None:
-    rig = make(exclusive=True)
-    rig.below(keys_of(1, 2))
+@pytest.mark.parametrize("is_there", [True, False])
+def test_news_name_the_blocks_that_the_store_has_answered_for(make, is_there: bool) -> None:
+    rig = make()
+    rig.gate.close_gate("contains", "scan")
+    if is_there:
+        rig.below(keys_of(1))
     rig.start()
-    rig.until(lambda: rig.stat("tier_blocks") == 2 and rig.is_scanned)
-    primary = CPUPrimaryTierOffloadingManager(64, Region(rig.view))
-    manager = TieringOffloadingManager(primary, [rig.tier], clock=rig.clock)
-    manager.on_new_request(CONTEXT)
-    asked = keys_of(1, 2, 3)
-    assert manager.peek(asked, CONTEXT) == [True, True, False]
-    assert manager.lookup_prefix(asked, CONTEXT) == [None, None, False]
-    assert [rig.stat("tier_lookups", answer) for answer in ("hit", "miss", "pending")] == [2, 1, 0]
+    assert [*rig.tier.take_news()] == [], "recorded from now on"
+    assert rig.ask(keys_of(1)) == [None]
+    rig.step()
+    assert [*rig.tier.take_news()] == []
+    rig.gate.open_gate("contains")
+    rig.until(lambda: not rig.tier.has_pending_work())
+    assert [*rig.tier.take_news()] == keys_of(1)
+    assert rig.ask(keys_of(1)) == [is_there]
+
+
+def test_the_end_of_a_scan_is_news_of_all_blocks_that_are_asked_for(make) -> None:
+    rig = make(exclusive=True)
+    rig.gate.close_gate("contains")
+    rig.gate.close_gate("scan")
+    rig.start()
+    rig.tier.take_news()
+    assert rig.ask(keys_of(1)) == [None]
+    rig.step()
+    rig.gate.open_gate("scan")
+    rig.until(lambda: rig.is_scanned)
+    assert keys_of(1)[0] in rig.tier.take_news()
+    assert rig.ask(keys_of(1)) == [False]
+    rig.gate.open_gate("contains")
 
 
 def test_a_request_with_a_block_in_the_store_is_put_off_twice(make) -> None:

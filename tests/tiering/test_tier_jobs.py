@@ -143,7 +143,9 @@ def test_a_lookup_is_answered_by_true_or_false_whatever_a_tier_returns(tier: Fak
     assert guarded.faults == isinstance(answer, np.ndarray)
     tier.on_new_request = lambda context: None  # type: ignore[method-assign, assignment, return-value]
     assert guarded.wants_whole_request(REQUEST) is False
-    tier.progress = lambda: answer  # type: ignore[method-assign]
-    assert type(guarded.progress()) in (int, type(None))
+    tier.take_news = lambda: answer  # type: ignore[method-assign, assignment, return-value]
+    assert guarded.take_news() in (None, [])
+    tier.take_news = lambda: [*keys(1), answer]  # type: ignore[method-assign, list-item]
+    assert guarded.take_news() == keys(1), "no key"
     tier.holds = lambda asked: [True]  # type: ignore[method-assign]
     assert guarded.holds(keys(1, 2)) == [True, False], "what is not answered is not held"

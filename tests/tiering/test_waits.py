@@ -98,8 +98,8 @@ def test_an_ask_for_unknown_blocks_costs_the_same_for_each_where_few_may_be_clai
 
 def test_a_tier_that_knows_no_more_is_asked_for_no_waiting_request() -> None:
     rig = Rig()
-    known = [0]
-    rig.tier.progress = lambda: known[0]  # type: ignore[method-assign]
+    news: list[OffloadKey] = []
+    rig.tier.take_news = lambda: news  # type: ignore[method-assign]
     blocks = prefix(3)
     rig.tier.answers |= dict.fromkeys(blocks)
     assert rig.ask(blocks, rig.start("r")) == [None, None, None]
@@ -108,7 +108,7 @@ def test_a_tier_that_knows_no_more_is_asked_for_no_waiting_request() -> None:
     rig.clock.advance(1.0)
     rig.step()
     assert asked == []
-    known[0] = 1
+    news += blocks[:1]
     rig.step()
     assert asked[:1] == blocks[:1]
 
@@ -150,22 +150,6 @@ def test_stores_step_over_claimed_blocks_now_and_then_where_there_are_few_others
             rig.manager.complete_store(blocks, running)
         lines.append(count)
     assert lines[1] <= 3 * lines[0]
-
-
-def test_answers_are_found_by_key_wherever_a_question_begins() -> None:
-    parts = Parts()
-    request = parts.request("r")
-    assert parts.begin(request, 1, 2, 3) == 3
-    wait = request.wait
-    assert wait is not None
-    assert [wait.kept(keys(*asked)) for asked in ((1, 2, 3), (2, 3, 9), (0, 1))] == [[None] * 3, [None] * 2, []]
-    parts.promotions.submit()
-    parts.finish(lose=keys(2), tear=True)
-    assert [wait.kept(keys(*asked)) for asked in ((1, 2, 3), (3,))] == [[True], [True]]
-    parts.waits.decline(wait, keys(0, 1, 2, 3), 1)
-    assert [wait.stop_of(keys(*asked)) for asked in ((3, 4), (0, 1), (4, 5))] == [0, 1, 2]
-    assert len(parts.waits.claimed) == 0, "what is declined is not claimed"
-    parts.check_invariants()
 
 
 def test_what_a_request_was_told_before_it_waits_becomes_a_claim_if_it_is_still_there() -> None:

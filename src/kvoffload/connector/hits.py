@@ -51,8 +51,8 @@ class Hits:
         self._jobs = jobs
         self._observer = observer
         self._clock = clock
-        self._waiting: dict[Request, float] = {}
-        """Requests whose last question has no answer yet, and since when."""
+        self._waiting: dict[Request, tuple[float, int, int]] = {}
+        """Requests whose last question has no answer yet: since when, with how many computed tokens, of how many."""
         self._loading: dict[OffloadKey, int] = {}
         """Keys that are being loaded to the device, with the job that loads them: the first, if several do."""
         self._wait_seconds = Histogram("lookup_wait_seconds")
@@ -71,11 +71,14 @@ class Hits:
             # A request may have one load or several stores in flight, never both. So one that was preempted waits for
             # its old transfers.
             found = None
-            if not request.job_ids:
-                found = self.search(request, computed_tokens, request.of_engine.num_tokens - 1)
+            num_tokens = request.of_engine.num_tokens
+            since_s, *before = self._waiting.get(request, (self._clock(), -1, -1))
+            is_same = before == [computed_tokens, num_tokens]
+            if not request.job_ids and not (is_same and self._manager.is_waiting(request.context)):
+                found = self.search(request, computed_tokens, num_tokens - 1)
             if found is None:
                 self._counts["lookups_deferred",] += 1
-                self._waiting.setdefault(request, self._clock())
+                self._waiting[request] = since_s, computed_tokens, num_tokens
                 if self._observer is not None:
                     is_shared = hit.awaited_job_id in self._jobs.in_flight
                     self._observer.deferred(
@@ -84,8 +87,7 @@ class Hits:
                 return None
             tokens = found
             hit.sources = hit.sources or self._manager.sources(request.context)
-            since_s = self._waiting.pop(request, None)
-            if since_s is not None:
+            if self._waiting.pop(request, None) is not None:
                 hit.wait_s += self._clock() - since_s
             if self._observer is not None:
                 self._observer.answered(request)

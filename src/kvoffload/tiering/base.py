@@ -168,10 +168,13 @@ class SecondaryTierManager(ABC):
         The default never makes it, for tiers that cannot tell: callers that wait also ask now and then.
         """
 
-    def progress(self) -> int | None:
-        """A number that changes when ``lookup`` may know of a block of which it did not know before, the blocks of
-        ``submit_store`` excepted. The default, ``None``, is for tiers that cannot tell: they are asked for unknown
-        blocks in every step."""
+    def take_news(self) -> Collection[OffloadKey] | None:
+        """Returns blocks about which ``lookup`` may know more since the last call. Each block that it answered with
+        ``None`` is among them once it has another answer, or must be asked for again. Blocks of ``submit_store`` need
+        not be.
+
+        The default, ``None``, is for tiers that cannot tell: waiting requests ask them again in each step.
+        """
         return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:

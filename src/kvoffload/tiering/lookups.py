@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: the answers that a request gets for its blocks, and the promotions that these begin.
 
-An ask goes through four steps. *Ask*: what the request's ``Wait`` keeps up to date is its answer. *Survey*
-(``Places``): where each other block is. *Plan*: how many of them to load. *Reserve*: their promotions begin. Between
-two calls there is no state but the wait. Scheduler thread only.
+An ask goes through four steps. *Ask*: if nothing has happened to the blocks that the request waits for, it gets its
+last answers. *Survey* (``Places``): where each block is. *Plan*: how many of them to load. *Reserve*: their promotions
+begin. Between two calls there is no state but the wait. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.plans import Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Question, Request, Wait
+from kvoffload.tiering.requests import Request, Told, Wait
 from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
@@ -57,23 +57,36 @@ class Lookups:
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """The answers for ``keys`` in order, up to the first ``False``. With ``ends``, a hit that is cut off is of use
-        only if its last block is one of them."""
+        only if its last block is one of them. Begins promotions, and a wait for them."""
         if not keys:
             return []
-        self._take_turn(request)
-        self._poll()
+        self._take_in(request)
         if self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
         else:
-            answers = self._answer(self._waits.of(request), keys, ends)
+            wait = self._waits.of(request)
+            told = self._holding(wait, keys)
+            answers = self._look_up(wait, keys, ends) if told is None else [*told.answers]
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
         self._primary.count_lookups(asked, request.context)
         return answers
 
+    def is_waiting(self, request: Request) -> bool:
+        """Whether the request waits for answers, and would get the same ones again for its last questions."""
+        self._take_in(request)
+        wait = request.wait
+        return (
+            wait is not None
+            and wait.num_open > 0
+            and not wait.is_dirty
+            and all(told.is_kept for told in wait.told.values())
+            and not self._waits.is_over(request)
+            and not (self._clock() >= wait.due_s and self._is_due(wait))
+        )
+
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """What is somewhere of ``keys``, up to the first ``False``. Only tiers and the reuse filter notice. A block on
         its way is there."""
-        self._take_turn(request)
         if self._waits.is_over(request):
             return self._primary.peek(keys, request.context)
         answers = self._places.peek(request, keys)
@@ -85,27 +98,34 @@ class Lookups:
         self._places.end(request)
 
     def end_step(self) -> None:
-        self.forget()  # what one request peeked at says nothing of what others wait for
-        progress = self._places.progress() if self._waits.are_any else None
-
-        def is_answered(request: Request, question: Question) -> bool:
-            knows_no_more = progress is not None and question.progress == progress
-            return not knows_no_more and self._places.is_answered(request, question)
-
-        self._waits.end_step(is_answered)
+        self._asking = None
+        for tier in self._tiers:
+            if self._waits.watched or self._places.is_watching(tier):
+                news = tier.take_news()
+                self._places.note_news(tier, news)
+                self._waits.news([*self._waits.watched] if news is None else news)
+        self._waits.end_step(self._places.next_unanswered)
         self._places.measure()
 
-    def forget(self) -> None:
-        """What was found holds no longer: the step has ended, or the cache was reset."""
-        self._asking = None
-        self._places.forget()
-
-    def _take_turn(self, request: Request) -> None:
-        """``request`` asks. What another request peeked at in this step is forgotten."""
-        if request is not self._asking:
-            self._places.forget()
+    def _take_in(self, request: Request) -> None:
+        """What happened since the last call. A request that asks first in a step begins anew if its wait is dirty."""
+        self._poll()
+        wait = request.wait
+        if wait is None:
             self._asking = request
-            self._waits.forget_untracked(request)
+            return
+        if self._waits.watched:
+            for tier in self._tiers:
+                news = tier.take_news()
+                self._places.note_news(tier, news)
+                if news is None:
+                    self._waits.doubt(wait)
+                elif news:
+                    self._waits.news(news)
+        if request is not self._asking:
+            self._asking = request
+            if wait.is_dirty:
+                self._waits.restart(wait)
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -119,18 +139,54 @@ class Lookups:
             answers.append(True)
         return answers
 
-    def _answer(self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None) -> list[bool | None]:
+    def _holding(self, wait: Wait, keys: Sequence[OffloadKey]) -> Told | None:
+        """What the request was told for ``keys``, if that holds."""
+        told = wait.told.get(keys[0])
+        if told is None or not told.is_kept or wait.is_dirty or told.keys != keys:
+            return None
+        return None if self._clock() >= wait.due_s and wait.is_open and self._is_due(wait) else told
+
+    def _look_up(
+        self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
+    ) -> list[bool | None]:
         """For a request that may wait."""
+        request, is_planned = wait.request, wait.is_planned(keys)
         is_due = self._clock() >= wait.due_s and wait.is_open and self._is_due(wait)
-        is_planned = wait.is_planned(keys)
         # These blocks are another group's, say, and were not weighed: there is nothing to plan again.
         if is_due and not is_planned and wait.is_late(self._clock()):
             self._stop_late(wait, keys)
-        question = wait.questions.get(keys[0])
-        if question is not None and not (is_due and is_planned) and self._holds(wait, question, keys):
-            self._waits.expect(wait, question, True)
-            return wait.answers_to(question)
-        return self._ask_anew(wait, keys, ends, is_due=is_due and is_planned)
+        is_due &= is_planned
+        stop = wait.stop_of(keys)
+        told = Told([*keys], [], is_kept=True)
+        if stop or is_due:
+            # Survey. A prefetch has nothing to weigh: what it does not find is not needed yet.
+            is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
+            is_weighed &= wait.plan is None or is_planned
+            survey = self._places.survey(request, keys[:stop])
+            # Plan.
+            plan: Plan | None = None
+            if not is_weighed:
+                segments = self._planner.sources(survey.segments)
+            elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
+                # Nothing new is known: what the plan waits for is waited for still.
+                held = Place((), waited_tiers(wait.plan.segments))
+                segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
+            else:
+                plan = self._plan(wait, told.keys, stop, survey, ends)
+                stop, segments = min(stop, plan.stop), plan.segments
+            # Reserve.
+            num_failed = self._promotions.outcomes["failed"]
+            self._reserve(wait, told, stop, survey, segments)
+            if num_failed != self._promotions.outcomes["failed"]:
+                self._cut_at_failure(request, told)
+            if plan is not None:
+                self._probe(wait, keys, plan)
+                if is_due:
+                    self._look_again(wait)
+        if len(told.answers) < len(keys):
+            told.answers.append(False)
+        self._waits.tell(wait, told)
+        return [*told.answers]
 
     def _is_due(self, wait: Wait) -> bool:
         """Whether a plan is to be made again: its deadline has come, or a read of it is late."""
@@ -146,63 +202,6 @@ class Lookups:
         assert wait.plan is not None
         assert wait.deadline_s is not None
         self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
-
-    def _holds(self, wait: Wait, question: Question, keys: Sequence[OffloadKey]) -> bool:
-        """Whether the answers of ``question`` still hold: the wait keeps them up to date, and no tier knows more."""
-        if question.version != wait.version or question.keys != keys:
-            return False
-        return question.is_final or (question.progress is not None and question.progress == self._places.progress())
-
-    def _ask_anew(
-        self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None, *, is_due: bool
-    ) -> list[bool | None]:
-        request = wait.request
-        # Ask.
-        question = Question([*keys], wait.kept(keys))
-        first, stop = len(question.answers), wait.stop_of(keys)
-        if first < stop or is_due:
-            # Survey. A prefetch has nothing to weigh: what it does not find is not needed yet.
-            progress = self._places.progress()
-            is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
-            is_weighed &= wait.plan is None or wait.is_planned(keys)
-            begin = 0 if is_weighed else first
-            survey = self._places.survey(request, keys[begin:stop], begin)
-            # Plan.
-            plan: Plan | None = None
-            if not is_weighed:
-                segments = self._planner.sources(survey.segments)
-            elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
-                # Nothing new is known: what the plan waits for is waited for still.
-                held = Place((), waited_tiers(wait.plan.segments))
-                segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
-            else:
-                plan = self._plan(wait, keys, stop, survey, ends)
-                stop, segments = min(stop, plan.stop), plan.segments
-                if len(question.answers) > plan.stop:  # it declines blocks that were claimed
-                    question = Question([*keys], wait.kept(keys))
-            # Reserve.
-            version = wait.version
-            self._reserve(wait, question, stop, survey, cut(segments, len(question.answers) - begin))
-            if wait.version != version:
-                self._cut_at_failure(request, question)
-            question.progress = progress
-            if plan is not None:
-                self._probe(wait, keys, plan)
-                if is_due:
-                    self._look_again(wait)
-        answers = question.answers
-        self._waits.note(wait, question, is_complete=len(answers) == stop)
-        if len(answers) < len(keys):
-            answers.append(False)
-        return [*answers]
-
-    @staticmethod
-    def _cut_at_failure(request: Request, question: Question) -> None:
-        """A tier may have refused a job at once."""
-        for at, key in enumerate(question.keys[: len(question.answers)]):
-            if request.verdicts.get(key) is Miss.PROMOTION_FAILED:
-                del question.answers[at:]
-                return
 
     # ---------------------------------------------------------------------------------------------------- plan
 
@@ -249,8 +248,8 @@ class Lookups:
             return
         key, request = keys[ready], wait.request
         is_here = self._primary.slots.get(key) is not None
-        below = [self._promotions.place_of(key)] if is_here else self._places.below(request, [key])
-        for place in below:
+        below = [Segment(self._promotions.place_of(key), 1)] if is_here else self._places.below(request, [key])
+        for place, _ in below:
             tier = next(iter(place.tiers or place.unknown), None)
             self._planner.count_declined(tier, "late", wait.num_open_of(keys[ready:stop]))
             self._waits.refuse(request, [key], Miss.DECLINED)
@@ -269,59 +268,70 @@ class Lookups:
 
     # ------------------------------------------------------------------------------------------------- reserve
 
-    def _reserve(self, wait: Wait, question: Question, stop: int, survey: Survey, segments: Sequence[Segment]) -> None:
-        """Answers the blocks of ``question`` from its last answer up to ``stop``, or to one that is nowhere or has no
+    def _cut_at_failure(self, request: Request, told: Told) -> None:
+        """A tier has refused a job at once."""
+        for at, key in enumerate(told.keys[: len(told.answers)]):
+            if request.verdicts.get(key) is Miss.PROMOTION_FAILED and self._primary.slots.get(key) is None:
+                del told.answers[at:]
+                return
+
+    def _reserve(self, wait: Wait, told: Told, stop: int, survey: Survey, segments: Sequence[Segment]) -> None:
+        """Answers the blocks of ``told`` from its last answer up to ``stop``, or to one that is nowhere or has no
         room, and begins their promotions. A survey ends where the request could claim no more, and there another one
         goes on. ``segments`` are its blocks with their sources, from the first without an answer on."""
-        keys, answers = question.keys, question.answers
-        while len(answers) < stop and segments:
+        keys, answers = told.keys, told.answers
+        while len(answers) < stop:
             end = min(len(answers) + sum(segment.num_blocks for segment in segments), stop)
-            if not self._take_all(wait, question, stop, segments) or (survey.is_end and len(answers) == end):
+            if not segments or not self._take_all(wait, told, stop, segments):
+                told.is_kept &= survey.is_end and len(answers) == end  # else it waits for room
+                return
+            if survey.is_end and len(answers) == end:
                 return
             if len(answers) < stop:
                 survey = self._places.survey(wait.request, keys[len(answers) : stop], len(answers))
                 segments = self._planner.sources(survey.segments)
 
-    def _take_all(self, wait: Wait, question: Question, stop: int, segments: Sequence[Segment]) -> bool:
+    def _take_all(self, wait: Wait, told: Told, stop: int, segments: Sequence[Segment]) -> bool:
         """Answers the blocks of ``segments``, as far as they are still where it says. ``False``: there is no room."""
-        end = len(question.answers)
+        end = len(told.answers)
         for is_loaded, group in itertools.groupby(
             segments, lambda each: each.place.is_below and bool(each.place.tiers)
         ):
-            if is_loaded and not self._gives_way(wait.request):
+            is_put_off = is_loaded and self._gives_way(wait.request)
+            told.is_kept &= not is_put_off
+            if is_loaded and not is_put_off:
                 parts = [*group]
                 end = min(end + sum(part.num_blocks for part in parts), stop)
-                if not self._promote(wait, question, end, parts):
+                if not self._promote(wait, told, end, parts):
                     return False
             else:
                 for place, num_blocks in group:
                     end = min(end + num_blocks, stop)
-                    self._take(wait, question, end, place)
-                    if len(question.answers) < end:
+                    self._take(wait, told, end, place)
+                    if len(told.answers) < end:
                         break
-            if len(question.answers) < end or end == stop:
+            if len(told.answers) < end or end == stop:
                 break  # a promotion begun meanwhile has changed where the next block is, or the rest is declined
         return True
 
-    def _take(self, wait: Wait, question: Question, end: int, place: Place) -> None:
+    def _take(self, wait: Wait, told: Told, end: int, place: Place) -> None:
         """The same for blocks in one place from which none is promoted now."""
-        keys, answers = question.keys, question.answers
+        keys, answers = told.keys, told.answers
         first = len(answers)
         if place.is_below:
             self._waits.begin(wait)
             answers += [None] * (end - first)
-            question.num_unknown += (end - first) * place.is_unknown
-            question.waited = tuple({*question.waited, *place.unknown})
+            told.waited = tuple({*told.waited, *place.unknown})
         else:
             answers += self._waits.found(wait, keys[first:end])
 
-    def _promote(self, wait: Wait, question: Question, end: int, parts: Sequence[Segment]) -> bool:
+    def _promote(self, wait: Wait, told: Told, end: int, parts: Sequence[Segment]) -> bool:
         """The same for blocks each of which has a source."""
-        first = len(question.answers)
-        absent = self._end_of_absent(question.keys, first, end)
+        first = len(told.answers)
+        absent = self._end_of_absent(told.keys, first, end)
         sources = [(self._tiers[place.tiers[0]], num_blocks) for place, num_blocks in parts]
-        begun = self._promotions.begin(sources, wait, question.keys, first, absent)
-        question.answers += [None] * (begun - first)
+        begun = self._promotions.begin(sources, wait, told.keys, first, absent)
+        told.answers += [None] * (begun - first)
         return begun == absent
 
     def _gives_way(self, request: Request) -> bool:

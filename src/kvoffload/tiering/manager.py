@@ -133,6 +133,9 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> list[bool | None]:
         return self._lookups.ask(self._request(req_context), keys, ends)
 
+    def is_waiting(self, req_context: ReqContext) -> bool:
+        return self._lookups.is_waiting(self._request(req_context))
+
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._lookups.peek(self._request(req_context), keys)
 
@@ -164,6 +167,7 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context, self._waits.give_way)
         if output is None:
             return None
+        self._waits.news(output.keys_to_store)
         self._on_reserved(len(output.keys_to_store), output.evicted_keys)
         self._cascades.begin_stores(request, output.keys_to_store, keys)
         return output
@@ -216,7 +220,6 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.drain_jobs()
         self._poll()
-        self._lookups.forget()
         self._waits.reset()
         self._promotions.reset()
         self._jobs.mark_stale()
@@ -326,17 +329,15 @@ class TieringOffloadingManager(OffloadingManager):
     def _take_in(self, finished: Sequence[TierJob]) -> None:
         if not finished:
             return
-        cascades, here = [], list[OffloadKey]()
+        cascades = []
         for job in finished:
             if not job.is_promotion:
                 cascades.append(job)
                 continue
             self._promotions.end(job)
-            here += job.succeeded
+            self._waits.news(job.keys)
             if self._cascades.parked:
                 self._end_stores(job.keys)
-        if here:
-            self._waits.ask_anew(here)
         if cascades:
             self._cascades.end(cascades)
         if self._write_back is not None:
@@ -351,12 +352,11 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
         stored is cascaded."""
-        if self._waits.are_any:
+        if self._waits.claimed or self._waits.watched:
             blocks = self.primary_tier.slots.get_all(keys)
-            here = [key for key, block in zip(keys, blocks) if block is not None and block.is_ready]
-            self._waits.arrived(here)
-            self._waits.ask_anew(here)
+            self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
             self._waits.left([key for key, block in zip(keys, blocks) if block is None])
+            self._waits.news(keys)
         self._end_stores(keys)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -12,17 +13,19 @@ from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Question, Request
-from kvoffload.tiering.segments import HERE, Place, Segment
+from kvoffload.tiering.requests import Request, Told
+from kvoffload.tiering.segments import HERE, Place, Segment, joined
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
 _RUN = 64
-"""Blocks of which a tier is asked in one call. A prefix that is nowhere costs one such call for each tier."""
-_NOWHERE = 0, 0
+"""Blocks of which a tier is asked in the first call. A prefix that is nowhere costs one such call for each tier."""
+_GROWTH = 4
+"""The next call asks for so many times as many, if the tier has answered for all of them."""
 
 
 class Survey(NamedTuple):
@@ -42,8 +45,7 @@ class Survey(NamedTuple):
 
 
 class Places:
-    """Looks blocks up, and changes nothing but what ``tiers`` note of their lookups. What a request peeked at is
-    remembered until it asks for it, so that each block is looked up once in a step; ``forget`` ends that."""
+    """Looks blocks up, and changes nothing but what ``tiers`` note of their lookups."""
 
     def __init__(
         self,
@@ -60,25 +62,17 @@ class Places:
         self._promotions = promotions
         self._clock = clock
         self._planner = planner
-        self._peeked: dict[OffloadKey, Place | None] = {}
         self._asked: dict[GuardedTier, _Asked] = {}
 
     def __repr__(self) -> str:
-        return f"Places(tiers={[tier.name for tier in self._tiers]}, peeked={len(self._peeked)})"
-
-    def forget(self) -> None:
-        """The step has ended, another request asks, or the cache was reset."""
-        self._peeked.clear()
-
-    def progress(self) -> tuple[int, ...] | None:
-        """Another one whenever a tier may know more; ``None``: some tier cannot tell."""
-        found = [tier.progress() for tier in self._tiers]
-        return None if None in found else tuple(found)  # type: ignore[arg-type]
+        return f"Places(tiers={[tier.name for tier in self._tiers]})"
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """What is somewhere of ``keys``, up to the first that is nowhere; ``None``: that is not known yet."""
-        places, is_end = self._where(request, keys, is_peek=True)
-        answers = [None if place.is_unknown else True for place in places]
+        segments, is_end = self._where(request, keys)
+        answers: list[bool | None] = []
+        for place, num_blocks in segments:
+            answers += [None if place.is_unknown else True] * num_blocks
         return [*answers, False] if is_end else answers
 
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
@@ -87,117 +81,142 @@ class Places:
         Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
         first that must be waited for need no claims, and unknown ones have none.
         """
-        own = len(request.wait.answers) if request.wait is not None else 0
+        own = len(request.wait.claims) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
-        places, is_end = self._where(request, keys, most)
-        segments = [Segment(place, len([*same])) for place, same in itertools.groupby(places)]
-        return Survey(segments, is_end)
+        return Survey(*self._where(request, keys, most))
 
-    def _where(
-        self, request: Request, keys: Sequence[OffloadKey], most: float = inf, *, is_peek: bool = False
-    ) -> tuple[list[Place], bool]:
+    def _where(self, request: Request, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
         """The places of the leading ones of ``keys``, and whether they end because the next one is nowhere.
 
-        They end after ``most``, too, unless all so far are here or the last one is unknown. With ``is_peek``, what is
-        found below is remembered until the request has asked.
+        They end after ``most``, too, unless all so far are here or the last one is unknown.
         """
-        found: list[Place] = []
+        found: list[Segment] = []
         blocks = self._primary.slots.get_all(keys)
-        are_here = True
-        while (at := len(found)) < len(keys) and (are_here or at < most or found[-1].is_unknown):
-            if (block := blocks[at]) is not None:
-                found.append(HERE if block.is_ready else self._promotions.place_of(keys[at]))
-                are_here = are_here and found[-1] == HERE
-                continue
-            are_here = False
+        absent = b"\1" * len(blocks)
+        if blocks.count(None) < len(blocks):
+            absent = bytes(map(operator.is_, blocks, itertools.repeat(None)))
+        at, are_here = 0, True
+        while at < len(keys) and (are_here or at < most or found[-1].place.is_unknown):
             # Few may be claimed, but after an unknown block there are mostly more.
-            least = _RUN if found and found[-1].is_unknown else 1
+            least = _RUN if found and found[-1].place.is_unknown else 1
             limit = int(min(len(keys), max(most, at + least)))
-            absent = keys[at : next((end for end in range(at, limit) if blocks[end] is not None), limit)]
-            places = self.below(request, absent)
-            if is_peek:
-                self._peeked.update(zip(absent, [*places, None], strict=False))
-            found += places
-            if len(places) < len(absent):
-                return found, True
-        return found, False
+            if absent[at]:
+                are_here = False
+                stop = absent.find(0, at, limit)
+                stop = limit if stop < 0 else stop
+                part = self.below(request, keys[at:stop])
+            else:
+                stop = absent.find(1, at)
+                stop = len(keys) if stop < 0 else stop
+                part = self._here(keys[at:stop], blocks[at:stop])
+                if are_here and any(place != HERE for place, _ in part):
+                    are_here = False
+                    num_here = part[0].num_blocks if part[0].place == HERE else 0
+                    stop = max(min(stop, limit), at + num_here + 1)
+                elif not are_here:
+                    stop = min(stop, limit)
+                part = _first(part, stop - at)
+            found += part
+            count = sum([num_blocks for _, num_blocks in part])
+            if count < stop - at:
+                return joined(found), True
+            at = stop
+        return joined(found), False
 
-    def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Place]:
-        """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
-        to the first that no tier has, or that is a miss for this request. A tier that is too slow to be of use beside
-        others is not asked."""
-        found: list[Place] = []
-        lost = request.wait.lost if request.wait is not None else ()
-        verdicts, peeked, first = request.verdicts, self._peeked, 0
-        for at, key in enumerate(keys) if verdicts or lost or peeked else ():
-            if key not in peeked and key not in lost and verdicts.get(key) is not Miss.PROMOTION_FAILED:
+    def _here(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus | None]) -> list[Segment]:
+        """The places of blocks that the primary tier has, up to one whose store has lasted too long."""
+        places: list[Place] = []
+        for key, block in zip(keys, blocks):
+            assert block is not None
+            if block.pins >= 0:
+                places.append(HERE)
                 continue
-            found += self._ask(request, keys[first:at])
-            if len(found) < at or key in lost or verdicts.get(key) is Miss.PROMOTION_FAILED:
-                return found
-            if (place := peeked.pop(key)) is None:
-                return found
-            found.append(place)
-            first = at + 1
-        return found + self._ask(request, keys[first:])
-
-    def _ask(self, request: Request, keys: Sequence[OffloadKey]) -> list[Place]:
-        """The same for blocks of which nothing is known."""
-        found: list[Place] = []
-        while len(found) < len(keys):
-            run = keys[len(found) : len(found) + _RUN]
-            known = [_NOWHERE] * len(run)
-            """Of each block, the tiers that have it and those that do not know, as bits."""
-            for tier in self._tiers:
-                if tier.index == 0:
-                    asked: Sequence[int] = range(len(run))
-                    answers = self._answers(tier, request, run)
-                    del known[len(answers) :]  # whether what comes after is of use, the other tiers say
-                else:
-                    asked, answers = self._not_enough(tier, known), []
-                    while len(answers) < len(asked):
-                        answers += self._answers(tier, request, [run[at] for at in asked[len(answers) :]])
-                bit = 1 << tier.index
-                for at, answer in zip(asked, answers):
-                    if answer is not False:
-                        having, unknown = known[at]
-                        known[at] = (having | bit, unknown) if answer else (having, unknown | bit)
-            stop = known.index(_NOWHERE) if _NOWHERE in known else len(known)
-            places = {state: _place(*state) for state in {*known[:stop]}}
-            found += [places[state] for state in known[:stop]]
-            if stop < len(known):
+            places.append(self._promotions.place_of(key))
+            if places[-1] == HERE and self._primary.is_overdue(block):
+                places.pop()
                 break
-        return found
+        return [Segment(place, len([*same])) for place, same in itertools.groupby(places)]
 
-    def _not_enough(self, tier: GuardedTier, known: Sequence[tuple[int, int]]) -> list[int]:
-        """Which of these blocks no tier before ``tier`` has, or only one beside which ``tier`` is of use."""
-        adds = {0: True}
-        for having in {having for having, _ in known if having}:
-            adds[having] = self._planner.adds(tier.index, _place(having, 0).tiers)
-        return [at for at, (having, _) in enumerate(known) if adds[having]]
+    def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Segment]:
+        """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
+        to the first that no tier has, or that is a miss for this request.
 
-    def _answers(self, tier: GuardedTier, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Of ``tier`` for ``keys``, up to the first ``False``. Of its unknown blocks one is watched."""
+        A tier that lacks a block which another one has is asked again after one more block, then after two, four and so
+        on, so a long run in one tier costs few calls of the others. It counts as lacking the blocks between. A tier
+        that is too slow to be of use beside others is asked only for blocks that these lack.
+        """
+        lost = request.wait.lost if request.wait is not None else ()
+        verdicts = request.verdicts
+        if verdicts or lost:
+            misses = (at for at, key in enumerate(keys) if key in lost or verdicts.get(key) is Miss.PROMOTION_FAILED)
+            keys = keys[: next(misses, len(keys))]
+        views = [_View(tier) for tier in self._tiers]
+        found: list[Segment] = []
+        at = 0
+        while at < len(keys):
+            having = self._having(views, request, keys, at)
+            if not having:
+                break
+            stop = min(view.end_of_run(at) for view in views)
+            place = _place(
+                tuple(view.tier.index for view in having if view.answer(at)),
+                tuple(view.tier.index for view in having if not view.answer(at)),
+            )
+            found.append(Segment(place, min(stop, len(keys)) - at))
+            at = stop
+        return joined(found)
+
+    def _having(self, views: Sequence[_View], request: Request, keys: Sequence[OffloadKey], at: int) -> list[_View]:
+        """The tiers that have the block at ``at``, or do not know."""
+        for must_ask in (False, True):
+            having: list[_View] = []
+            for view in views:
+                if view.stop <= at and (must_ask or at >= view.due):
+                    sure = [each.tier.index for each in having if each.answer(at)]
+                    if sure and not self._planner.adds(view.tier.index, sure):
+                        continue
+                    self._ask(view, request, keys, at)
+                if view.answer(at) is not False:
+                    having.append(view)
+            if having:
+                return having
+        return []
+
+    def _ask(self, view: _View, request: Request, keys: Sequence[OffloadKey], at: int) -> None:
+        """Asks a tier for the blocks from ``at`` on. Of its unknown blocks one is watched."""
+        tier, keys = view.tier, keys[at : at + view.size]
         answers = tier.lookup_prefix(keys, request.context)
+        view.take(at, answers)
         asked = self._asked.get(tier)
-        if asked is not None and asked.key in keys[: len(answers)]:
+        if asked is None:
+            if None in answers:
+                now_s, key = self._clock(), keys[answers.index(None)]
+                self._asked[tier] = _Asked(key, request, now_s, now_s)
+        elif asked.key in keys[: len(answers)]:
             self._saw(tier, asked, answers[keys.index(asked.key)])
-        if None in answers and tier not in self._asked:
-            now_s, key = self._clock(), keys[answers.index(None)]
-            self._asked[tier] = _Asked(key, request, now_s, tier.progress(), now_s)
-        return answers
+
+    # ------------------------------------------------------------------------------------------------- answers
+
+    def is_watching(self, tier: GuardedTier) -> bool:
+        """Whether an answer of ``tier`` is being timed."""
+        return tier in self._asked
+
+    def note_news(self, tier: GuardedTier, news: Collection[OffloadKey] | None) -> None:
+        """``tier`` may know more of these blocks; ``None``: of any."""
+        asked = self._asked.get(tier)
+        if asked is not None and (news is None or asked.key in news):
+            asked.may_be_known = True
 
     def measure(self) -> None:
         """Sees whether tiers have answered, unless they were asked just now. Of each tier one block at a time is
         watched, whether or not a request waits for it."""
         for tier, asked in [*self._asked.items()]:
             if asked.seen_s < self._clock():
-                is_same = asked.progress is not None and asked.progress == tier.progress()
-                self._saw(tier, asked, None if is_same else tier.lookup(asked.key, asked.request.context))
+                self._saw(tier, asked, tier.lookup(asked.key, asked.request.context) if asked.may_be_known else None)
 
     def _saw(self, tier: GuardedTier, asked: _Asked, found: bool | None) -> None:
         if found is None:
-            asked.seen_s = self._clock()
+            asked.seen_s, asked.may_be_known = self._clock(), False
         else:
             self._end(tier, found)
 
@@ -211,22 +230,26 @@ class Places:
         for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
             self._end(tier, None)
 
-    def is_answered(self, request: Request, question: Question) -> bool:
-        """Whether all untracked blocks of ``question`` have the answers that are waited for, up to the first that is
-        nowhere. Never for a prefetch: the time in which it gives way counts against its patience."""
-        if request.context.is_prefetch:
-            return False
-        keys = [*question.untracked]
+    def next_unanswered(self, request: Request, told: Told) -> OffloadKey | None:
+        """The first block of ``told`` that the request does not claim and still waits for, up to the first that is
+        nowhere. For a prefetch the watched one: the time in which it gives way counts."""
+        if request.context.is_prefetch or request.wait is None:
+            return told.watched
+        keys = request.wait.unclaimed(told)
         for part in (keys[:1], keys[1:]):  # a tier mostly has no answer to the first one yet
-            places, is_end = self._where(request, part)
-            blocks = self._primary.slots.get_all(part[: len(places)])
-            if any(block is not None and not block.is_ready for block in blocks):
-                return False
-            if any(tier in question.waited for place in places for tier in place.unknown):
-                return False
+            segments, is_end = self._where(request, part)
+            at = 0
+            for place, num_blocks in segments:
+                blocks = self._primary.slots.get_all(part[at : at + num_blocks])
+                coming = (key for key, block in zip(part[at:], blocks) if block is not None and not block.is_ready)
+                if (key := next(coming, None)) is not None:
+                    return key
+                if any(tier in told.waited for tier in place.unknown):
+                    return part[at]
+                at += num_blocks
             if is_end:
-                return True
-        return True
+                return None
+        return None
 
 
 @dataclass(slots=True)
@@ -236,16 +259,64 @@ class _Asked:
     key: OffloadKey
     request: Request
     asked_s: float
-    progress: int | None
     seen_s: float
     """When it was seen last that there is no answer yet."""
+    may_be_known: bool = False
+    """The tier has reported since then that it may know more, or cannot tell."""
+
+
+class _View:
+    """What one tier answers about the blocks of a survey, as far as it was asked."""
+
+    __slots__ = ("_answers", "_gap", "_start", "due", "size", "stop", "tier")
+
+    def __init__(self, tier: GuardedTier) -> None:
+        self.tier = tier
+        self.size = _RUN
+        self._start = self.stop = 0
+        self._answers: list[bool | None] = []
+        self.due = 0
+        """Before this block it is asked only for blocks that no other tier has."""
+        self._gap = 1
+
+    def take(self, at: int, answers: list[bool | None]) -> None:
+        """It was asked for the blocks from ``at`` on, and gave these answers."""
+        self._start, self._answers, self.stop = at, answers, at + len(answers)
+        self.due = self.stop
+        if answers[-1] is False:
+            self.due += self._gap - 1
+            self._gap *= 2
+        else:
+            self.size *= _GROWTH
+
+    def answer(self, at: int) -> bool | None:
+        return self._answers[at - self._start] if at < self.stop else False
+
+    def end_of_run(self, at: int) -> int:
+        """Where another answer follows, or the tier is asked again."""
+        if at >= self.stop:
+            return max(self.due, at + 1)
+        rest = self._answers[at - self._start :]
+        answer = rest[0]
+        if answer is False:
+            return max(self.due, at + 1)
+        others = {True, None, False} - {answer}
+        if others.isdisjoint(rest):
+            return self.stop
+        return at + next(number for number, each in enumerate(rest) if each is not answer)
+
+
+def _first(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
+    """The first ``num_blocks``."""
+    found: list[Segment] = []
+    for place, count in segments:
+        if num_blocks > 0:
+            found.append(Segment(place, min(count, num_blocks)))
+        num_blocks -= count
+    return found
 
 
 @cache
-def _place(having: int, unknown: int) -> Place:
-    """Of a block that some tiers have and others must find out, as bits."""
-    return Place(_tiers(having), _tiers(unknown))
-
-
-def _tiers(bits: int) -> tuple[int, ...]:
-    return tuple(tier for tier in range(bits.bit_length()) if bits >> tier & 1)
+def _place(having: tuple[int, ...], unknown: tuple[int, ...]) -> Place:
+    """Of a block that some tiers have and others must find out."""
+    return Place(having, unknown)

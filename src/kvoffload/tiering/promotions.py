@@ -161,6 +161,7 @@ class Promotions:
         reserved = self._primary.prepare_write(keys[::-1], context, hits)
         if reserved is None:
             return None
+        self._waits.news(keys)
         self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
         assert isinstance(reserved.store_spec, CPULoadStoreSpec)
         return reserved.store_spec.slots[::-1]

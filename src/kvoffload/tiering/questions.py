@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.base import OffloadKey, ReqContext, get_offload_group_idx
 from kvoffload.tiering.health import StoreHealth
@@ -55,6 +55,18 @@ class Questions:
     def are_open(self) -> bool:
         """A key is to be asked for, or the store has not answered yet."""
         return bool(self._asking or self._index.to_refresh)
+
+    def is_asking_all(self, keys: Collection[OffloadKey]) -> bool:
+        """Whether the store is being asked for each of ``keys``, or will be when the step ends."""
+        return self._asking.issuperset(keys)
+
+    def asked_of(self, keys: Collection[OffloadKey] | None) -> list[OffloadKey]:
+        """Those of ``keys``, or all blocks, that the store has not answered for."""
+        return [*self._asking] if keys is None else [key for key in keys if key in self._asking]
+
+    def forget(self, keys: Collection[OffloadKey]) -> None:
+        """Answers for ``keys`` are not waited for."""
+        self._asking.difference_update(keys)
 
     def ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """The answer for ``key``, which is unknown. ``None``: the store is being asked; ``False``: for too much."""

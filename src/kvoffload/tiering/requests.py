@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request, one wait, one question. Scheduler thread only.
+"""One request, one wait, and the answers that a request was told. Scheduler thread only.
 
-A *request* waits from its first answer ``None`` until it loads, runs, ends or has no patience left. Its ``Wait`` has
-the answer to each block, and what was planned. ``Waits`` alone writes it.
+A *request* waits from its first answer ``None`` until it loads, runs, ends or has used up its time budget. Its ``Wait``
+has its claims and its plan. ``Waits`` alone writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from math import inf
 
 from kvoffload.base import OffloadKey, ReqContext
@@ -18,18 +17,16 @@ from kvoffload.tiering.plans import Chosen, Plan
 from kvoffload.tiering.segments import Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
-_NO_ANSWER = object()
-
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end."""
 
     context: ReqContext
-    patience_s: float
-    """Seconds of waiting for answers it has left; spent by every wait, never refilled."""
+    budget_s: float
+    """Seconds that it may still wait for answers. Every wait uses some of them."""
     has_given_up: bool = False
-    """It had no patience left for a block that may have come."""
+    """It had no time left for a block that might have come."""
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
@@ -37,39 +34,29 @@ class Request:
     """Why blocks that may be somewhere are misses for this request. Some of them may be found by now. ``Waits`` alone
     writes them."""
     open_work: int = 0
-    """Blocks between ``prepare_store`` and ``complete_store``, and parked cascades: what may still become a job."""
+    """Blocks between ``prepare_store`` and ``complete_store``, and parked cascades: each may still become a job."""
     is_ending: bool = False
-    """It asks no more, and its tiers are not informed of that yet: something begun for it may still become a job."""
+    """It asks no more, but its tiers are not informed of that yet: something begun for it may still become a job."""
 
 
 @dataclass(slots=True, eq=False)
-class Question:
-    """What a request asked for last, from one block on. Once it is noted, ``Waits`` alone writes it."""
+class Told:
+    """The answers that a request was told for some blocks. They hold until an event marks its wait as dirty."""
 
     keys: list[OffloadKey]
     answers: list[bool | None]
-    """Up to the first ``False``, as they were then. ``Wait.answers_to`` has those of now."""
-    num_unknown: int = 0
-    """Answers ``None`` because a tier is waited for that does not know yet whether it has the block: ..."""
+    """Up to the first ``False``."""
+    is_kept: bool
+    """An event will tell if they change. Otherwise the request is looked up again each time that it asks."""
+    watched: OffloadKey | None = None
+    """The first block with the answer ``None`` that the request does not claim, because no tier has answered or it may
+    claim no more."""
+    missing: OffloadKey | None = None
+    """The block with the answer ``False``: the request is looked up again if somebody stores or promotes it."""
     waited: tuple[int, ...] = ()
-    """... one of these."""
-    progress: tuple[int, ...] | None = None
-    """Of the tiers. While it is the same, they know no more of the unknown blocks. ``None``: the request must ask."""
-    is_final: bool = False
-    """The wait keeps all of the answers up to date, and there are no others worth asking for."""
-    num_kept: int = 0
-    """Leading answers that the wait keeps up to date."""
-    untracked: dict[OffloadKey, None] = field(default_factory=dict)
-    """Blocks with the answer ``None`` that it does not: no tier has answered, or the request may claim no more, or
-    gives way."""
-    is_awaited: bool = False
-    """The request waits for the untracked ones, too."""
-    was_answered: bool = False
-    """Their answers were there once, before the request asked for them. If they are not when it asks, that costs
-    patience: a tier may go on like this for ever."""
-    version: int = 0
-    num_arrived: int = 0
-    """Of the wait, when it asked."""
+    """The tiers whose answers the request waits for."""
+    is_open: bool = False
+    """The request waits for ``watched``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,34 +65,32 @@ class Wait:
 
     request: Request
     began_s: float = 0.0
-    """Start of the wait, moved forward by any time it was fully answered."""
+    """Start of the wait, moved forward by any time in which it had all answers."""
     answered_s: float | None = None
-    """Since when all of it is answered. From then on it waits for the engine."""
-    answers: dict[OffloadKey, bool | None] = field(default_factory=dict)
-    """Blocks that are here or on their way, each of which is a claim. Until the wait begins: those that were here
-    in this step."""
-    version: int = 0
-    """Another number whenever an answer is kept no longer, or a block is declined."""
-    num_arrived: int = 0
-    """Blocks that arrived while it waits."""
-    questions: dict[OffloadKey, Question] = field(default_factory=dict)
-    """By the first key of each."""
+    """Since when it has all answers. From then on it waits for the engine."""
+    claims: dict[OffloadKey, bool] = field(default_factory=dict)
+    """Blocks that it claims, each with whether it is ready. Until the wait begins: those that were ready in this
+    step."""
+    is_dirty: bool = False
+    """Something has happened to a block that it waits for or claims, so its answers may have changed."""
+    told: dict[OffloadKey, Told] = field(default_factory=dict)
+    """By the first key of each question."""
     num_open: int = 0
-    """Answers ``None``, those for unknown blocks of questions included."""
+    """Claimed blocks that are not ready, and open ``Told``."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while it waits for them, with the tier that they came from."""
     chosen: list[Chosen] = field(default_factory=list)
-    """What its plans began to read."""
+    """The reads that its plans began."""
     lost: set[OffloadKey] = field(default_factory=set)
-    """Blocks that arrived for it and were evicted again: to promote them once more would be a loop."""
+    """Blocks that arrived for it and were evicted again: promoting them once more would be a loop."""
     declined: set[OffloadKey] = field(default_factory=set)
     """Blocks that are not loaded in this wait, wherever a question begins."""
     plan: Plan | None = None
     """The last one that was made for it; ``None``: nothing was weighed."""
-    planned: frozenset[OffloadKey] = frozenset()
+    planned: Sequence[OffloadKey] = ()
     """The blocks that it was made for, ..."""
     marks: Sequence[Segment] = ()
-    """... and what was known of those that are not on their way."""
+    """... and where those of them were known to be that are not on their way."""
     num_paid: int = 0
     """Leading ones of them that pay for no wait (``SoFar``)."""
     planned_s: float = 0.0
@@ -118,7 +103,7 @@ class Wait:
     """When to see whether its reads are late."""
 
     def __repr__(self) -> str:
-        return f"Wait({self.request.context.req_id!r}, open={self.num_open}, answers={len(self.answers)})"
+        return f"Wait({self.request.context.req_id!r}, open={self.num_open}, claims={len(self.claims)})"
 
     @property
     def has_begun(self) -> bool:
@@ -134,12 +119,12 @@ class Wait:
     @property
     def hits(self) -> Collection[OffloadKey]:
         """Blocks that it was answered ``True`` in this step, while it has not begun. In order."""
-        return () if self.has_begun else self.answers.keys()
+        return () if self.has_begun else self.claims.keys()
 
     @property
     def is_open(self) -> bool:
-        """Whether some answer is ``None``, those that are asked for anew included."""
-        return bool(self.num_open) or any(question.untracked for question in self.questions.values())
+        """Whether some answer is ``None``, or was when its request asked last."""
+        return bool(self.num_open) or any(told.watched is not None for told in self.told.values())
 
     def is_late(self, now_s: float) -> bool:
         """Whether it waited for answers beyond its deadline."""
@@ -148,25 +133,7 @@ class Wait:
 
     def is_planned(self, keys: Sequence[OffloadKey]) -> bool:
         """Whether a plan was made for these blocks, or for some of them: the engine's own cache grows and shrinks."""
-        return keys[0] in self.planned or keys[-1] in self.planned
-
-    def kept(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The answers for the leading ones of ``keys`` that the wait keeps up to date, whatever they were asked
-        with."""
-        if not self.has_begun:
-            return []
-        question = self.questions.get(keys[0])
-        if question is not None and question.version == self.version and question.keys == keys:
-            return self.answers_to(question)[: question.num_kept]
-        found = [*map(self.answers.get, keys, repeat(_NO_ANSWER))]
-        return found[: found.index(_NO_ANSWER)] if _NO_ANSWER in found else found  # type: ignore[return-value]
-
-    def answers_to(self, question: Question) -> list[bool | None]:
-        """Of now. ``question`` was asked in this version of the wait."""
-        if question.num_arrived == self.num_arrived or not self.has_begun:
-            return [*question.answers]
-        kept = map(self.answers.__getitem__, question.keys[: question.num_kept])
-        return [*kept, *question.answers[question.num_kept :]]
+        return keys[0] in self.planned or keys[-1] in self.planned  # mostly the first one, which is found at once
 
     def stop_of(self, keys: Sequence[OffloadKey]) -> int:
         """The first of ``keys`` that is declined."""
@@ -174,7 +141,11 @@ class Wait:
             return len(keys)
         return next((at for at, key in enumerate(keys) if key in self.declined), len(keys))
 
+    def unclaimed(self, told: Told) -> list[OffloadKey]:
+        """The blocks of ``told`` with the answer ``None`` that it does not claim."""
+        return [key for key, answer in zip(told.keys, told.answers) if answer is None and key not in self.claims]
+
     def num_open_of(self, keys: Sequence[OffloadKey]) -> int:
         """How many of ``keys`` have the answer ``None``."""
-        untracked = {key for question in self.questions.values() for key in question.untracked}
-        return sum(self.answers.get(key, True) is None or key in untracked for key in keys)
+        unclaimed = {key for told in self.told.values() for key in self.unclaimed(told)}
+        return sum(not self.claims.get(key, True) or key in unclaimed for key in keys)

@@ -33,8 +33,15 @@ class StoreScan:
     """
 
     def __init__(
-        self, tier_type: str, store: BlockStore, index: PresenceIndex, runner: TierRunner, clock: Callable[[], float]
+        self,
+        tier_type: str,
+        store: BlockStore,
+        index: PresenceIndex,
+        runner: TierRunner,
+        clock: Callable[[], float],
+        on_found: Callable[[Sequence[OffloadKey]], object] = lambda keys: None,
     ) -> None:
+        """``on_found`` is called with each batch of keys that was taken in."""
         self._tier_type = tier_type
         self._store = store
         self._index = index
@@ -42,8 +49,7 @@ class StoreScan:
         self._clock = clock
         self._found: deque[Sequence[OffloadKey]] = deque()
         """Batches that wait to be added to the index. The upkeep thread appends them."""
-        self.num_taken = 0
-        """The number of batches that were added to the index."""
+        self._on_found = on_found
         self._budget = _KEYS_PER_STEP
         """The number of keys that this step may still add."""
         self._listing: Iterator[bool] | None = None
@@ -86,7 +92,7 @@ class StoreScan:
         while self._found and self._budget >= len(self._found[0]):
             batch = self._found.popleft()
             self._index.add(batch)
-            self.num_taken += 1
+            self._on_found(batch)
             self._budget -= len(batch)
 
     def stop(self) -> None:

@@ -142,7 +142,9 @@ class StoreTier(SecondaryTierManager):
         self._questions = Questions(store, self._index, self._runner, self._reads) if is_asked else None
         self._losses = StoreLosses(tier_type, store, self._index, lost, server_evicts=limits.server_evicts, clock=clock)
         is_scanned = is_asked or enable_events
-        self._scan = StoreScan(tier_type, store, self._index, self._runner, clock) if is_scanned else None
+        self._scan: StoreScan | None = None
+        if is_scanned:
+            self._scan = StoreScan(tier_type, store, self._index, self._runner, clock, self._note_found)
         self._transfers = StoreTransfers(
             tier_type,
             primary_kv_view,
@@ -156,8 +158,8 @@ class StoreTier(SecondaryTierManager):
         self._touched: list[Sequence[OffloadKey]] = []
         self._num_touched = 0
         self._next_touch_s = 0.0
-        self._num_answers = 0
-        """Calls of the store that have ended, as far as lookups may know more by them."""
+        self._news: list[OffloadKey] | None = None
+        """What ``take_news`` will return. ``None`` before its first call: some callers never make it."""
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
         self._log = RateLimitedLog(_log, clock=clock)
@@ -176,6 +178,10 @@ class StoreTier(SecondaryTierManager):
         answers: list[bool | None] = [False]
         if self._reads.breaker.is_closed:
             is_complete = self._exclusive and self._scan is not None and self._scan.is_complete
+            is_asked = self._questions is not None and self._questions.is_asking_all(keys)
+            if is_asked and not is_complete and not self._runner.ended:
+                self._num_lookups["pending"] += len(keys)
+                return [None] * len(keys)
             answers = self._index.lookup_prefix(keys, is_complete)
             if self._questions is not None and None in answers:
                 self._ask(keys, answers, req_context)
@@ -199,10 +205,22 @@ class StoreTier(SecondaryTierManager):
                     del answers[at + 1 :]
                     return
 
-    def progress(self) -> int:
+    def take_news(self) -> Collection[OffloadKey]:
         if self._runner.ended:
             self._take_results()
-        return self._num_answers if self._scan is None else self._num_answers + self._scan.num_taken
+        news, self._news = self._news, []
+        return news or ()
+
+    def _note_found(self, keys: Collection[OffloadKey]) -> None:
+        """The scan has found ``keys``, so the answers of the store do not matter any more."""
+        self._note_news(keys)
+        if self._questions is not None:
+            self._questions.forget(keys)
+
+    def _note_news(self, keys: Collection[OffloadKey] | None) -> None:
+        """More may be known about those of ``keys`` that are being asked for; ``None``: about all that are."""
+        if self._news is not None and self._questions is not None:
+            self._news += self._questions.asked_of(keys)
 
     # -------------------------------------------------------------------------------------------------- transfers
 
@@ -337,9 +355,12 @@ class StoreTier(SecondaryTierManager):
 
     def _take_result(self, result: IoResult) -> None:
         queue, was_on = result.task.queue, self._reads.breaker.is_closed
-        self._num_answers += queue in (IoQueue.LOOKUP, IoQueue.UPKEEP)
+        if queue is IoQueue.LOOKUP:
+            self._note_news(result.keys)
         result.task.on_result(result)
-        self._num_answers += not (was_on and self._reads.breaker.is_closed)  # off, all that is asked is a miss
+        # While reads are off, all blocks are misses. Once a scan has ended, so may be those that it did not find.
+        if queue is IoQueue.UPKEEP or not (was_on and self._reads.breaker.is_closed):
+            self._note_news(None)
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 

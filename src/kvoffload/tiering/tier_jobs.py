@@ -94,8 +94,10 @@ class GuardedTier(Boundary):
         lambda answer, *_: RequestOffloadingContext(answer.policy),
     )
     _get_finished_jobs = guarded(SecondaryTierManager.get_finished_jobs, list, list)
-    progress = guarded(
-        SecondaryTierManager.progress, lambda: None, lambda number: None if number is None else int(number)
+    take_news = guarded(
+        SecondaryTierManager.take_news,
+        lambda: None,
+        lambda found: None if found is None else [OffloadKey(key) for key in found if isinstance(key, bytes)],
     )
     on_request_finished = guarded(SecondaryTierManager.on_request_finished, lambda *_: None)
     touch = guarded(SecondaryTierManager.touch, lambda *_: None)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The waits of requests, and what they claim. Scheduler thread only.
 
-What arrives, fails or leaves changes the answers of each wait where they are, so that a request that asks again gets
-what has not changed without another look. ``Waits`` alone writes a ``Wait``; others say what happened.
+A reverse index has, for each block, the waits that claim it or wait for a tier's answer to it. An event that concerns a
+block marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any other gets
+its last answers. ``Waits`` alone writes a ``Wait``; others report what happened.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
 from kvoffload.tiering.plans import Plan
-from kvoffload.tiering.requests import Question, Request, Wait
+from kvoffload.tiering.requests import Request, Told, Wait
 from kvoffload.tiering.segments import Segment
 
 
@@ -31,9 +32,9 @@ class Waits:
     request's store finds no other room, the newest claims give way, because waiting requests must never starve running
     ones.
 
-    Patience is one budget for the whole life of a request: each wait for answers is taken off it. Once it has its
-    answers, it waits for the engine, which costs no patience. Its claims end all the same when the wait has lasted as
-    long as it had patience for, and it may wait for answers again.
+    A request has one time budget for its whole life, and each wait for answers uses some of it. Once it has its
+    answers, it waits for the engine, which costs nothing. Its claims end all the same when the wait has lasted as long
+    as the budget was, and it may wait for answers again.
     """
 
     def __init__(self, slots: SlotTable, share: float, clock: Callable[[], float]) -> None:
@@ -54,12 +55,14 @@ class Waits:
         self._waiting: dict[Request, Wait] = {}
         self._asking: dict[Request, Wait] = {}
         """Of requests that asked in this step and do not wait."""
-        self._untracked: dict[Question, Wait] = {}
-        """The questions with answers that no claim keeps up to date, whether or not they are awaited now."""
+        self._watchers: dict[OffloadKey, dict[Told, Wait]] = {}
+        """Each block that some request watches, with the answers that an event about it may change."""
+        self._with_news: dict[Wait, None] = {}
+        """Waits that watch a block about which something became known since the last step."""
         self._looked_s = 0.0
         """When the last step ended."""
         self._due_s = inf
-        """Before this time, no wait becomes as long as its request has patience."""
+        """Before this time, no wait becomes as long as its request's budget."""
         self.lengths = Histogram("promotion_wait_seconds")
         """How long the waits that have ended were."""
         self.num_expired = 0
@@ -71,9 +74,9 @@ class Waits:
     # -------------------------------------------------------------------------------------------------- questions
 
     @property
-    def are_any(self) -> bool:
-        """Whether any block is claimed or waited for."""
-        return bool(self._claims or self._untracked)
+    def watched(self) -> Collection[OffloadKey]:
+        """Blocks that requests watch, of which some tier may have to find out whether it has them."""
+        return self._watchers.keys()
 
     def of(self, request: Request) -> Wait:
         """Its wait, or what may become one in this step."""
@@ -85,9 +88,9 @@ class Waits:
         return wait
 
     def is_over(self, request: Request) -> bool:
-        """Whether ``request`` has no patience left: it may neither begin to wait nor go on."""
+        """Whether ``request`` has no time left: it may neither begin to wait nor go on."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
-        return waited_s >= request.patience_s
+        return waited_s >= request.budget_s
 
     def room_beside(self, hits: Collection[OffloadKey]) -> int:
         """How many unclaimed blocks may be promoted beside ``hits``, which a request will claim when it begins to
@@ -98,7 +101,7 @@ class Waits:
         """Blocks on their way to requests other than prefetches."""
         for request, wait in self._waiting.items():
             if wait.num_open and not request.context.is_prefetch:
-                yield from (key for key, answer in wait.answers.items() if answer is None)
+                yield from (key for key, is_ready in wait.claims.items() if not is_ready)
 
     # ------------------------------------------------------------------------------------- what a request is told
 
@@ -107,11 +110,11 @@ class Waits:
         if wait.has_begun:
             return
         request, now_s = wait.request, self._clock()
-        wait.began_s = now_s
+        wait.began_s = wait.answered_s = now_s
         request.wait = self._waiting[request] = wait
         self._asking.pop(request, None)
-        self._due_s = min(self._due_s, now_s + request.patience_s)
-        hits, wait.answers = wait.answers, {}
+        self._due_s = min(self._due_s, now_s + request.budget_s)
+        hits, wait.claims = wait.claims, {}
         # Another request may have evicted some of them meanwhile.
         here = [key for key, block in zip(hits, self._slots.get_all(hits)) if block is not None and block.is_ready]
         self._hold([key for key in here if self._claim(wait, key, True)])
@@ -127,19 +130,21 @@ class Waits:
                 break
             answer = True if block.pins >= 0 else None
             answers.append(answer)
+            if key in wait.claims:
+                continue
             if answer and not wait.has_begun:
-                wait.answers[key] = True
+                wait.claims[key] = True
                 continue
             self.begin(wait)
-            if self._claim(wait, key, answer) and answer:
+            if self._claim(wait, key, bool(answer)) and answer:
                 claimed.append(key)
         self._hold(claimed)
         return answers
 
-    def _claim(self, wait: Wait, key: OffloadKey, answer: bool | None) -> bool:
+    def _claim(self, wait: Wait, key: OffloadKey, is_ready: bool) -> bool:
         """Claims a block that is here, which the caller then holds, or on its way; ``False`` beyond the limit, which
         leaves it unprotected."""
-        if key in wait.answers:
+        if key in wait.claims:
             return True
         claim = self._claims.get(key)
         if claim is None:
@@ -147,8 +152,8 @@ class Waits:
                 return False
             claim = self._claims[key] = {}
         claim[wait] = None
-        wait.answers[key] = answer
-        if answer is None:
+        wait.claims[key] = is_ready
+        if not is_ready:
             self._add_open(wait, 1, self._clock())
         return True
 
@@ -176,42 +181,65 @@ class Waits:
         for key in keys:
             self._claims[key] = {} if wait is None else {wait: None}
         if wait is not None:
-            wait.answers.update(dict.fromkeys(keys))
+            wait.claims.update(dict.fromkeys(keys, False))
             self._add_open(wait, len(keys), self._clock())
 
-    def note(self, wait: Wait, question: Question, *, is_complete: bool) -> None:
-        """The request was given these answers; ``is_complete``: no others are worth asking for."""
+    def restart(self, wait: Wait) -> None:
+        """The request asks again in a later step, and is looked up again. It waits for no tier's answer that it does
+        not ask for in this step."""
+        wait.is_dirty = False
+        for told in wait.told.values():
+            told.is_kept = False
+            self._unwatch(wait, told)
+
+    def tell(self, wait: Wait, told: Told) -> None:
+        """The request is told these answers."""
         if not wait.has_begun:
             return
-        answers, kept = question.answers, [key in wait.answers for key in question.keys[: len(question.answers)]]
-        question.num_kept = kept.index(False) if False in kept else len(kept)
-        question.untracked = {
-            key: None for key, answer, is_kept in zip(question.keys, answers, kept) if answer is None and not is_kept
-        }
-        question.is_final = is_complete and question.num_kept == len(answers)
-        if not is_complete or kept.count(False) != question.num_unknown:
-            question.progress = None  # it waits for room or for its turn, too, of which no tier knows
-        question.version, question.num_arrived = wait.version, wait.num_arrived
-        if (before := wait.questions.get(question.keys[0])) is not None:
-            self.expect(wait, before, False)
-            self._untracked.pop(before, None)
-            question.was_answered = before.was_answered and not before.untracked.keys().isdisjoint(question.untracked)
-        wait.questions[question.keys[0]] = question
-        if question.untracked:
-            self._untracked[question] = wait
-        self.expect(wait, question, True)
+        answers, claims = told.answers, wait.claims
+        loose: Sequence[int] = range(len(answers))
+        if claims:
+            loose = [at for at, key in enumerate(told.keys[: len(answers)]) if key not in claims]
+        if len(loose) == len(answers) == answers.count(None):
+            told.watched = told.keys[0]
+        else:
+            told.is_kept = told.is_kept and not any(answers[at] for at in loose)
+            told.watched = next((told.keys[at] for at in loose if answers[at] is None), None)
+        if answers[-1] is False and (key := told.keys[len(answers) - 1]) not in wait.declined:
+            told.missing = key
+        before = wait.told.get(told.keys[0])
+        wait.told[told.keys[0]] = told
+        if before is not None:
+            self._unwatch(wait, before)
+        if before is not None and before.watched == told.watched is not None and not wait.num_open:
+            # A tier had an answer to this block while nobody asked, and has none now. That gives no time back.
+            wait.answered_s = None
+        self._watch(wait, told)
 
-    def forget_untracked(self, request: Request) -> None:
-        """The request asks anew. What it does not ask for again in this step it does not wait for."""
-        if request.wait is not None:
-            for question in request.wait.questions.values():
-                self.expect(request.wait, question, False)
+    def _watch(self, wait: Wait, told: Told) -> None:
+        for key in {told.watched, told.missing} - {None}:
+            assert key is not None
+            self._watchers.setdefault(key, {})[told] = wait
+        if told.watched is not None:
+            told.is_open = True
+            self._add_open(wait, 1, self._clock())
+
+    def _unwatch(self, wait: Wait, told: Told) -> None:
+        """The request does not wait for the watched block any more."""
+        for key in {told.watched, told.missing} - {None}:
+            assert key is not None
+            watchers = self._watchers.get(key)
+            if watchers is not None and watchers.pop(told, None) is not None and not watchers:
+                del self._watchers[key]
+        if told.is_open:
+            told.is_open = False
+            self._add_open(wait, -1, self._clock())
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """A plan was made for ``keys``, of which ``marks`` are not begun. Its times count from ``seen_s``."""
         if wait.plan is None:
             wait.num_paid = plan.num_paid
-        wait.plan, wait.planned, wait.marks = plan, frozenset(keys), marks
+        wait.plan, wait.planned, wait.marks = plan, keys, marks
         wait.chosen += plan.chosen
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
@@ -241,25 +269,16 @@ class Waits:
         wait.declined.difference_update(keys[:stop])
         declined = keys[stop:]
         wait.declined.update(declined)
-        wait.version += 1
         if wait.has_begun:
-            self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.answers])
+            self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.claims])
 
     def _release(self, wait: Wait, keys: Collection[OffloadKey]) -> None:
         num_open = 0
         for key in keys:
-            num_open += wait.answers.pop(key) is None
+            num_open += not wait.claims.pop(key)
             del self._claims[key][wait]
         self._drop_unclaimed(keys)
-        wait.version += 1
         self._add_open(wait, -num_open, self._clock())
-
-    def expect(self, wait: Wait, question: Question, is_awaited: bool) -> None:
-        """The request waits for the untracked blocks of ``question``, or no longer."""
-        if not question.untracked or question.is_awaited == is_awaited:
-            return
-        question.is_awaited = is_awaited
-        self._add_open(wait, len(question.untracked) * (1 if is_awaited else -1), self._clock())
 
     def _add_open(self, wait: Wait, count: int, now_s: float) -> None:
         """More answers are ``None`` than before, or with a negative ``count`` fewer."""
@@ -284,22 +303,26 @@ class Waits:
         claimed = [key for key in keys if key in self._claims]
         for key in claimed:
             for wait in self._claims[key]:
-                if wait.answers[key] is None:
-                    wait.answers[key] = True
-                    wait.num_arrived += 1
+                if not wait.claims[key]:
+                    wait.claims[key] = wait.is_dirty = True
                     self._add_open(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
         self._hold([key for key in claimed if self._claims[key]])
         self._drop_unclaimed(claimed)
 
-    def ask_anew(self, keys: Collection[OffloadKey]) -> None:
-        """These blocks are here: whoever waits for an answer of a tier to one of them asks anew, and finds it. In a
-        step once for all of them, since it looks at each such request."""
-        found = {*keys}
-        for question in self._untracked:
-            if question.progress is not None and not question.untracked.keys().isdisjoint(found):
-                question.progress = None
+    def news(self, keys: Iterable[OffloadKey]) -> None:
+        """More may be known about ``keys``, or they come or are here: the waits that watch them are dirty."""
+        watchers = self._watchers
+        for key in keys if watchers else ():
+            if (waits := watchers.get(key)) is not None:
+                for wait in waits.values():
+                    wait.is_dirty = True
+                    self._with_news[wait] = None
+
+    def doubt(self, wait: Wait) -> None:
+        """A tier cannot tell whether it knows more of the blocks that the request waits for."""
+        wait.is_dirty |= any(told.watched is not None for told in wait.told.values())
 
     def left(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """Blocks were evicted, or did not arrive: no request claims them any more. With a ``verdict`` they are misses
@@ -316,8 +339,8 @@ class Waits:
                 del self._held[key]
                 released.append(key)
             for wait in claim:
-                was_open = wait.answers.pop(key) is None
-                wait.version += 1
+                was_open = not wait.claims.pop(key)
+                wait.is_dirty = True
                 self._add_open(wait, -was_open, now_s)
                 if verdict is not None:
                     wait.request.verdicts[key] = verdict
@@ -351,46 +374,51 @@ class Waits:
             return
         waited_s = wait.waited_s(self._clock())
         self.lengths.observe(waited_s)
-        request.patience_s -= waited_s
-        self.forget_untracked(request)
-        for question in wait.questions.values():
-            self._untracked.pop(question, None)
-        self._release(wait, [*wait.answers])
+        request.budget_s -= waited_s
+        self.restart(wait)
+        self._with_news.pop(wait, None)
+        self._release(wait, [*wait.claims])
         request.wait = None
         del self._waiting[request]
 
     def expire(self, request: Request, key: OffloadKey | None = None) -> None:
-        """Ends the wait for good: ``request`` has no patience left. What it waited for is a miss, and so is the block
+        """Ends the wait for good: ``request`` has no time left. What it waited for is a miss, and so is the block
         ``key``, which is on its way. A request that gives up any block counts once."""
         given_up = [] if key is None else [key]
         if request.wait is not None:
-            given_up += [key for key, answer in request.wait.answers.items() if answer is None]
-            for question in request.wait.questions.values():
-                given_up += question.untracked if question.is_awaited else ()
+            given_up += [key for key, is_ready in request.wait.claims.items() if not is_ready]
+            for told in request.wait.told.values():
+                given_up += request.wait.unclaimed(told) if told.is_open else ()
         self.refuse(request, given_up, Miss.OUT_OF_PATIENCE)
         self.num_expired += bool(given_up) and not request.has_given_up
         request.has_given_up |= bool(given_up)
         self.end(request)
-        request.patience_s = 0.0
+        request.budget_s = 0.0
 
-    def end_step(self, is_answered: Callable[[Request, Question], bool]) -> None:
-        """Ends the waits that have lasted as long as their requests have patience. ``is_answered`` says whether
-        all untracked blocks of a question are known by now: an engine may not ask for many steps."""
+    def end_step(self, next_unanswered: Callable[[Request, Told], OffloadKey | None]) -> None:
+        """Ends the waits that have lasted as long as their requests' budgets. ``next_unanswered`` names the first block
+        that a request still waits for: an engine may not ask for many steps, and time counts until the answer is
+        there."""
         self._asking.clear()
         now_s = self._looked_s = self._clock()
         if not self._waiting:
             return
-        for question, wait in [*self._untracked.items()]:
-            if question.is_awaited and not question.was_answered and is_answered(wait.request, question):
-                self.expect(wait, question, False)
-                question.progress, question.was_answered = None, True
-                del self._untracked[question]
+        for wait in [*self._with_news]:
+            for told in wait.told.values():
+                if told.is_open:
+                    key = next_unanswered(wait.request, told)
+                    if key != told.watched:
+                        self._unwatch(wait, told)
+                        if key is not None:
+                            told.watched = key
+                            self._watch(wait, told)
+        self._with_news.clear()
         if now_s < self._due_s:
             return
         self._due_s = inf
         for request, wait in list(self._waiting.items()):
-            if now_s - wait.began_s < request.patience_s:
-                self._due_s = min(self._due_s, wait.began_s + request.patience_s)
+            if now_s - wait.began_s < request.budget_s:
+                self._due_s = min(self._due_s, wait.began_s + request.budget_s)
             elif wait.answered_s is None:
                 self.expire(request)
             else:
@@ -417,25 +445,35 @@ class Waits:
         assert len(self._claims) <= self.most_claimed
         for key, claim in self._claims.items():
             assert claim or key in self.promoted
-            assert all(key in wait.answers for wait in claim)
+            assert all(key in wait.claims for wait in claim)
         for request, wait in self._waiting.items():
             assert request.wait is wait
             assert wait.request is request
             assert (wait.answered_s is None) or not wait.num_open
-            for key, answer in wait.answers.items():
+            for key, is_ready in wait.claims.items():
                 assert wait in self._claims[key]
                 block = self._slots.get(key)
                 assert block is not None
-                assert answer == (block.is_ready or None), f"{key!r} is answered {answer}"
-            untracked = [key for each in wait.questions.values() if each.is_awaited for key in each.untracked]
-            assert wait.num_open == len(untracked) + [*wait.answers.values()].count(None), wait
+                assert is_ready == block.is_ready, f"{key!r} is claimed as {is_ready}"
+            num_open = sum(told.is_open for told in wait.told.values()) + [*wait.claims.values()].count(False)
+            assert wait.num_open == num_open, wait
+            for told in wait.told.values():
+                if told.is_kept and not wait.is_dirty:
+                    answers = dict(zip(told.keys, told.answers))
+                    assert all(key in wait.claims for key, answer in answers.items() if answer), "nothing keeps it"
+                    assert all(answers[key] is None or wait.claims[key] for key in answers.keys() & wait.claims.keys())
         for request, wait in self._asking.items():
             assert request.wait is None
             assert wait.request is request
-        waiting = [question for wait in self._waiting.values() for question in wait.questions.values()]
-        assert self._untracked.keys() <= {question for question in waiting if question.untracked}
-        held = {question for question in waiting if question.untracked and question.progress is not None}
-        assert held <= self._untracked.keys()
-        for question in held:
-            blocks = self._slots.get_all(question.untracked)
-            assert not any(block is not None and block.is_ready for block in blocks), "a block that is here is awaited"
+        for key, watchers in self._watchers.items():
+            block = self._slots.get(key)
+            for told, wait in watchers.items():
+                assert wait.told[told.keys[0]] is told
+                assert key in (told.watched, told.missing)
+                assert block is None or not block.is_ready or wait.is_dirty, "a block that is here is watched"
+        for wait in self._waiting.values():
+            for told in wait.told.values():
+                watched = {told.watched} if told.is_open else set()
+                if told.is_kept and not wait.is_dirty:
+                    watched |= {told.watched, told.missing}
+                assert all(told in self._watchers[key] for key in watched if key is not None)
