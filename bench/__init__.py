@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks: ``make bench``, or ``python -m bench [NAME...] [--short] [--json FILE]``.
 
-Each module of this package named in ``BENCHES`` has ``run(short: bool) -> list[Row]``. A row compares a thing with a
-named reference measured in the same run, interleaved, and states the ratio of medians. ``--short`` runs in the test
-suite so that benchmarks never rot; its figures mean nothing.
+Each module of this package named in ``BENCHES`` defines ``run(short: bool) -> list[Row]``. A row compares a figure with
+a named reference that is measured alternately in the same run, and reports the ratio of medians. The tests run
+``--short``, so that benchmarks keep working; its figures are meaningless.
 """
 
 BENCHES: tuple[str, ...] = (

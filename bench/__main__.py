@@ -18,8 +18,8 @@ from bench.core import Row
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help=f"Any of: {', '.join(BENCHES)}. Default: all.")] = None,
-    short: Annotated[bool, typer.Option(help="Only to see that everything runs.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
+    short: Annotated[bool, typer.Option(help="Only check that everything runs.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")] = None,
 ) -> None:
     """Run the benchmarks and print each figure as a ratio against its reference."""
     unknown = [name for name in names or () if name not in BENCHES]

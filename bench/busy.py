@@ -174,7 +174,7 @@ def reference_server(policy: str) -> Iterator[Server]:
 def measure(
     case: Case, make: Callable[[str], AbstractContextManager[Server]], num_requests: int, seed: int, scale: float = 1.0
 ) -> Served:
-    """Serve every document once, measure both speeds with prompts that nobody knows, and serve the requests."""
+    """Serve every document once, measure both speeds with prompts that are not cached, and serve the requests."""
     chance = random.Random(seed)
 
     def tokens(count: float) -> list[int]:

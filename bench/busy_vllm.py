@@ -3,7 +3,7 @@
 
     .venv-vllm/bin/python -m bench.busy_vllm [--loads L...] [--disks D...] [--requests N] [--seed N]
 
-Each case runs in a process of its own. Not among ``BENCHES``, because the development environment lacks vLLM.
+Each case runs in its own process. This is not one of ``BENCHES``, because the development environment lacks vLLM.
 """
 
 from __future__ import annotations

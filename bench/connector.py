@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connector's scheduler side costs an engine, in microseconds: per step, and per admission."""
+"""Measure the cost of the connector's scheduler side for an engine, in microseconds per step and per admission."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BLOCK = 16
 FULL = KVGroupLayout(GroupKind.FULL_ATTENTION, BLOCK, 1)
 STATE = KVGroupLayout(GroupKind.SINGLE_STATE, BLOCK, 1)
 STEP_S = 0.010
-"""A decode step of a fast server with 64 running requests. "1 % of a step" refers to it."""
+"""The duration of a decode step on a fast server with 64 running requests. "1% of a step" refers to it."""
 
 
 @dataclass
@@ -54,10 +54,10 @@ class Request:
 
 
 class Decoding:
-    """Requests with prompts of so many tokens, all stored, that decode one token a step.
+    """Requests with stored prompts of a given length that decode one token per step.
 
-    Where there are states, the last one of each prompt is stored, as vLLM does unless it is told to keep more.
-    ``tiered``: the manager of all tiers, instead of host memory alone with ``num_blocks`` and ``policy``.
+    If there are states, the last state of each prompt is stored, as vLLM does by default. ``tiered`` selects the
+    manager of all tiers, instead of host memory alone with ``num_blocks`` and ``policy``.
     """
 
     def __init__(
@@ -97,8 +97,10 @@ class Decoding:
             self.step((ScheduledRequest(request.request_id, ids, 0, prompt_tokens, True),), states)
 
     def serve(self, running: int, decoded: int, rounds: int) -> None:
-        """``rounds`` times ``running`` requests, from their arrival to their end. Half of each prompt is that of a
-        request of the round before, so that it is loaded."""
+        """Serve ``rounds`` times ``running`` requests from arrival to end.
+
+        Half of each prompt equals that of a request of the previous round, so that it is loaded.
+        """
         prompt_tokens = 1000
         for _ in range(rounds):
             self.served += running
@@ -127,12 +129,14 @@ class Decoding:
             self.requests = []
 
     def fill(self) -> None:
-        """Refuses all that is offered from now on, since every slot of the tier is pinned."""
+        """Pin every slot of host memory, so that all later stores are refused."""
         assert self.manager.prepare_store(self.others("pin", self.num_blocks), ReqContext("pins")) is not None
 
     def fill_with_others(self) -> None:
-        """Blocks of requests that have ended take the rest of the tier, and each prefix in it is used once more. So
-        every block that is stored from now on evicts one, and these requests' own are the most recent."""
+        """Fill host memory with blocks of ended requests, and use each prefix in it once more.
+
+        So every block that is stored later evicts one, and the running requests' own blocks are the most recent.
+        """
         context = ReqContext("others")
         others = self.others("other", self.manager.slots.num_free)
         for first in range(0, len(others), 50):
@@ -159,7 +163,7 @@ class Decoding:
         return meta
 
     def decode_records(self) -> tuple[ScheduledRequest, ...]:
-        """The next step's records, as an engine would pass them. Made outside of what is timed."""
+        """Return the next step's records, as an engine would pass them. Call it outside the timed part."""
         starts_block = self.tokens % BLOCK == 0
         self.tokens += 1
         for request in self.requests:
@@ -173,7 +177,7 @@ class Decoding:
 
 
 def read_records(steps: list[tuple[ScheduledRequest, ...]], limits: dict[str, int]) -> Callable[[], int]:
-    """The least any connector must do: look at each record and compare two numbers."""
+    """Return the least work that any connector must do: read each record and compare two numbers."""
 
     def run() -> int:
         full = 0
@@ -198,9 +202,10 @@ def steps_row(
     num_blocks: int = 100_000,
     evict_by: str | None = None,
 ) -> Row:
-    """``num_steps`` consecutive decode steps, ``rounds`` times in a repeat. Times are per step.
+    """Time ``num_steps`` consecutive decode steps, ``rounds`` times per repeat. Times are per step.
 
-    ``full``: every request waits for room in a full tier. ``evict_by``: each stored block evicts one by this policy.
+    With ``full``, every request waits for room in full host memory. With ``evict_by``, each stored block evicts another
+    block by this policy.
     """
     bench = Decoding(running, prompt_tokens, num_blocks, policy=evict_by or "lru")
     if full:
@@ -214,7 +219,7 @@ def steps_row(
     for _ in range(repeats):
         steps: list[tuple[ScheduledRequest, ...]] = []
         if num_steps < BLOCK:
-            # The same idle steps again and again: nothing changes in them.
+            # The same idle steps are repeated, because nothing changes in them.
             if not times:
                 idle = [bench.decode_records() for _ in range(num_steps + 1)][1:]
             steps = idle * rounds
@@ -237,8 +242,7 @@ def steps_row(
 
 
 def states_row(running: int, rounds: int, repeats: int) -> Row:
-    """Decode steps with states beside attention, against attention alone: the same steps of both in turn. Times are per
-    step."""
+    """Compare decode steps of a model with attention and states with attention alone, in turn. Times are per step."""
     benches = [Decoding(running, 4000, groups=groups) for groups in ((FULL, STATE), (FULL,))]
     times: list[list[float]] = []
     for _ in range(repeats):
@@ -269,9 +273,12 @@ class _NoCollector(SpanExporter):
 
 
 def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list[Row]:
-    """Requests from their arrival to their end: prompts of 1,000 tokens, the first half of which is loaded, and
-    ``decoded`` tokens. Recorded or traced with their explanations against the usual, which has histograms, and the
-    usual against histograms that do nothing. Times are per request."""
+    """Time requests from arrival to end, with ``decoded`` tokens and prompts of 1,000 tokens whose first half is
+    loaded.
+
+    Compares recording or tracing them, with explanations, to the usual setup with histograms, and the usual setup to
+    histograms that do nothing. Times are per request.
+    """
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(_NoCollector()))
     with tempfile.TemporaryDirectory() as folder, patch.object(trace, "get_tracer", provider.get_tracer):
@@ -308,13 +315,13 @@ def watching_rows(running: int, decoded: int, rounds: int, repeats: int) -> list
 
 
 def share_row(row: Row, most_percent: float) -> Row:
-    """What the design asks for: a step that fills no block costs at most 0.1 % of it, and one that stores 1 %."""
+    """Compare a row with the design's goal: 0.1% of a step that fills no block, and 1% of a step that stores."""
     percent = 100 * row.value / 1e6 / STEP_S
     return Row("the same as a share of a step", percent, "%", "10 ms", percent, f"<= {most_percent:g}")
 
 
 def admission_row(num_blocks: int, repeats: int) -> Row:
-    """A prompt whose whole prefix is in the primary tier: the lookup, against the dict behind it."""
+    """Compare the lookup of a prompt whose whole prefix is in host memory with lookups in a bare dict."""
     bench = Decoding(1, prompt_tokens=num_blocks * BLOCK, num_blocks=2 * num_blocks)
     (resident,) = bench.requests
     table: dict[OffloadKey, int] = {make_offload_key(each, 0): n for n, each in enumerate(resident.block_hashes)}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bookkeeping of the primary tier, per block, against the same walk on a bare ``OrderedDict``.
+"""Compare the bookkeeping of host memory, per block, with the same walk on a bare ``OrderedDict``.
 
-The walk keeps a full cache in steady state. Each step serves one request whose prefix is resident (look up, touch,
+The walk keeps a full cache in a steady state. Each step serves one request whose prefix is resident (look up, touch,
 pin for a load, unpin) and one whose blocks are new (look up until the first miss, reserve, which evicts as many, and
-publish). "Bare" is what those five do to one ``OrderedDict`` of slotted records, with no class, policy or call
-between; new records included.
+publish). "Bare" applies these operations to one ``OrderedDict`` of slotted records, without classes, policies or calls
+between. It includes making new records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_BYTES = 330
 
 
 class Record:
-    """The least a tier must know of a block."""
+    """The least data that a cache must keep for a block."""
 
     __slots__ = ("block_id", "pins")
 
@@ -43,7 +43,7 @@ class Record:
 
 
 class Keys:
-    """Batches of keys nobody has seen before, made ahead so that making them is not timed."""
+    """Batches of new keys, made ahead so that making them is not timed."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -124,7 +124,7 @@ class Managed:
 
 
 class Walk:
-    """Feeds a stepper: ``known`` goes round a hot quarter of the cache, ``new`` is new."""
+    """Feeds a stepper: ``known`` cycles through a hot quarter of the cache, and ``new`` contains new keys."""
 
     def __init__(self, num_blocks: int, stepper: Callable[..., Bare | Managed]) -> None:
         self.keys = Keys()
@@ -137,7 +137,7 @@ class Walk:
             self.stepper.step(batch, [])
 
     def prepare(self, num_steps: int) -> None:
-        """Makes the next steps' keys."""
+        """Make the keys of the next steps."""
         self.plan = []
         for _ in range(num_steps):
             self.plan.append((self.hot[self.turn % len(self.hot)], self.keys.batch()))
@@ -182,8 +182,7 @@ def _walk_rows(num_blocks: int, steps: int, repeats: int) -> list[Row]:
 
 
 def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> list[Row]:
-    """The walk while a trace is recorded, so that the loss of every evicted block is recorded; and the walk without
-    losses and histograms, of which the latter are otherwise always there."""
+    """Time the walk with losses recorded, as during a recorded trace, and the walk without histograms."""
     walks = [
         Walk(num_blocks, partial(Managed, policy, by_prefix=True, lost=lost))
         for lost in (NO_LOSSES, LostBlocks(), NO_LOSSES)
@@ -222,8 +221,10 @@ def _watching_rows(policy: str, num_blocks: int, steps: int, repeats: int) -> li
 
 
 def _memory_row(policy: str, num_blocks: int) -> Row:
-    """Bytes per tracked key, the key included, of a cache filled once. Evicted keys that a policy remembers are tracked
-    keys too."""
+    """Measure the bytes per tracked key, including the key, of a cache that was filled once.
+
+    Evicted keys that a policy remembers also count as tracked keys.
+    """
     value, tracked = _tracked_bytes(policy, num_blocks // BATCH)
     name = f"{policy}, memory, filled once, {tracked:,} keys"
     return Row(name, value, "bytes/key", f"{MAX_BYTES} bytes", value / MAX_BYTES, "<= 1")

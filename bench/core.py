@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a report, and how their times are taken."""
+"""The rows of a report, and functions that measure times."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TRACES = Path(os.environ.get("KVOFFLOAD_BENCH_TRACES", Path(__file__).parents[2]
 
 
 def bench_directory() -> tempfile.TemporaryDirectory[str]:
-    """On the disk that ``KVOFFLOAD_BENCH_DIR`` chooses, by default that of the working directory."""
+    """Return a temporary directory under ``KVOFFLOAD_BENCH_DIR``, or by default under the working directory."""
     return tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
 
 
 def trace_of(name: str, kind: str, max_requests: int | None, short: bool) -> Trace:
-    """The trace of this name in ``TRACES``, or where it is not there or for a short run one of this kind, made up."""
+    """Return this trace of ``TRACES``, or a synthetic one of this kind if it is missing or for a short run."""
     path = TRACES / f"{name}.jsonl.zst"
     if short or not path.exists():
         return synthesize(kind, 40 if short else max_requests or 2000, seed=1).whole_blocks()
@@ -39,11 +39,11 @@ class Row:
     value: float
     unit: str
     reference: str = ""
-    """What it is compared with."""
+    """The reference that the value is compared with."""
     ratio: float | None = None
-    """value / reference, in the unit's own sense."""
+    """The value divided by the reference."""
     target: str = ""
-    """For example ``"<= 2"`` or ``">= 0.9"``; empty where none is set."""
+    """The target for the ratio, for example ``"<= 2"`` or ``">= 0.9"``, or an empty string."""
 
     @property
     def meets_target(self) -> bool | None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a GPU and the region, against one large copy of pinned memory in the same rounds: what
-``kvoffload doctor`` measures, with targets.
+"""Compare copies between a GPU and the region with one large copy of pinned memory in the same rounds.
 
-Pages of 4 KiB to 4 MiB lie in scattered blocks, so that none merge. Planning and submitting count as part of the copy.
-Without a GPU, only the processor time of planning is there.
+These are the measurements of ``kvoffload doctor``, with targets. Pages of 4 KiB to 4 MiB are in scattered blocks, so
+that no copies merge. Planning and submitting count as part of the copy. Without a GPU, the only figure is the CPU time
+of planning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(short: bool) -> list[Row]:
 
 
 def _planning() -> Row:
-    """Without a device: what the engine's thread computes before it calls the driver."""
+    """Measure, without a device, the work of the engine's thread before it calls the driver."""
     page_bytes, blocks = 64 << 10, 64
     pages = tuple(PageRef(layer << 40, page_bytes, 2 * blocks, page_bytes) for layer in range(64))
     layout = CopyLayout((pages,), 1, 1 << 50, 64 * page_bytes, 2 * blocks)

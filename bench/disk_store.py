@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local disk's store against ``fio``: same disk, block size, threads, direct I/O, checksums, quota full, in turn.
+"""Compare the local disk's store with ``fio``, in turn, with the same disk, block size, threads and direct I/O.
 
-``fio`` reads and writes at random in one file that has been written before, as the store does in its slabs. *Single*
-blocks are scattered, one call each. *Runs* are parts of a prefix as ``StoreTier`` hands them over, up to 64 blocks or
-4 MiB per call. Processor time is that of the whole process, per block. The file store does the same in the same run,
-and so does the same store without its checksums.
-The start is that of a store with a million slots, and the memory that of such a store and its tier.
-``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
+Checksums are on, and the quota is full. ``fio`` reads and writes at random in one existing file, as the store does in
+its slabs. *Single* blocks are scattered, one per call. *Runs* are parts of a prefix as ``StoreTier`` passes them, up to
+64 blocks or 4 MiB per call. CPU time is the time of the whole process, per block. The file store, and this store
+without checksums, do the same work in the same run. Startup is measured for a store with a million slots, and memory
+for such a store and its tier. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ TARGETS = {
     1 << 20: ("0.95", "0.95", "1.0", "1.0"),
     4 << 20: ("0.95", "0.95", "1.0", "1.0"),
 }
-"""At least: single writes and reads, writes and reads in runs."""
+"""The least ratios for single writes and reads, and for writes and reads in runs."""
 
 
 def run(short: bool) -> list[Row]:
@@ -134,7 +133,7 @@ def _rows(case: _Case, found: list[dict[str, Speed]], num_blocks: int, target: s
 
 
 def _start(root: Path, num_slots: int) -> list[Row]:
-    """Opens a store whose tables are full. The payloads are holes, as a start does not read them."""
+    """Open a store whose tables are full. The payloads are holes in files, because startup does not read them."""
     layout, per_slab = SlabFormat(directory_of(""), 65536), min(num_slots, 16_000)
     DiskStore(root, 65536, max_bytes=1 << 30).close()
     rng = np.random.default_rng(0)
@@ -164,7 +163,7 @@ def _start(root: Path, num_slots: int) -> list[Row]:
 
 
 def _memory(root: Path, num_blocks: int, target: str) -> list[Row]:
-    """What a store and its tier keep of blocks that were there at the start, and of lookups."""
+    """Measure the memory of a store and its tier for blocks that existed at startup, and the time of lookups."""
     view = memoryview(bytearray(65536)).cast("B", (1, 65536))
     names, context = make_keys(*range(20_000)), ReqContext("memory")
     tracemalloc.start()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file store against ``fio``: same directory, block size, threads and direct I/O, checksums on, in turn.
+"""Compare the file store with ``fio``, in turn, with the same directory, block size, threads and direct I/O.
 
-Two ways of ``fio`` are the reference: one large file per thread, and a file per block as the store has them.
-``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory); 25 GiB of it are used for a while.
+Checksums are on. ``fio`` runs in two ways: with one large file per thread, and with a file per block like the store.
+``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory). The benchmark temporarily uses 25 GiB.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def _total(size: int, short: bool) -> int:
 
 
 def _wait_for_cheap_files(place: Path) -> None:
-    """Waits until making a file is cheap. For a minute after many were deleted, ext4 steps over their inodes one by
-    one, which makes each new file ten times as dear; so nothing here deletes before the end either."""
+    """Wait until creating a file is cheap.
+
+    For a minute after many files were deleted, ext4 steps over their inodes one by one, which makes each new file ten
+    times as expensive. For the same reason, this benchmark deletes nothing before the end.
+    """
     for number in range(30):
         directory = place / f"probe{number}"
         directory.mkdir()
@@ -49,7 +52,7 @@ def _wait_for_cheap_files(place: Path) -> None:
 
 
 def _fio(place: Path, size: int, total: int, direction: str, *, file_per_block: bool = False) -> float | None:
-    """Bytes per second of fio in ``place``, where its files stay; ``None`` if it is not installed."""
+    """Return fio's bytes per second in ``place``, where its files stay, or ``None`` if fio is not installed."""
     place.mkdir(exist_ok=True)
     per_thread, options = total // THREADS, list[str]()
     if file_per_block:
@@ -61,13 +64,15 @@ def _fio(place: Path, size: int, total: int, direction: str, *, file_per_block: 
 
 
 def _batch(blocks: Blocks) -> int:
-    """Blocks of a call: each thread has some calls to make."""
+    """Return the number of blocks per call, such that each thread makes several calls."""
     return max(1, min(BATCH, blocks.count // (4 * THREADS)))
 
 
 class _Versus:
-    """One case: the store against both ways of fio, interleaved. Ratios are of neighbours in time, as a disk's speed
-    wanders."""
+    """One case: the store and both ways of fio, in turn.
+
+    Ratios compare consecutive measurements, because a disk's speed drifts.
+    """
 
     def __init__(self, case: str) -> None:
         self._case = case
@@ -91,8 +96,10 @@ class _Versus:
 
 
 def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:
-    """New files, reads, and a store whose quota is full, so that each block pushes another out: the state a cache
-    lives in. Each against fio doing just that: writing new files, reading, writing over what it has."""
+    """Compare writing new files, reading, and writing with a full quota, where each block evicts another one.
+
+    fio writes new files, reads, and overwrites its files, respectively. A full quota is the usual state of a cache.
+    """
     blocks, label = Blocks(size, total), f"{size >> 10} KiB, {THREADS} threads"
     place = place / str(size)
     place.mkdir()
@@ -101,7 +108,7 @@ def _against_fio(place: Path, size: int, total: int, repeats: int) -> list[Row]:
     def speed_of(call: Call, keys: list[OffloadKey]) -> float:
         return in_threads(call, batches_of(keys, blocks.rows, _batch(blocks))).bytes_per_s
 
-    # As many blocks as a production quota has room for, from which on a write lists one directory, not all of them.
+    # There are as many blocks as in a production quota, so that a write lists one directory instead of all of them.
     num_kept = blocks.count if repeats == 1 else 16 * NUM_FANS
     bounded = FileSystemStore(place / "full", size, max_bytes=num_kept * (size + 4096))
     for _ in range(-(-num_kept // blocks.count)):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first minutes on a GPU: what the fake driver cannot tell. ``python -m bench.gpu_probe --out FILE``
+"""Probe a GPU for facts that the fake driver cannot show: ``python -m bench.gpu_probe --out FILE``.
 
-Each part is a process of its own under a time limit, and its findings are written line by line, as JSON: a part that
-hangs or crashes costs itself. The last lines are a table of what was expected, what was seen and what to change. What
-would stop everything comes first, then speed, then what is good to know. Needs NVIDIA's driver and kvoffload's own
-packages, no torch.
+Each part runs in its own process under a time limit and writes its findings line by line as JSON, so a part that hangs
+or crashes does not affect the others. The last lines are a table of expected results, observed results and remedies.
+Parts that could rule out offloading run first, then parts about speed, then other facts. The probe needs NVIDIA's
+driver and kvoffload's own packages, but not torch.
 
-``--small`` is for a rehearsal over the fake driver of the tests: its figures mean nothing.
+``--small`` is for a rehearsal with the fake driver of the tests. Its figures are meaningless.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from kvoffload.doctor.findings import least_ratio
 
 MIB = 1 << 20
 _BLOCKED_S = 0.005
-"""A call that takes longer than this has waited for the device."""
+"""If a call takes longer than this, it has waited for the device."""
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is copied: of a real device, or of a rehearsal."""
+    """The amounts to copy, on a real device or in a rehearsal."""
 
     large_bytes: int = 256 * MIB
     compute_fills: int = 400
     compute_bytes: int = 1 << 30
-    """Some 150 ms of a device's time, together."""
+    """Together, this is about 150 ms of a device's time."""
     pinned_bytes: int = 8 << 30
     most_pinned_bytes: int = 64 << 30
     counts: tuple[int, ...] = (1024, 4096, 8192, 16_384, 51_828, 131_072)
@@ -62,7 +62,7 @@ SMALL = Sizes(4 * MIB, 8, MIB, 8 * MIB, 16 * MIB, (16, 64), (4 << 10, 64 << 10),
 
 
 class Probe:
-    """One part's process: the driver, and what it says."""
+    """The driver and the findings of one part's process."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -75,7 +75,7 @@ class Probe:
         print(json.dumps(found), flush=True)
 
     def host(self, num_bytes: int, register: bool = True, huge: bool = True) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Anonymous memory that was touched: its address and its bytes."""
+        """Return the address and the bytes of new anonymous memory whose pages were touched."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self._kept.append(memory)
@@ -87,12 +87,12 @@ class Probe:
         return address, array
 
     def compute(self, stream: Stream, memory: int) -> None:
-        """Work that takes a while, and copies nothing."""
+        """Submit work that takes a while and copies nothing."""
         for _ in range(self.sizes.compute_fills):
             self.driver.fill(memory, 0, self.sizes.compute_bytes, stream)
 
     def seconds(self, submit: Callable[[], None]) -> tuple[float, float, float]:
-        """Medians: processor time of submitting, time until all has ended, and the device's own time."""
+        """Return medians of the CPU time of submitting, the time until all work has ended, and the device's time."""
         start, end = self.driver.create_event(), self.driver.create_event()
         rows = []
         for _ in range(self.sizes.repeats):
@@ -109,7 +109,7 @@ class Probe:
 
 
 def scattered(device: int, host: int, page: int, count: int, pool: int, seed: int = 0) -> tuple[Int64s, Int64s, Int64s]:
-    """Addresses on both sides and lengths. ``pool`` pages lie on each side."""
+    """Return addresses on both sides, and lengths, for scattered pages out of ``pool`` pages on each side."""
     random = np.random.default_rng(seed)
     on_device, on_host = (random.permutation(pool)[:count].astype(np.int64) * page for _ in range(2))
     return device + on_device, host + on_host, np.full(count, page, dtype=np.int64)
@@ -146,7 +146,7 @@ def _read(path: str) -> str | None:
 
 
 def bytes_are_right(probe: Probe) -> None:
-    """Both ways, batched and singly, pages of odd sizes too; and behind compute that still writes."""
+    """Check bytes in both directions, batched and single, with odd page sizes, and behind compute that still writes."""
     driver, size = probe.driver, probe.sizes.large_bytes // 4
     source, sent = probe.host(size)
     target, back = probe.host(size)
@@ -178,7 +178,7 @@ def bytes_are_right(probe: Probe) -> None:
 
 
 def limits(probe: Probe) -> None:
-    """How many copies a call takes. Each count in a process of its own: a driver may hang."""
+    """Find how many copies a call accepts. Each count runs in its own process, because a driver may hang."""
     for count in probe.sizes.counts:
         found = run_child("limit", [str(count)], probe.sizes is SMALL, 20.0)
         said = [json.loads(line) for line in found.lines]
@@ -195,12 +195,12 @@ def limit(probe: Probe, count: str) -> None:
             on_device, on_host, lengths = scattered(device, host, page, num, 2 * num, seed)
             to, source = (on_host, on_device) if is_store else (on_device, on_host)
             processor_s, total_s, _ = probe.seconds(lambda: probe.driver.copy_runs(to, source, lengths, probe.stream))  # noqa: B023
-        assert probe.driver.has_batch, "the batch was refused"
+        assert probe.driver.has_batch, "the driver rejected the batch"
     probe.say(processor_us=round(processor_s * 1e6), gb_per_s=round(num * page / total_s / 1e9, 1))
 
 
 def behind_compute(probe: Probe) -> None:
-    """Whether submitting waits while the stream waits for compute."""
+    """Find whether submitting waits while the stream waits for compute."""
     driver, page = probe.driver, 65_536
     pool = probe.sizes.large_bytes // page
     host, _ = probe.host(probe.sizes.large_bytes)
@@ -224,7 +224,7 @@ def behind_compute(probe: Probe) -> None:
 
 
 def queue(probe: Probe) -> None:
-    """How many launches a stream behind compute takes until a call blocks, by kind of launch."""
+    """Count the launches that a stream behind compute accepts until a call blocks, by kind of launch."""
     driver, most = probe.driver, 4 * max(probe.sizes.counts)
     host, _ = probe.host(MIB)
     device, scratch = driver.allocate(MIB), driver.allocate(probe.sizes.compute_bytes)
@@ -252,7 +252,7 @@ def queue(probe: Probe) -> None:
 
 
 def spacers(probe: Probe) -> None:
-    """Seconds for pieces of copies while another stream computes, by the operation between two pieces."""
+    """Time pieces of copies while another stream computes, by the operation between two pieces."""
     driver, size = probe.driver, probe.sizes.large_bytes
     host, _ = probe.host(size)
     device, scratch, spacer = driver.allocate(size), driver.allocate(probe.sizes.compute_bytes), driver.allocate(4)
@@ -286,8 +286,10 @@ def spacers(probe: Probe) -> None:
 
 
 def beside(probe: Probe) -> None:
-    """A small copy of the engine's, while a large job runs the same way: whole, and in pieces with and without a tiny
-    operation between two."""
+    """Time a small copy of the engine while a large job runs in the same direction.
+
+    The job runs as a whole, and in pieces with and without a tiny operation between two pieces.
+    """
     driver, page, size = probe.driver, 65_536, probe.sizes.large_bytes
     host, _ = probe.host(size)
     device, spacer, small = driver.allocate(size), driver.allocate(1), driver.allocate(4096)
@@ -317,7 +319,7 @@ def beside(probe: Probe) -> None:
 
 
 def speed(probe: Probe) -> None:
-    """Scattered pages against one large copy, by size of page."""
+    """Compare copies of scattered pages with one large copy, by page size."""
     driver, size = probe.driver, probe.sizes.large_bytes
     host, _ = probe.host(2 * size)
     device = driver.allocate(2 * size)
@@ -339,7 +341,7 @@ def speed(probe: Probe) -> None:
 
 
 def both_ways(probe: Probe) -> None:
-    """Bandwidth of stores and loads that run at the same time, by size of page."""
+    """Measure the bandwidth of stores and loads that run at the same time, by page size."""
     driver, size = probe.driver, probe.sizes.large_bytes
     host, _ = probe.host(4 * size)
     device, other = driver.allocate(4 * size), driver.create_stream()
@@ -359,7 +361,7 @@ def both_ways(probe: Probe) -> None:
 
 
 def pinning(probe: Probe) -> None:
-    """Seconds per GiB: of pages that are there and of pages that are not, huge and small, and of shared memory."""
+    """Measure the seconds per GiB for pinning present and absent pages, huge and small, and shared memory."""
     available = available_bytes()
     size = min(probe.sizes.pinned_bytes, (available or probe.sizes.pinned_bytes) // 4) // (2 * MIB) * 2 * MIB
     gib = size / (1 << 30)
@@ -399,7 +401,7 @@ def pinning(probe: Probe) -> None:
 
 
 def _pin_much(probe: Probe, available: int | None) -> None:
-    """As much as a server would pin, in huge pages that eight threads make."""
+    """Pin as much memory as a server would, in huge pages that eight threads allocate."""
     most = probe.sizes.most_pinned_bytes
     size = min(most, (available or most) // 2) // (2 * MIB) * 2 * MIB
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -427,7 +429,7 @@ def _pin(probe: Probe, address: int, size: int, **what: Any) -> None:
 
 
 def leaving(probe: Probe) -> None:
-    """Whether a process ends whose copies still run."""
+    """Find whether a process can end while its copies are still running."""
     found = run_child("leave", [], probe.sizes is SMALL, 30.0)
     probe.say(ended=found.ended)
 
@@ -452,7 +454,7 @@ PARTS: dict[str, tuple[Callable[..., None], float]] = {
     "pinning": (pinning, 75),
     "leaving": (leaving, 40),
 }
-"""In this order, each with its seconds at the most."""
+"""The parts in order, each with its time limit in seconds."""
 _CHILDREN: dict[str, Callable[..., None]] = {"limit": limit, "leave": leave}
 
 
@@ -460,13 +462,13 @@ _CHILDREN: dict[str, Callable[..., None]] = {"limit": limit, "leave": leave}
 class Ended:
     lines: list[str]
     ended: str
-    """How the process ended."""
+    """A description of how the process ended."""
 
 
 def run_child(
     name: str, arguments: list[str], is_small: bool, limit_s: float, on_line: Callable[[str], None] | None = None
 ) -> Ended:
-    """A part in a process of its own, with all that it starts."""
+    """Run a part in its own process, and end it together with all processes that it started."""
     command = [sys.executable, "-m", "bench.gpu_probe", "--child", name, *arguments, *(["--small"] if is_small else [])]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None
@@ -504,7 +506,7 @@ def run_child(
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, str, str]]:
-    """What, expected, seen, what to change. Expectations: note 2, from reports of others."""
+    """Yield rows of name, expected result, observed result and remedy. Note 2 cites the sources of the expectations."""
     rows = found.get("bytes", [])
     if rows:
         wrong = sum(row.get("wrong", 0) for row in rows)
@@ -517,14 +519,14 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
         yield (
             "copies in a call",
             "4,096 and more",
-            f"{largest:,} go, {min(bad, default=0):,} does not" if bad else f"{largest:,} go",
+            f"{largest:,} work, {min(bad, default=0):,} fail" if bad else f"{largest:,} work",
             advice,
         )
     for row in found.get("behind", []):
         if row["jobs"] == 64:
             is_slow = row["ms"] > 50 and not row["still"]
             seen = f"{row['ms']} ms for 64 jobs" + (", until compute ended" if is_slow else "")
-            yield f"submitting behind compute, {row['copies']}", "any: a thread pays", seen, ""
+            yield f"submitting behind compute, {row['copies']}", "any, as a thread does it", seen, ""
     ours = OPEN_PIECES * (PIECE_RUNS + 2)
     for row in found.get("queue", []):
         seen = f"{row['launches']:,}" + (f", then {row['blocked_ms']} ms" if row["has_blocked"] else " and more")
@@ -563,7 +565,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
     for row in found.get("speed", []):
         if row["page"] != "large" and row["copies"] == "batched copies":
             least = least_ratio(row["page"], has_device=True)
-            advice = "" if row["ratio"] >= least else "kv_cache_layout, so that a block's layers lie side by side"
+            advice = "" if row["ratio"] >= least else "a kv_cache_layout that puts a block's layers side by side"
             yield (
                 f"{row['way']}, pages of {row['page'] >> 10} KiB",
                 f">= {least} of a large copy",
@@ -586,9 +588,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--out", type=Path, default=Path("probe.jsonl"), help="gets a line of JSON for each finding")
-    parser.add_argument("--seconds", type=float, default=400.0, help="for all parts together")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"Any of {', '.join(PARTS)}. Default: all.")
+    parser.add_argument("--out", type=Path, default=Path("probe.jsonl"), help="Write a JSON line per finding here.")
+    parser.add_argument("--seconds", type=float, default=400.0, help="Time limit for all parts together.")
     parser.add_argument("--small", action="store_true", help="a rehearsal")
     parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients' hints are worth to ``density``: true ones, and wrong ones of every kind, each against the same cell
-without hints. A cell is a trace and a cache of a share of its distinct blocks. Replays are flat
-(``bench.policy_replay``), so the hit rates are the same on every machine.
+"""Measure the value of clients' hints for ``density``, with true hints and every kind of wrong hints.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` the
-most requests to take of each, and ``KVOFFLOAD_BENCH_ONLY`` a word that the name of a trace must have.
+Each result is compared with the same cell without hints. A cell is a trace with a cache that holds a share of its
+distinct blocks. Replays are flat (``bench.policy_replay``), so the hit rates are the same on every machine.
+
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``), ``KVOFFLOAD_BENCH_REQUESTS`` is the
+most requests to use from each trace, and ``KVOFFLOAD_BENCH_ONLY`` is a word that a trace's name must contain.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kvoffload.sim.trace_files import load_trace
 PERCENT = (1, 2, 5, 10)
 FILES = ("mooncake_conversation", "weka_cc_64_s60", "lmcache_agent_b256")
 MADE_UP = (("tools", 1), ("assistants", 5), ("agents", 1))
-"""Kind and seed."""
+"""The kinds and seeds of synthetic traces."""
 SEEDS = (1, 2, 3)
-"""Of shuffled hints."""
+"""The seeds of shuffled hints."""
 POINTS = 1.0
-"""The most that hints of any kind may cost."""
+"""The most percentage points of hit rate that hints of any kind may cost."""
 _REVERSED = np.array([NextUse.UNKNOWN, NextUse.NEVER, NextUse.LATER, NextUse.SOON], np.int8)
 
 

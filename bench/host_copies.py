@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a KV cache in host memory and the region, against one large memcpy with the same threads.
+"""Compare copies between a KV cache in host memory and the region with one large memcpy with the same threads.
 
-Every job moves the same number of bytes, in pages of 4 KiB to 4 MiB that lie in the tensors of several layers, so that
-no two pages of a block merge. GPU blocks and rows are scattered over pools twice the size of the job (the worst a
-long-lived engine comes to), or consecutive (a fresh engine). Planning and queueing count as part of the copy.
+Every job moves the same number of bytes, in pages of 4 KiB to 4 MiB in the tensors of several layers, so that no two
+pages of a block merge. GPU blocks and rows are scattered over pools twice the size of the job (the worst case of a
+long-lived engine), or consecutive (a fresh engine). Planning and queueing count as part of the copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TARGET_FROM_BYTES = 16 << 10
 
 
 def run(short: bool) -> list[Row]:
-    """Throughput of both directions by page size; the ratio is against one large memcpy in the same rounds."""
+    """Measure the throughput in both directions by page size, relative to one large memcpy in the same rounds."""
     size = (8 << 20) if short else (128 << 20)
     repeats = 2 if short else 15
     threads = max(1, min(4, os.cpu_count() or 1))

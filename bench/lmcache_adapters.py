@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's adapters beside kvoffload's tiers: seconds from handing in a batch of blocks to its end, as GB/s.
+"""Compare LMCache's adapters with kvoffload's tiers: GB/s from submitting a batch of blocks to its end.
 
-Both keep 32 blocks of 2 MiB in the same Valkey server of this machine, or in files of one directory, with as many
-threads as each takes by default. kvoffload's figures include its connections and its checksums. LMCache's are those of
-its own check (``python -m lmcache.v1.basic_check --mode test_l2_adapter``), which hands in one batch.
-``KVOFFLOAD_LMCACHE_PYTHON`` names the interpreter that has LMCache (``scripts/bench-lmcache`` makes one); without it
-kvoffload's figures stand alone.
+Both keep 32 blocks of 2 MiB in the same Valkey server of this machine, or in files of one directory, with their default
+numbers of threads. kvoffload's figures include its connections and checksums. LMCache's figures come from its own check
+(``python -m lmcache.v1.basic_check --mode test_l2_adapter``), which submits one batch. ``KVOFFLOAD_LMCACHE_PYTHON``
+names an interpreter with LMCache (``scripts/bench-lmcache`` makes one). Without it, only kvoffload is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _MODE = ["-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--kv-dtyp
 _TIMES = re.compile(r"^\| (STORE|LOAD) +\| +([\d.]+)", re.MULTILINE)
 
 Figures = dict[str, float]
-"""Seconds of "STORE" and "LOAD"."""
+"""The seconds of "STORE" and "LOAD"."""
 
 
 def run(short: bool) -> list[Row]:
@@ -83,7 +82,7 @@ def _compare(
 ) -> list[Row]:
     python = os.environ.get("KVOFFLOAD_LMCACHE_PYTHON")
     own, others = list[Figures](), [list[Figures]() for _ in theirs]
-    for _ in range(repeats):  # in turn, so that a slow minute hits all of them
+    for _ in range(repeats):  # in turn, so that a slow minute affects all of them
         forget()
         own.append(_kvoffload(ours, size, count))
         for adapter, log in zip(theirs, others, strict=True):
@@ -117,7 +116,7 @@ def _kvoffload(options: dict[str, Any], size: int, count: int) -> Figures:
             submit(job)
             tier.on_schedule_end()
             while not (ended := list(tier.get_finished_jobs())):
-                time.sleep(0.001)  # an engine asks once a step; more often takes the time of the I/O threads
+                time.sleep(0.001)  # an engine asks once per step; asking more often would slow the I/O threads
             figures[direction] = time.perf_counter() - begun
             assert [result.success for result in ended] == [True], f"{direction} failed"
         assert np.array_equal(blocks[:count], blocks[count:])

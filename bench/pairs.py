@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of this tree against those of an earlier revision, in turn, on a machine that does nothing else::
+"""Compare benchmarks of this tree with an earlier revision, in turn, on an otherwise idle machine::
 
     python -m bench.pairs 8828d72 disk_store fs_store --pairs 5
 
-Each pair runs every benchmark in both trees, the second one first in every other pair. A row is compared by its ratio
-to its reference of the same run, or by its value if it has none. The figure is that of now over that of before, turned
-so that above 1 is worse: the median of the pairs, and the range. Rows of only one of the trees are left out, and a pair
-of which one run fails. The exit code is 1 if a median is above ``--most``, or nothing could be compared.
+Each pair runs every benchmark in both trees, in the opposite order in every other pair. A row is compared by its ratio
+to the reference of the same run, or by its value if there is no reference. The result is the new figure divided by the
+old one, inverted if necessary so that a result above 1 is worse: the median of the pairs, and the range. Rows that only
+one tree has, and pairs with a failed run, are left out. The exit code is 1 if a median is above ``--most``, or if
+nothing could be compared.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Benchmarks in pairs with an earlier revision.")
+    parser = argparse.ArgumentParser(description="Compare benchmarks with an earlier revision, in pairs of runs.")
     parser.add_argument("revision")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--most", type=float, default=1.05, help="A median above this is worse.")
-    parser.add_argument("--short", action="store_true", help="Only to see that everything runs.")
+    parser.add_argument("--most", type=float, default=1.05, help="Fail if a median is above this ratio.")
+    parser.add_argument("--short", action="store_true", help="Only check that everything runs.")
     options = parser.parse_args()
     worse: dict[str, list[float]] = {}
     with _tree_of(options.revision) as before:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When blocks go down to a disk as large as host memory, on the real thing: a trace is replayed through the real
-managers over real memory and a ``MemoryStore``, which evicts as the simulator's disk does, with I/O threads, at a pace
-of computed blocks per second.
+"""Compare the times at which blocks are written to a disk as large as host memory, with the real managers.
 
-Every stored block is filled with bytes that are a function of its key, and every loaded one is compared with them.
-Beside each run stands the simulator's hit rate for the same machine, with links as fast as they can be.
+A trace is replayed through the managers over real memory, at a pace of computed blocks per second. The disk is a
+``MemoryStore`` with I/O threads, which evicts like the simulator's disk. Every stored block contains bytes that are a
+function of its key, and every loaded block is checked. Each run is compared with the simulator's hit rate for the same
+machine with infinitely fast links.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``). Without it, traces are synthetic.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CHUNK_TOKENS = 8192
 class Case:
     trace: str
     synthetic: str
-    """What is made up where the trace is not there."""
+    """The kind of the synthetic trace that replaces a missing trace."""
     max_requests: int | None
     cpu_percent: float
-    """Of the trace's different blocks. The disk is as large."""
+    """The size of host memory as a percentage of the trace's distinct blocks. The disk has the same size."""
     block_bytes: int
     blocks_per_s: float
-    """How fast blocks are computed: the pace of the replay."""
+    """The pace of the replay: the number of blocks computed per second."""
 
 
 CASES = (
@@ -54,13 +54,13 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What one replay found, in blocks."""
+    """The result of one replay, in blocks."""
 
     accesses: int
     host_hits: int
     disk_hits: int
     wrong: int
-    """Loaded blocks whose bytes were not their key's."""
+    """The number of loaded blocks with wrong bytes."""
     written: int
     dropped: int
     store_failures: int
@@ -84,7 +84,7 @@ class Memory:
 
 
 class FilledManager(TieringOffloadingManager):
-    """Stands for the worker as well: what is stored gets its bytes, what is loaded is looked at."""
+    """A manager that also replaces the worker: it fills stored blocks, and checks loaded blocks."""
 
     def __init__(self, memory: Memory, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
@@ -112,12 +112,12 @@ def _slots(spec: LoadStoreSpec) -> Sequence[int]:
 
 
 def content(key: OffloadKey) -> npt.NDArray[np.uint64]:
-    """Eight bytes, repeated over the block."""
+    """Return the eight bytes of a key that are repeated over its block."""
     return np.frombuffer(key, np.uint64, 1) ^ np.uint64(0x9E3779B97F4A7C15)
 
 
 class PacedClock:
-    """Real seconds, and a time to sleep until."""
+    """A real clock that can sleep until a given time."""
 
     @property
     def now_s(self) -> float:
@@ -138,7 +138,7 @@ def replay(
     blocks_per_s: float,
     check: Callable[[TieringOffloadingManager], object] = lambda _: None,
 ) -> Replayed:
-    """Serves ``trace`` one request after the other over ``num_blocks`` of host memory and as many on disk.
+    """Serve ``trace``, one request after the other, with ``num_blocks`` in host memory and as many on disk.
 
     ``check`` is called after every request.
     """

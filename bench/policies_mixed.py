@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates of the default policy on mixed traffic, against the better of LRU and ARC on the same cell: a trace, and a
-cache of a share of its distinct blocks. Replays are flat (``bench.policy_replay``), so the figures are the same
-on every machine.
+"""Compare the default policy's hit rates on mixed traffic with the better of LRU and ARC on the same cell.
 
-Its two constants, how long a use is waited for and how much evidence a class needs, are chosen by the tuning half of
-the seeds. The first rows show each choice on both halves, and the others each cell of the half that chose nothing.
+A cell is a trace with a cache that holds a share of its distinct blocks. Replays are flat (``bench.policy_replay``), so
+the figures are the same on every machine.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``). If it is there, some of them are
-also shuffled into each other.
+The policy's two constants, ``horizon`` and ``prior``, were chosen with the tuning half of the seeds. The first rows
+show each choice on both halves, and the other rows show each cell of the other half.
+
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``). If it exists, some of its traces are
+also merged in pairs.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ PAIRS = (
     (("mooncake_conversation", 4000), ("lmcache_agent_b256", 1619)),
     (("mooncake_conversation", 1000), ("weka_cc_64_s60", 200)),
 )
-"""Shuffled into each other: the first requests of two traces."""
+"""Pairs of traces whose first requests are merged."""
 POINTS = 0.5
-"""How far below the better of LRU and ARC the policy may be."""
+"""The most percentage points by which the policy may be below the better of LRU and ARC."""
 
 
 def assistants(seeds: Sequence[int], short: bool) -> Iterator[tuple[str, Trace]]:
-    """Each seed in two forms; the crowded one has four times as many sessions at a time."""
+    """Yield two traces per seed. The crowded one has four times as many sessions at a time."""
     for seed in seeds:
         for form, sessions_per_s in (("", 0.25), (", crowded", 1.0)):
             trace = synthesize("assistants", 60 if short else 4000, seed, sessions_per_s)
@@ -49,7 +50,7 @@ def assistants(seeds: Sequence[int], short: bool) -> Iterator[tuple[str, Trace]]
 
 
 def shuffled(left: Trace, right: Trace) -> Trace:
-    """The requests of two traces, each evenly spread over the whole. Only the order of block uses means anything."""
+    """Return the requests of two traces, each spread evenly over the result. Only the order of block uses matters."""
     positions = np.concatenate([(np.arange(len(each)) + 0.5) / len(each) for each in (left, right)])
     order = np.argsort(positions, kind="stable").tolist()
     paths = [left.blocks(at) if at < len(left) else right.blocks(at - len(left)) + left.num_unique for at in order]
@@ -91,7 +92,7 @@ def run(short: bool) -> list[Row]:
 
 
 def _row_of_choice(horizon: int, prior: float, half: str, seeds: tuple[int, ...], short: bool) -> Row:
-    """Mean hit rate over the cells of a half."""
+    """Return the row with the mean hit rate over the cells of one half of the seeds."""
 
     class Chosen(DensityCachePolicy):
         def __init__(self, cache_capacity: int) -> None:
@@ -124,7 +125,7 @@ _BESTS: dict[tuple[str, int], float] = {}
 
 
 def _best(trace: Trace, capacity: int) -> float:
-    """The hit rate in % of the better of LRU and ARC."""
+    """Return the hit rate of the better of LRU and ARC, in percent."""
     cell = f"{trace!r}", capacity
     if cell not in _BESTS:
         _BESTS[cell] = 100 * max(replay_policy(trace, policy, capacity).hit_rate for policy in ("lru", "arc"))

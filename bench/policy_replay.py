@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace on one cache without clock or bytes: what is a policy's order alone worth?
+"""Replay a trace on one cache without a clock or bytes, to measure only a policy's order.
 
-The rule: a request's hit is its longest resident prefix when it arrives. Then all of its blocks are used, one by one
-from tail to head, and absent ones are stored at once. The optimum counts the same way, and so do cache simulators that
-replay a flat stream of accesses, so figures can be compared. Manager and policy are the production ones.
+A request's hit is its longest resident prefix when it arrives. Then all of its blocks are used, one by one from tail to
+head, and absent blocks are stored at once. The optimum, and cache simulators that replay a flat stream of accesses,
+count in the same way, so figures can be compared. The manager and the policy are the production ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Share of blocks, 0 to 1."""
+        """The share of blocks that were hits, from 0 to 1."""
         return self.hit_blocks / self.accesses
 
 
@@ -45,12 +45,12 @@ def replay_policy(
     store_threshold: int = DEFAULTS.store_threshold,
     keys: Sequence[OffloadKey] | None = None,
 ) -> ReplayResult:
-    """Replays ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
+    """Replay ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
 
-    ``keys``: ``trace.keys()``, to share it between replays.
+    ``keys`` is ``trace.keys()``, so that several replays can share it.
     """
     manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
-    # LRU evicts the same blocks at once as one by one. Policies that learn do so between two evictions.
+    # LRU evicts the same blocks in one batch as one by one. Policies that learn do so between two evictions.
     most_at_once = capacity_blocks if policy == "lru" else 1
     table = trace.keys() if keys is None else keys
     offsets = trace.offsets.tolist()
@@ -78,10 +78,10 @@ def replay_policy(
 def _use(
     manager: CPUOffloadingManager, path: list[OffloadKey], found: int, context: ReqContext, most_at_once: int
 ) -> None:
-    """Uses every block of ``path``, the first ``found`` of which are resident, from tail to head.
+    """Use every block of ``path`` from tail to head. The first ``found`` blocks are resident.
 
-    A run of resident blocks is touched in one call. That equals single uses: they evict nothing, and ``touch`` itself
-    goes from tail to head. Runs of up to ``most_at_once`` absent blocks are stored in one call.
+    A run of resident blocks is touched in one call. That equals single uses, because they evict nothing and ``touch``
+    itself works from tail to head. Runs of up to ``most_at_once`` absent blocks are stored in one call.
     """
     end = _store_absent(manager, path, found, len(path), len(path), context, most_at_once)
     if end < len(path):
@@ -101,9 +101,9 @@ def _store_absent(
     context: ReqContext,
     most_at_once: int,
 ) -> int:
-    """Stores the absent blocks of ``path[first:stop]``, from tail to head.
+    """Store the absent blocks of ``path[first:stop]``, from tail to head.
 
-    Blocks from ``end`` on are used already. Returns the new ``end``: resident blocks before it are still to be used.
+    Blocks from ``end`` on were already used. Returns the new ``end``; resident blocks before it are not used yet.
     """
     at = stop
     while at > first:

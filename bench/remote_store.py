@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote stores against the least that could be done, and against the well-known clients: processor time per byte.
+"""Compare the CPU time per byte of remote stores with a minimal client and with well-known clients.
 
-Redis: a Valkey server of this machine, one thread, windows of 4 MiB. The references are a bare loop over a socket that
-moves the same bytes and checks nothing, the same loop with the seal's checksum, and redis-py with its own pipelines:
-once moving blocks alone, and once doing what the store does, with seals that are checked. A real network adds its
-latency to all of them; what the client's processor does for a byte stays. Lookups are compared with the server's own
-time for them, taken as that of the bare loop.
+Redis: the server is Valkey on this machine, with one client thread and windows of 4 MiB. The references are a bare loop
+over a socket that moves the same bytes and checks nothing, the same loop with the seal's checksum, and redis-py with
+its own pipelines, with and without checked seals. A real network would add its latency to all of them, but the client's
+CPU time per byte would stay the same. Lookups are compared with the server's own time, measured with the bare loop.
 
-Steps: 64 requests decode at a pace of 10 ms a step, and a tier below host memory writes what they store. What a step
-takes of the scheduler's thread stands beside the same without a tier, and with one of memory, which is what any tier
-costs; all ways in turn. A second engine without a tier shows the noise.
+Steps: 64 requests decode at 10 ms per step, and a tier below host memory writes the stored blocks. The time of a step
+on the scheduler's thread is compared, in turn, with the same steps without a tier and with a memory tier, which shows
+the cost of any tier. A second engine without a tier shows the noise.
 
-Objects: a server that speaks S3 on this machine, 16 requests in flight. The reference is obstore alone, with as many
-threads. ``KVOFFLOAD_S3_SERVER`` names SeaweedFS' ``weed``; without it the server is moto's, which is so slow that the
-ratio says little.
+Objects: an S3 server on this machine, with 16 requests in flight. The reference is obstore alone with as many threads.
+``KVOFFLOAD_S3_SERVER`` names SeaweedFS's ``weed``. Without it, the server is moto, which is so slow that the ratio
+means little.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def run(short: bool) -> list[Row]:
 
 
 class _Bare:
-    """The bytes and nothing else, on one blocking socket; ``checks`` adds the checksum of each block."""
+    """A minimal client on one blocking socket. ``checks`` adds the checksum of each block."""
 
     def __init__(self, port: int, size: int, *, checks: bool = False) -> None:
         self._sealer = sealer_of("bench", None) if checks else None
@@ -117,7 +116,7 @@ class _Bare:
 
 
 class _Library:
-    """redis-py as its documentation has it: a pipeline per window."""
+    """redis-py, used as in its documentation, with a pipeline per window."""
 
     def __init__(self, port: int, *, checks: bool = False) -> None:
         self._sealer = sealer_of("bench", None) if checks else None
@@ -126,7 +125,7 @@ class _Library:
     def write(self, names: list[OffloadKey], rows: list[memoryview]) -> None:
         pipe = self._client.pipeline(transaction=False)
         for name, row in zip(names, rows, strict=True):
-            # It sends one buffer per value, so that block and seal have to be joined.
+            # redis-py sends one buffer per value, so the block and its seal must be joined.
             pipe.set(bytes(name), b"".join(self._sealer.seal(name, row)) if self._sealer else row)
         pipe.execute()
 
@@ -175,7 +174,7 @@ def _transfers(server: RedisServer, size: int, total: int, repeats: int) -> list
     for direction, calls in zip(figures, ways, strict=True):
         for _ in range(repeats):
             taken = [0.0] * len(calls)
-            for place in shuffled.permutation(len(calls)):  # what comes before has its influence
+            for place in shuffled.permutation(len(calls)):  # in random order, because each call affects the next one
                 forget()
                 if direction == "read":
                     seconds_of(ways[0][place])
@@ -218,7 +217,7 @@ def _lookups(server: RedisServer, repeats: int) -> list[Row]:
 
 
 def _steps(server: RedisServer, short: bool) -> list[Row]:
-    """Per step: the processor time of the scheduler's thread, and the time that passes."""
+    """Measure the CPU time of the scheduler's thread, and the elapsed time, per step."""
     running, num_blocks, size, rounds, pace_s = (4, 256, 4096, 1, 0.0) if short else (64, 2048, 256 << 10, 15, STEP_S)
     of_memory = {"type": "memory", "max_bytes": "256MiB"}
     ways: list[list[dict[str, str]]] = [[], [], [of_memory], [{"type": "redis", "url": server.url}]]
@@ -233,7 +232,7 @@ def _steps(server: RedisServer, short: bool) -> list[Row]:
             place = (turn + number) % len(ways)
             manager, engine = engines[place]
             taken[place].append(_decode(engine, 1 if short else 6, pace_s))
-            while manager.has_pending_work():  # the next engine's steps have the machine to themselves
+            while manager.has_pending_work():  # so that the next engine has the machine to itself
                 engine.step(())
                 time.sleep(0.001)
             with server.client() as client:
@@ -255,7 +254,7 @@ def _steps(server: RedisServer, short: bool) -> list[Row]:
 
 
 def _decode(engine: Decoding, blocks: int, pace_s: float) -> tuple[float, float]:
-    """Seconds per step of the thread and of the clock. Each request fills ``blocks``."""
+    """Return the CPU seconds of this thread and the elapsed seconds, per step. Each request fills ``blocks``."""
     all_records = [engine.decode_records() for _ in range(blocks * BLOCK)]
     of_thread_s = passed_s = 0.0
     gc.collect()
@@ -272,7 +271,7 @@ def _decode(engine: Decoding, blocks: int, pace_s: float) -> tuple[float, float]
 
 
 def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]:
-    """Seconds for all blocks, in one batch after the other, against obstore with 16 threads."""
+    """Compare the seconds for all blocks, one batch after the other, with obstore with 16 threads."""
     import obstore
 
     count = total // size
@@ -306,7 +305,7 @@ def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]
         for number in range(repeats):
             keys = make_keys(*range(number * count, (number + 1) * count))
             for direction, store_does, client_does in (("write", store.write, put), ("read", store.read_into, get)):
-                # Who reads first finds the server still busy with what was written: each is first in turn.
+                # The first reader finds the server still busy with earlier writes, so each client is first in turn.
                 if number % 2:
                     alone_s = its(client_does, keys)
                     figures[direction].append((ours(store_does, keys), alone_s))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sealing and opening a block costs: processor time for each byte, beside HMAC-SHA256, which sealed blocks once.
+"""Measure the CPU time per byte of sealing and opening a block, relative to HMAC-SHA256.
 
-Blocks lie in 64 MiB of memory, so that none is in the processor's caches when its turn comes. A row's ratio is to
-HMAC-SHA256 of the same blocks in the same run.
+Blocks are in 64 MiB of memory, so that no block is in the CPU's caches when it is used. A row's ratio is relative to
+HMAC-SHA256 over the same blocks in the same run.
 
-What an engine pays is there as well: processor time of the whole process for a decode step in which four blocks are
-stored, as ``single_blocks`` makes it, over a disk tier with each kind of seal in turn. ``KVOFFLOAD_BENCH_DIR`` chooses
-the disk (default: the working directory).
+The cost to an engine is measured as well: the CPU time of the whole process for a decode step in which four blocks are
+stored, as in ``single_blocks``, over a disk tier with each kind of seal in turn. ``KVOFFLOAD_BENCH_DIR`` chooses the
+disk (default: the working directory).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _steps(size: int, short: bool) -> Iterator[Row]:
         }
         times: dict[str, list[float]] = {name: [] for name in servers}
         for server in servers.values():
-            server.decode(steps)  # makes its files
+            server.decode(steps)  # creates its files
         for _ in range(rounds):
             for name, server in servers.items():
                 times[name].append(server.decode(steps)[1] * PER_STEP)
@@ -83,7 +83,7 @@ def works(blocks: list[memoryview], size: int) -> dict[str, Callable[[], object]
 
         def unseal(sealer=sealer, sealed=sealed) -> None:
             for stored, made in sealed:
-                is_in_place = not sealer.changes_blocks  # as a store reads into a slot; encrypted ones are needed again
+                is_in_place = not sealer.changes_blocks  # like a store's read into a slot; ciphertext is needed again
                 assert sealer.unseal(made, b"key", stored, stored if is_in_place else target)
 
         found[f"{name}: seal"], found[f"{name}: open"] = seal, unseal
@@ -91,7 +91,7 @@ def works(blocks: list[memoryview], size: int) -> dict[str, Callable[[], object]
 
 
 def measured(tasks: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median processor time of each task, in turn."""
+    """Return the median CPU time of each task. The tasks run in turn."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(rounds):
         for name, task in tasks.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One ``disk`` tier over two disks against one over one, and ``fio`` over the same.
+"""Compare a ``disk`` tier over two disks with a tier over one disk, and with ``fio`` over the same disks.
 
-Where this user may, the disks are loop devices on memory with ext4, each bounded to ``DISK_BYTES_PER_S`` by the
-kernel's block throttling, so that cores are not what is measured. Elsewhere they are two directories, whose ratio
-says little.
+If this user has the permission, the disks are loop devices with ext4 in memory. The kernel's block throttling limits
+each of them to ``DISK_BYTES_PER_S``, so that CPU cores are not the bottleneck. Otherwise they are two directories, and
+the ratio means little.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _store_speeds(disks: Sequence[Path], num_blocks: int) -> dict[str, float]:
 def _in_threads(
     store: BlockStore, call: Callable[..., list[bool]], keys: Sequence[OffloadKey], slots: Sequence[memoryview]
 ) -> int:
-    """How many blocks ``call`` moved, in batches, as the tier's threads do."""
+    """Move blocks with ``call`` in batches, as the tier's threads do, and return their number."""
     batches, done, lock = list(range(0, len(keys), BATCH)), [0], threading.Lock()
 
     def work(own: Sequence[memoryview]) -> None:
@@ -154,7 +154,7 @@ def _disks(num_bytes: int) -> Iterator[tuple[list[Path], str]]:
 
 
 def _bound(devices: Sequence[str], end: ExitStack) -> bool:
-    """Whether this process, and what it starts, moves no more than ``DISK_BYTES_PER_S`` from and to each device."""
+    """Limit this process and its children to ``DISK_BYTES_PER_S`` per device, and return whether that worked."""
     try:
         _CGROUP.mkdir(exist_ok=True)
         end.callback(_CGROUP.rmdir)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``disk`` tier below SGLang's HiCache beside SGLang's own ``file`` backend, on the same work in turn. In the
-environment of ``make test-sglang``::
+"""Compare the ``disk`` tier below SGLang's HiCache with SGLang's own ``file`` backend, on the same work in turn.
+
+Run it in the environment of ``make test-sglang``::
 
     .venv-sglang/bin/python -m bench.sglang_storage [--short]
 
-* Processor time of the calls by which SGLang's controller writes and reads pages, per byte: its own code, host
-  pool and batches of 128 pages, without a server. ``file`` checks nothing of what it reads, and grows without bound.
-* First token and hits of prompts that a server on the CPU finds in storage alone.
+* CPU time per byte of the calls with which SGLang's controller writes and reads pages: its own code, host pool and
+  batches of 128 pages, without a server. ``file`` does not check data that it reads, and grows without bound.
+* Time to first token, and hits, of prompts that a server on the CPU finds only in storage.
 
-``KVOFFLOAD_BENCH_DIR`` chooses the disk. Not among ``BENCHES``: the development environment has no SGLang.
+``KVOFFLOAD_BENCH_DIR`` chooses the disk. This is not one of ``BENCHES``, because the development environment lacks
+SGLang.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from bench.core import Row
 
 PAGE_TOKENS = 16
 BATCH_PAGES = 128
-"""SGLang's own batches."""
+"""The number of pages in SGLang's own batches."""
 
 
 def run(short: bool) -> list[Row]:
@@ -50,7 +52,7 @@ def processor_time(directory: Path, short: bool) -> list[Row]:
 
 
 def _calls(directory: Path, model: str, layers: int, short: bool) -> list[Row]:
-    """Pages of ``layers`` layers with eight heads of 128 in bfloat16, as of a model of 8B."""
+    """Measure calls with pages of ``layers`` layers with eight heads of 128 in bfloat16, as in a model of 8B."""
     from sglang.srt.managers.cache_controller import HiCacheController
 
     pool = _host_pool(layers)
@@ -58,7 +60,7 @@ def _calls(directory: Path, model: str, layers: int, short: bool) -> list[Row]:
     batches, rounds = (1, 1) if short else ((512 << 20) // (BATCH_PAGES * page_bytes), 7)
     tokens = pool.kv_buffer.shape[1]
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round is a warm-up
         for name in ("disk", "file") if number % 2 else ("file", "disk"):
             with tempfile.TemporaryDirectory(dir=directory) as path:
                 storage = _open(name, path, model, pool)
@@ -98,7 +100,7 @@ def _calls(directory: Path, model: str, layers: int, short: bool) -> list[Row]:
 
 
 def leave_page_cache(directory: Path) -> None:
-    """Reads come from the disk: what a server looks for below its host memory is long out of the page cache."""
+    """Drop the page cache, so that reads come from the disk, as for blocks that were not used for a long time."""
     os.sync()
     for path in directory.rglob("*"):
         if path.is_file():
@@ -162,7 +164,7 @@ def first_token(directory: Path, short: bool) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in storages}
     hits = dict.fromkeys(storages, 0)
     try:
-        for number in range(rounds + 1):  # the first writes
+        for number in range(rounds + 1):  # the first round writes
             for name in storages if number % 2 else reversed(storages):
                 kind, extra = storages[name]
                 server.attach(extra, name=kind)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that come one by one, as decode makes them, on their way into a disk tier: four in a step, each a job.
+"""Measure writes of single blocks to a disk tier, as decoding makes them: four blocks per step, each in its own job.
 
-*Scheduler's step*: the calls of such a step on its thread, with the tier and without. *Processor time* is that
-of the whole process for one block, the same way. *Blocks per second*: jobs of one block, as fast as the tier takes
-them. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
+*Scheduler's step* is the time of such a step's calls on the scheduler's thread, with and without the tier. *CPU time*
+is the time of the whole process for one block. *Blocks per second* is measured with jobs of one block, as fast as the
+tier accepts them. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.tiering import (
 
 PER_STEP = 4
 PAUSE_S = 0.004
-"""Between two steps: the engine computes."""
+"""The time between two steps, in which the engine computes."""
 JOBS_PER_STEP = 16
 MOST_IN_FLIGHT = 64
 MAX_STEP_MS = 0.1
@@ -34,7 +34,7 @@ NUM_SLOTS = 512
 
 
 class Server:
-    """An engine whose running requests fill a block each in every step, over a disk tier or over host memory alone."""
+    """An engine whose running requests each fill a block in every step, over a disk tier or over host memory alone."""
 
     def __init__(self, block_bytes: int, root: str | None, **options: str) -> None:
         region = SharedOffloadRegion.anonymous(NUM_SLOTS, block_bytes)
@@ -55,7 +55,7 @@ class Server:
         return make_offload_key(self.num_blocks.to_bytes(32, "big"), 0)
 
     def step(self) -> float:
-        """Seconds of the calls on the scheduler's thread."""
+        """Make a step, and return the seconds of its calls on the scheduler's thread."""
         wanted = [[self.new_key()] for _ in self.contexts]
         begun_s = time.perf_counter()
         for context, keys in zip(self.contexts, wanted, strict=True):
@@ -67,7 +67,7 @@ class Server:
         return time.perf_counter() - begun_s
 
     def decode(self, num_steps: int) -> tuple[float, float]:
-        """(median seconds of a step's calls, processor seconds per block)."""
+        """Return the median seconds of a step's calls, and the CPU seconds per block."""
         steps, begun_s = [], time.process_time()
         for _ in range(num_steps):
             steps.append(self.step())
@@ -75,7 +75,7 @@ class Server:
         return statistics.median(steps), (time.process_time() - begun_s) / num_steps / PER_STEP
 
     def store_singly(self, num_blocks: int) -> float:
-        """Seconds for each block that jobs of one block store."""
+        """Store blocks in jobs of one block, and return the seconds per block."""
         (tier,) = self.tiers
         context, in_flight, num_stored, begun_s = self.contexts[0], 0, 0, time.perf_counter()
         for number in range(num_blocks):
@@ -93,7 +93,7 @@ class Server:
                         break
                     time.sleep(0.0002)
         if not num_stored:
-            raise RuntimeError(f"{tier!r} stored none of {num_blocks} blocks: look for room on its disk, or a warning.")
+            raise RuntimeError(f"{tier!r} stored none of {num_blocks} blocks; check the room on its disk and the log.")
         return (time.perf_counter() - begun_s) / num_stored
 
 
@@ -107,7 +107,7 @@ def _rows(block_bytes: int, short: bool) -> list[Row]:
     with bench_directory() as root:
         alone, tiered = Server(block_bytes, None), Server(block_bytes, root)
         try:
-            tiered.store_singly(many)  # makes its files
+            tiered.store_singly(many)  # creates its files
             pairs = [(alone.decode(steps), tiered.decode(steps)) for _ in range(repeats)]
             seconds = statistics.median(tiered.store_singly(many) for _ in range(repeats))
         finally:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hit rates of the ``disk`` tier's eviction in runs against LRU by block, and how long its runs are.
+"""Compare the hit rates of the ``disk`` tier's eviction in runs with LRU by block, and measure the length of its runs.
 
 Nothing is read or written, so the figures are the same on every machine.
 
-A hit is the longest prefix that is there when a request arrives; then all its blocks are used from tail to head, and
-absent ones are written, 64 per call. ``KVOFFLOAD_TRACES`` is a directory of traces (``*.jsonl``, ``*.jsonl.zst``);
-without it, synthetic ones are replayed.
+A hit is the longest prefix that is present when a request arrives. Then all its blocks are used from tail to head, and
+absent blocks are written, 64 per call. ``KVOFFLOAD_TRACES`` is a directory of traces (``*.jsonl``, ``*.jsonl.zst``).
+Without it, synthetic traces are replayed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _lru(requests: list[list[int]], capacity: int) -> int:
 
 
 class _SlabReplay:
-    """An ``Allocator`` used as the store uses it."""
+    """An ``Allocator`` that is used as in the store."""
 
     def __init__(self, capacity: int) -> None:
         self._allocator = Allocator()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the ``disk`` tier holds the lock that its reads take, at most, whatever it does.
+"""Measure the longest time for which each operation of the ``disk`` tier holds the lock that its reads need.
 
-The slabs are tables in memory, so nothing is read or written. A figure is processor time of the thread that holds the
-lock. Where there are three rounds it is the least of them, as other work on the machine only lengthens it.
+The slabs are tables in memory, so nothing is read or written. A figure is the CPU time of the thread that holds the
+lock. If there are three rounds, it is the shortest of them, because other work on the machine can only lengthen it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
 
     slabs.expect(LAYOUT.slab_bytes(table.num_slots) for table in tables)  # before anybody reads
     lock.take()
-    gc.disable()  # it would count to whom it interrupts
+    gc.disable()  # a collection would count towards the operation that it interrupts
     for table in tables:
         slabs.register(table, is_own=True)  # type: ignore[arg-type]
     yield from row("slabs are taken in", lock.take())
@@ -102,14 +102,14 @@ def _rows(num_slots: int, num_blocks: int) -> Iterator[Row]:
 
 
 def _keys_of(slabs: Slabs, count: int = 20_000) -> list[HashedKey]:
-    """Blocks of a large slab."""
+    """Return keys of blocks in a large slab."""
     slab = max(slabs.snapshot(), key=lambda slab: slab.file.num_slots)
     entries = [bytes(slab.entry(index)) for index in range(min(count, slab.file.num_slots))]
     return [HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), entry[PROBE_AT:]) for entry in entries]
 
 
 def _write(slabs: Slabs, first: int, num_blocks: int) -> None:
-    """Writes blocks from this number on over others."""
+    """Overwrite other blocks with ``num_blocks`` new blocks, numbered from ``first``."""
     done = 0
     while done < num_blocks:
         keys = [LAYOUT.hashed(OffloadKey(b"block %d" % (first + done + at))) for at in range(BATCH)]
@@ -134,7 +134,7 @@ class _Table:
         table["length"] = 36
         table["key"] = rng.bytes(39)
         self._entries = bytearray(table.tobytes())
-        # Prompts of a hundred blocks, each used at a time of its own.
+        # Prompts consist of a hundred blocks, and each prompt has its own time of use.
         prompts = rng.integers(1, 86_400, -(-num_slots // 100))
         self._uses = (int(time.time()) - np.repeat(prompts, 100)[:num_slots]).astype(np.uint32)
 

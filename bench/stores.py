@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of stores share: blocks in memory, threads that move them, and ``fio``."""
+"""Shared parts of the benchmarks of stores: blocks in memory, threads that move them, and ``fio``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Call = Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
 class Speed:
     bytes_per_s: float
     cpu_s: float
-    """Of the whole process."""
+    """The CPU time of the whole process."""
 
 
 class Blocks:
-    """A page-aligned memory of random blocks, and keys that no store has yet."""
+    """Page-aligned memory with random blocks, and keys that no store contains yet."""
 
     def __init__(self, size: int, total: int) -> None:
         self.size = size
@@ -53,7 +53,7 @@ class Blocks:
 
 
 class Link:
-    """Moves ``bytes_per_s`` in all. May be changed while it moves."""
+    """A link of ``bytes_per_s`` in total. The speed may be changed at any time."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -61,7 +61,7 @@ class Link:
         self._free_at_s = 0.0
 
     def move(self, num_bytes: int) -> None:
-        """Returns when so many bytes would have been moved, behind all that were asked for before."""
+        """Return when this many bytes would have been moved, after all earlier requests."""
         with self._lock:
             end_s = max(self._free_at_s, time.monotonic()) + num_bytes / self.bytes_per_s
             self._free_at_s = end_s
@@ -97,7 +97,7 @@ def batches_of(
 
 
 def in_threads(call: Call, batches: list[Batch], num_threads: int = THREADS) -> Speed:
-    """``call`` over all batches, which the threads take in turn."""
+    """Call ``call`` for all batches in several threads, and return the speed."""
     left, lock = iter(batches), threading.Lock()
     start, failed = threading.Barrier(num_threads + 1), []
 
@@ -124,7 +124,7 @@ def in_threads(call: Call, batches: list[Batch], num_threads: int = THREADS) -> 
 
 
 def fio(direction: str, *options: str) -> Speed | None:
-    """fio with ``THREADS`` threads and direct I/O; ``None`` if it is not installed."""
+    """Run fio with ``THREADS`` threads and direct I/O. Returns its speed, or ``None`` if it is not installed."""
     if not shutil.which("fio"):
         return None
     command = ["fio", "--name=kv", f"--rw={direction}", "--direct=1", "--ioengine=psync", f"--numjobs={THREADS}"]
@@ -135,6 +135,6 @@ def fio(direction: str, *options: str) -> Speed | None:
 
 
 def fio_in_file(file: Path, direction: str, size: int, span: int, total: int) -> Speed | None:
-    """fio over ``total`` bytes of a file of ``span`` bytes."""
+    """Run fio over ``total`` bytes of a file of ``span`` bytes."""
     sizes = f"--bs={size}", f"--size={span}", f"--io_size={total // THREADS}"
     return fio(direction, f"--filename={file}", *sizes, "--randrepeat=0")

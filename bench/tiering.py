@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tiering costs the scheduler's thread: an idle step per tier, and the walk of a hit and of a promotion per block.
+"""Measure the cost of tiering on the scheduler's thread: an idle step per tier, and hits and reads per block.
 
-For the walks, fake tiers answer at once and copy nothing, so that the figures are the manager's own. The last rows are
-a long prefix on its way up from a real disk tier, as a waiting request sees it, against the store's own read speed.
-``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory); files are written once and read many times.
+For hits and reads, fake tiers answer at once and copy nothing, so that the figures show only the manager's cost. The
+last rows compare reading a long prefix from a real disk tier, as a waiting request sees it, with the store's own read
+speed. ``KVOFFLOAD_BENCH_DIR`` chooses the disk (default: the working directory). Files are written once and read many
+times.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_IDLE_STEP_US = 10.0
 THREADS = 4
 BATCH = 16
 STEP_S = 0.01
-"""Of an engine whose request waits."""
+"""The duration of a step of an engine with a waiting request."""
 
 
 class NoMemory:
@@ -45,7 +46,7 @@ class NoMemory:
 
 
 class InstantTier(SecondaryTierManager):
-    """Has every block, and ends each job when it is next asked."""
+    """A tier that contains every block, and ends each job when it is next asked for results."""
 
     def __init__(self, view: memoryview) -> None:
         super().__init__(view, "instant")
@@ -90,13 +91,13 @@ def run(short: bool) -> list[Row]:
 
 
 def _idle_step(short: bool) -> Row:
-    """With real store tiers, which have threads and queues to look at."""
+    """Measure an idle step with real store tiers, which have threads and queues."""
     steps, num_tiers = (100 if short else 20_000), 4
     bare, memory = make_manager(64, 0), NoMemory(64)
     primary = CPUPrimaryTierOffloadingManager(64, memory)
     tiers = [build_tier({"type": "memory"}, primary.kv_view) for _ in range(num_tiers)]
     tiered = TieringOffloadingManager(primary, tiers)
-    tiered.reset_cache()  # waits for the scans that tiers begin with
+    tiered.reset_cache()  # waits for the initial scans of the tiers
     tiered.on_schedule_end()
 
     def walk(manager: TieringOffloadingManager) -> None:
@@ -112,7 +113,7 @@ def _idle_step(short: bool) -> Row:
 
 
 def _hits(short: bool) -> Row:
-    """Lookup, load and unpin of resident prefixes, against the primary tier's manager alone."""
+    """Compare lookup, load and unpin of resident prefixes with the manager of host memory alone."""
     blocks = keys(0, 64 if short else 4_000)
     tiered = make_manager(len(blocks), 2)
     context = ReqContext("r")
@@ -131,8 +132,10 @@ def _hits(short: bool) -> Row:
 
 
 def _promotions(short: bool) -> Row:
-    """A prefix that lies below comes up into a full primary tier, and the next one pushes it out again: one block's
-    lookups, reservation, eviction, job and load, on the scheduler's thread."""
+    """Measure reads of prefixes from a tier into full host memory, where each prefix evicts the previous one.
+
+    The time is for one block's lookups, reservation, eviction, job and load on the scheduler's thread.
+    """
     length, rounds = (32, 3) if short else (4_000, 10)
     manager = make_manager(2 * length, 1)
     seconds = []
@@ -161,7 +164,7 @@ def _from_disk(short: bool, block_bytes: int) -> Row:
         region = SharedOffloadRegion.anonymous(num_slots, block_bytes)
         primary = CPUPrimaryTierOffloadingManager(num_slots, region)
         rows = [memoryview(row) for row in np.asarray(primary.kv_view)[: len(blocks)]]
-        # All of it, or the first promotions would pay for memory that nothing has touched yet.
+        # Touch all memory, because the first reads would otherwise also allocate its pages.
         np.asarray(primary.kv_view).view(np.int64)[:] = np.arange(num_slots)[:, None]
         store = DiskStore(root, block_bytes, max_bytes=2 * len(blocks) * block_bytes)
         tier = StoreTier(primary.kv_view, "disk", store, TierLimits(threads=THREADS))
@@ -175,19 +178,19 @@ def _from_disk(short: bool, block_bytes: int) -> Row:
                 return time.perf_counter() - begun
 
             alone(store.write)
-            _promote(manager, blocks)  # the first one warms up
+            _promote(manager, blocks)  # a warm-up
             pairs = [(_promote(manager, blocks), alone(store.read_into)) for _ in range(3 if short else 9)]
         rows.clear()
         manager.shutdown()
     seconds = statistics.median(mine for mine, _ in pairs)
-    # Pairs of neighbours in time: a disk's speed wanders.
+    # Consecutive measurements are compared, because a disk's speed drifts.
     ratio = statistics.median(mine / its for mine, its in pairs)
     case = f"{len(blocks):,} blocks of {block_bytes >> 10} KiB up from disk, {THREADS} threads"
     return Row(case, seconds, "s", "the store alone", ratio, "<= 1.1")
 
 
 def _promote(manager: TieringOffloadingManager, blocks: list[OffloadKey]) -> float:
-    """Seconds from a request's first lookup until its whole prefix is in an empty primary tier."""
+    """Return the seconds from a request's first lookup until its whole prefix is in host memory, which starts empty."""
     manager.reset_cache()
     context = ReqContext("waiting")
     begun = time.perf_counter()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that a ``disk`` and a ``redis`` tier both have: loaded from both at once, against the faster of them alone.
+"""Compare loading a prompt from a ``disk`` and a ``redis`` tier at once with loading it from the faster tier alone.
 
-Both stores are real, and each reads ``TIER_BYTES_PER_S`` at most, so that the ratio says how well a plan shares work
-between equal tiers, and not how fast this machine is. Needs what ``tests.redis_server`` needs.
+Both stores are real, and each reads at most ``TIER_BYTES_PER_S``, so that the ratio shows how well a plan shares work
+between equal tiers, independent of this machine's speed. It has the same requirements as ``tests.redis_server``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kvoffload.tiering.tier import StoreTier
 BLOCK_BYTES = 256 << 10
 TIER_BYTES_PER_S = 40_000_000
 TOKENS = 16
-"""Of a block."""
+"""The number of tokens in a block."""
 TOKENS_PER_S = 100.0
-"""So slow an engine that all is worth loading."""
+"""The engine's speed, which is so low that all blocks are worth loading."""
 
 
 class Server:
@@ -51,7 +51,7 @@ class Server:
         self._num_requests = 0
 
     def load(self, keys: Sequence[OffloadKey]) -> tuple[float, int, dict[str, int]]:
-        """Seconds until they are in host memory, how many are, and those that each tier brought."""
+        """Return the seconds until the blocks are in host memory, their number, and the number from each tier."""
         self._num_requests += 1
         context = ReqContext(f"r{self._num_requests}")
         self.manager.on_new_request(context)

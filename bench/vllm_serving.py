@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM with kvoffload, measured on vLLM's CPU platform. In the environment of ``make test-vllm``::
+"""Measure vLLM with kvoffload on vLLM's CPU platform. Run it in the environment of ``make test-vllm``::
 
     .venv-vllm/bin/python -m bench.vllm_serving [--short]
 
-* Time to first token of a long prompt four ways, one after the other in each round: computed afresh, found in vLLM's
-  own prefix cache, brought back from the CPU tier, brought back from the local disk below it. ``KVOFFLOAD_BENCH_DIR``
-  chooses the disk.
-* What a decode step costs more with the connector than without, when nothing hits: two engines, in two processes, take
-  turns of some dozens of steps.
+* Time to first token of a long prompt in four ways, one after the other in each round: computed, found in vLLM's own
+  prefix cache, loaded from host memory, and read from the local disk below it. ``KVOFFLOAD_BENCH_DIR`` chooses the
+  disk.
+* The additional cost of a decode step with the connector if nothing hits. Two engines in two processes take turns of a
+  few dozen steps.
 
-Not among ``BENCHES``: the development environment has no vLLM.
+This is not one of ``BENCHES``, because the development environment lacks vLLM.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ def step_overhead(model: str, short: bool) -> list[Row]:
 
 
 class Child:
-    """A process with an engine in it, which answers questions one at a time. ``offload``: nothing, ``"cpu"``, or a
-    directory for a disk tier below that. ``module`` has the engine and the answers."""
+    """A process with an engine, which answers questions one at a time.
+
+    ``offload`` is ``None``, ``"cpu"`` for host memory, or a directory for a disk tier below host memory. ``module``
+    implements the engine and the answers.
+    """
 
     def __init__(self, model: str, offload: str, module: str = "bench.vllm_serving") -> None:
         environment = {
@@ -133,7 +136,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=60)  # closes its input, upon which it ends
+        self._process.communicate(timeout=60)  # closes its input, which makes it end
 
 
 # ------------------------------------------------------------------------------------------------ child's side
@@ -175,7 +178,7 @@ class BenchEngine:
         return {"prompt_token_ids": [self._rng.randrange(2, VOCAB - 1) for _ in range(length)]}
 
     def _generate(self, prompt: dict[str, Any]) -> tuple[float, int]:
-        """Seconds to the first token, and how many prompt tokens were cached."""
+        """Return the seconds to the first token, and the number of cached prompt tokens."""
         from vllm import SamplingParams
 
         start = time.perf_counter()
@@ -188,7 +191,7 @@ class BenchEngine:
             self._llm.llm_engine.step()
 
     def first_token(self, lengths: list[int], rounds: int, ways: int) -> list[list[float]]:
-        """Medians per length: computed afresh, from the device, from the CPU tier, from disk."""
+        """Return medians per length for the four ways: computed, vLLM's own cache, host memory, and disk."""
         answers = []
         for length in lengths:
             times: list[list[float]] = [[] for _ in range(ways)]
@@ -196,17 +199,17 @@ class BenchEngine:
                 prompt = self._prompt(length)
                 for way in range(ways):
                     if way > 1:
-                        # The connector's reset waits until the disk has what host memory is about to forget.
+                        # The connector's reset waits until the blocks in host memory are on the disk.
                         assert self._llm.reset_prefix_cache(reset_connector=way == 3)
                     seconds, cached = self._generate(prompt)
                     assert (cached > 0) == (way > 0)
                     times[way].append(seconds)
                     self._settle()
-            answers.append([statistics.median(log[1:]) for log in times])  # the first round warms up
+            answers.append([statistics.median(log[1:]) for log in times])  # the first round is a warm-up
         return answers
 
     def fill(self, requests: int) -> None:
-        """Requests that decode for long, all of them past their prompt."""
+        """Start requests that decode for a long time, and step until all of them have computed their prompt."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -217,7 +220,7 @@ class BenchEngine:
             engine.step()
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Mean seconds of a step, and of this thread's processor time in it, which a busy machine disturbs less."""
+        """Return the mean elapsed seconds of a step, and this thread's CPU seconds, which other work disturbs less."""
         start, start_cpu = time.perf_counter(), time.thread_time()
         for _ in range(count):
             self._llm.llm_engine.step()
@@ -232,9 +235,9 @@ def answer_questions(model: str, offload: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="kvoffload in vLLM, measured on vLLM's CPU platform.")
-    parser.add_argument("--short", action="store_true", help="Only to see that everything runs.")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="Also write the rows here.")
+    parser = argparse.ArgumentParser(description="Measure kvoffload in vLLM on vLLM's CPU platform.")
+    parser.add_argument("--short", action="store_true", help="Only check that everything runs.")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="Also write the rows to this file.")
     parser.add_argument("--child", metavar="MODEL", help=argparse.SUPPRESS)
     parser.add_argument("--offload", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()

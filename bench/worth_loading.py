@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first token with a disk, with ``load_policy="cost"`` and ``"always"``, against the same machine without one.
+"""Compare the time to first token with a disk, by ``load_policy``, with the same machine without a disk.
 
-In the simulator, over the shared traces: disks that read 300 MB/s to 20 GB/s, prefill of 10,000 and 60,000 tokens a
-second at 128 KiB of KV per token (1.3 and 7.9 GB/s of KV), and arrivals so dense that the machine without a disk is
-busy 30 and 85 % of the time. Host memory holds 2 % of the trace's blocks, the disk 20 %. A run of its own has a disk
-that a neighbour takes most of, for a while.
+The simulator runs the shared traces with disks that read 300 MB/s to 20 GB/s, a prefill of 10,000 and 60,000 tokens per
+second at 128 KiB of KV per token (1.3 and 7.9 GB/s of KV), and arrival rates at which the machine without a disk is
+busy 30% and 85% of the time. Host memory holds 2% of the trace's blocks, and the disk holds 20%. In a separate run,
+another program temporarily uses most of the disk's bandwidth.
 
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``); without one the traces are made up.
+``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``). Without it, traces are synthetic.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ KV_BYTES_PER_TOKEN = 128 << 10
 DISKS_GB_S = (0.3, 1.0, 5.0, 20.0)
 PREFILLS = (10_000.0, 60_000.0)
 LOADS = (0.3, 0.85)
-"""Share of the time that the machine without a disk is busy."""
+"""The shares of the time for which the machine without a disk is busy."""
 QUANTILES = ("p50", "p90", "p99")
 SETTLED_S = 30.0
-"""After a change of speed, the bounds must hold again within this time."""
+"""The time after a change of speed within which the bounds must hold again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     trace: str
     synthetic: str
-    """What is made up where the trace is not there."""
+    """The kind of the synthetic trace that replaces a missing trace."""
     max_requests: int
 
 
@@ -50,7 +50,7 @@ SOURCES = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A trace that arrives at a rate, and a machine without a disk."""
+    """A trace with an arrival rate, and a machine without a disk."""
 
     trace: Trace
     hashes: list[bytes]
@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The same requests without a disk, with one that is always loaded from, and with one that is weighed."""
+    """The results of the same requests without a disk, with ``"always"`` and with ``"cost"``."""
 
     machine: Machine
     gb_per_s: float
@@ -89,12 +89,12 @@ class Compared:
 
     @property
     def worst_ratio(self) -> float:
-        """Of the first token's quantiles, with the disk and without it."""
+        """The largest ratio of a TTFT quantile with the disk to the same quantile without it."""
         return max(self.cost.ttft_s[at] / self.without.ttft_s[at] for at in QUANTILES)
 
     @property
     def gain(self) -> float | None:
-        """The least share, over the quantiles, of what ``"always"`` gains; ``None`` where it gains less than 1 %."""
+        """The least share, over the quantiles, of the gain of ``"always"``, or ``None`` if that gain is below 1%."""
         shares = []
         for at in QUANTILES:
             without, always, cost = (run.ttft_s[at] for run in (self.without, self.always, self.cost))
@@ -114,7 +114,10 @@ def machines(short: bool) -> Iterator[Machine]:
 
 
 def _at_load(trace: Trace, config: SimConfig, busy: float) -> Machine:
-    """Requests one by one take the same time however dense they are, so one run says how dense they must be."""
+    """Return a machine with this load.
+
+    One run suffices, because a request's compute time does not depend on the rate.
+    """
     hashes = trace.hashes()
     sparse = trace.stretched(1e6)
     used_s = simulate(sparse, config, hashes=hashes).utilisation * float(sparse.times_s[-1] - sparse.times_s[0])
@@ -142,8 +145,10 @@ def run(short: bool) -> list[Row]:
 
 
 def _neighbour(short: bool) -> list[Row]:
-    """A disk of 20 GB/s of which a neighbour leaves a fiftieth for a third of the time. Requests that arrive within
-    ``SETTLED_S`` of a change are left out."""
+    """Test a disk of 20 GB/s of which another program leaves only a fiftieth for a third of the time.
+
+    Requests that arrive within ``SETTLED_S`` after a change are left out.
+    """
     machine = next(iter(machines(short)))
     trace, config = machine.trace, machine.config
     first_s, last_s = float(trace.times_s[0]), float(trace.times_s[-1])

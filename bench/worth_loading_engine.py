@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first token of the reference engine with a throttled disk, with ``load_policy="cost"`` and ``"always"``, against
-the same engine without a disk.
+"""Compare the reference engine's time to first token with a throttled disk, by ``load_policy``, to that without a disk.
 
-Requests arrive in bursts, each a document and a question. Each burst is served by every way before the next one: an
-engine without a disk, a second one like it, whose difference from the first is the noise, and for each speed of the
-disk one that always loads and one that weighs. Speeds are multiples of the engine's own: of the bytes of KV that it
-computes in a second. Device and host memory hold some of the documents, the disk all of them, and every engine has
-seen each twice before it is measured.
+Requests arrive in bursts. Each request is a document and a question. Every engine serves a burst before the next burst
+starts: an engine without a disk, a second one like it, whose difference from the first is the noise, and for each speed
+of the disk one engine with ``"always"`` and one with ``"cost"``. Speeds are multiples of the engine's own speed, in
+bytes of KV computed per second. Device and host memory hold some of the documents, and the disk holds all of them.
+Every engine has seen each document twice before it is measured.
 
-The model is small, and its forward pass is stretched to ``TOKENS_PER_S`` by sleeping, as a processor waits for its
-accelerator. So a busy machine disturbs the figures little. ::
+The model is small, and its forward pass sleeps to reach ``TOKENS_PER_S``, like a CPU that waits for its accelerator. So
+other work on the machine hardly changes the figures. ::
 
     python -m bench.worth_loading_engine [--requests N] [--seed N]
 
@@ -42,7 +41,7 @@ from kvoffload.tiering.stores.disk.options import DiskOptions
 TOKENS_PER_S = 2500
 SPEEDS = (0.25, 1.0, 4.0)
 BUSY = 0.8
-"""Of a burst, the share of the time that an engine computes which finds nothing."""
+"""The share of a burst's time for which an engine without any hits computes."""
 BURST = 6
 QUANTILES = (50, 90, 99)
 BLOCK_TOKENS = 16
@@ -51,15 +50,15 @@ KV_BYTES_PER_TOKEN = LAYERS * 2 * 2 * 64 * 4
 DOCUMENTS, SHORTEST, LONGEST = 24, 256, 1024
 DEVICE_TOKENS, HOST_TOKENS = 4096, 4096
 PHASE_S, SETTLED_S = 90.0, 30.0
-"""How long a speed lasts, and within which time after it has changed the bounds must hold again."""
+"""The duration of a speed, and the time after a change of speed within which the bounds must hold again."""
 
 
 LINKS: dict[str, Link] = {}
-"""By the name of the tier."""
+"""The links by tier name."""
 
 
 class LinkedDiskOptions(DiskOptions, frozen=True, kw_only=True):
-    """``{"type": "linked_disk", ...}``: a local disk behind the link of the tier's name."""
+    """``{"type": "linked_disk", ...}``: a local disk behind the link with the tier's name."""
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
         return Linked(super().open_store(block_bytes, namespace), LINKS[self.label])
@@ -75,14 +74,14 @@ class Ask:
 
 @dataclass(slots=True)
 class Way:
-    """One engine, and the first tokens that it has given."""
+    """One engine and its times to first token."""
 
     name: str
     engine: Engine
     first_tokens_s: list[float] = field(default_factory=list)
 
     def serve(self, asks: Sequence[Ask]) -> None:
-        """Serves a burst, and adds what it took from each request's arrival to its first token."""
+        """Serve a burst, and record the time from each request's arrival to its first token."""
         start_s = time.perf_counter()
         left, requests = list(asks), []
         while left or self.engine.has_requests:
@@ -107,7 +106,7 @@ def quantiles_of(times_s: Sequence[float]) -> list[float]:
 
 
 class Workload:
-    """Documents that are asked about again and again, some more often than others."""
+    """Documents that are asked about repeatedly, some of them more often than others."""
 
     def __init__(self, seed: int, scale: float, tokens_per_s: float) -> None:
         self._chance = random.Random(seed)
@@ -129,7 +128,7 @@ class Workload:
 
 @contextmanager
 def ways(speeds: Sequence[float]) -> Iterator[list[Way]]:
-    """The engines."""
+    """Yield the engines to compare."""
     import torch
 
     torch.set_num_threads(1)
@@ -157,7 +156,7 @@ def ways(speeds: Sequence[float]) -> Iterator[list[Way]]:
 
 
 def stretch(model: Any, tokens_per_s: float) -> None:
-    """The forward pass takes as long as it would at so many tokens a second."""
+    """Make the forward pass take as long as it would at this speed."""
     began: list[float] = []
 
     def begin(module: Any, args: Any, kwargs: Any) -> None:
@@ -182,7 +181,7 @@ def warm_up(found: Sequence[Way], workload: Workload) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Quantiles of the first token at one speed of the disk."""
+    """TTFT quantiles at one speed of the disk."""
 
     speed: str
     without: list[float]
@@ -200,13 +199,13 @@ class Compared:
 
     @property
     def gains(self) -> list[float]:
-        """What cost gains as a share of what always gains, where that is 5 % at least."""
+        """The gain of ``"cost"`` as a share of the gain of ``"always"``, where the latter is at least 5%."""
         both = zip(self.without, self.always, self.cost, strict=True)
         return [(without - cost) / (without - always) for without, always, cost in both if always < 0.95 * without]
 
 
 def compare(short: bool, num_requests: int, seed: int, speeds: Sequence[float] = SPEEDS) -> list[Compared]:
-    """Each speed lasts for the whole run."""
+    """Compare the ways with speeds that last for the whole run."""
     speeds = speeds[-1:] if short else speeds
     with ways(speeds) as found:
         workload = Workload(seed, 0.1 if short else 1.0, TOKENS_PER_S)
@@ -228,8 +227,10 @@ def compare(short: bool, num_requests: int, seed: int, speeds: Sequence[float] =
 
 
 def compare_changing(short: bool, seed: int) -> list[Compared]:
-    """A disk of 4 times the engine's speed, that is an eighth of it for a while. Requests that arrive within
-    ``SETTLED_S`` of a change are left out."""
+    """Compare the ways with a disk of 4 times the engine's speed that temporarily slows down to an eighth of it.
+
+    Requests that arrive within ``SETTLED_S`` after a change are left out.
+    """
     phases = (("4, then less", 4.0), ("1/8 for a while", 0.125), ("4 again", 4.0))
     phase_s, settled_s = (0.0, 0.0) if short else (PHASE_S, SETTLED_S)
     compared = []
@@ -283,11 +284,11 @@ def table(compared: Sequence[Compared]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What is worth loading, on the reference engine.")
+    parser = argparse.ArgumentParser(description="Compare load policies on the reference engine.")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", choices=("steady", "changing", "both"), default="both")
-    parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="Of the disk, for the steady part.")
+    parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS, help="Steady speeds of the disk.")
     options = parser.parse_args()
     found = [] if options.part == "changing" else compare(False, options.requests, options.seed, options.speeds)
     if options.part != "steady":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench ``worth_loading_engine`` with vLLM on its CPU platform. In the environment of ``make test-vllm``::
+"""Run the benchmark ``worth_loading_engine`` with vLLM on its CPU platform, in the environment of ``make test-vllm``::
 
     .venv-vllm/bin/python -m bench.worth_loading_vllm [--requests N] [--seed N] [--speeds S...]
 
-Each way is a process, and they take turns, burst by burst. The forward pass is stretched by sleeping there too. Not
-among ``BENCHES``: the development environment has no vLLM.
+Each engine is a process, and they take turns, burst by burst. The forward pass also sleeps to reach its speed. This is
+not one of ``BENCHES``, because the development environment lacks vLLM.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WAYS = ("no disk", "no disk, again", "always", "cost")
 
 
 def compare(num_requests: int, seed: int, speed: float) -> Compared:
-    """Four engines, with a disk of ``speed`` times their own."""
+    """Compare four engines. The disk has ``speed`` times their own speed."""
     with ExitStack() as stack:
         model = stack.enter_context(tempfile.TemporaryDirectory())
         write_model(Path(model), layers=LAYERS, hidden=128)
@@ -72,7 +72,7 @@ def compare(num_requests: int, seed: int, speed: float) -> Compared:
 
 
 class BenchEngine:
-    """In a child: one engine."""
+    """One engine in a child process."""
 
     def __init__(self, model: str, way: str, speed: float, disk: str) -> None:
         from vllm import LLM
@@ -100,7 +100,7 @@ class BenchEngine:
         self._num_requests = 0
 
     def serve(self, asks: list[tuple[float, list[int]]]) -> list[float]:
-        """Serves a burst. Returns the seconds from each request's arrival to its first token."""
+        """Serve a burst, and return the seconds from each request's arrival to its first token."""
         from vllm import SamplingParams
 
         engine, start_s = self._llm.llm_engine, time.perf_counter()
@@ -128,7 +128,7 @@ class BenchEngine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What is worth loading, in vLLM on its CPU platform.")
+    parser = argparse.ArgumentParser(description="Compare load policies in vLLM on its CPU platform.")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--speeds", type=float, nargs="+", default=SPEEDS)
