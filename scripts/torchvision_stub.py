@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `scripts/test-sglang` installs as torchvision: SGLang and transformers import it for images. No test has any."""
+"""A stub that `scripts/test-sglang` installs as torchvision, which SGLang and transformers import for images.
+
+No test uses images.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import types
 
 
 class _Names(type):
-    """Of a class whose attributes are their own names."""
+    """The metaclass of a class whose attributes are their own names."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):

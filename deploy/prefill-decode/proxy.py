@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart: each prompt goes to PREFILL for one token, then to DECODE, which loads what it computed.
+"""Separate prefill and decoding: ``python deploy/prefill-decode/proxy.py PREFILL_URL DECODE_URL PORT``.
 
-``python deploy/prefill-decode/proxy.py PREFILL_URL DECODE_URL PORT``, for servers that share a tier: docs/fleet.md.
-When a client leaves, the request to DECODE ends.
+The proxy sends each prompt to PREFILL for one token, and then to DECODE, which loads the computed blocks from the tier
+that both servers share (docs/fleet.md). When a client disconnects, the request to DECODE ends.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ PREFILL, DECODE, PORT = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
 def post(url: str, path: str, body: dict[str, Any], client: socket.socket) -> http.client.HTTPResponse:
-    """The beginning of the answer. It breaks off when ``client`` leaves."""
+    """Send a request and return the start of the response. The response is cut off when ``client`` disconnects."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc, timeout=600)
@@ -29,7 +29,7 @@ def post(url: str, path: str, body: dict[str, Any], client: socket.socket) -> ht
 
 
 def follow(client: socket.socket, server: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # of a request that has ended
+    with contextlib.suppress(OSError):  # raised if the request has ended
         if not client.recv(1, socket.MSG_PEEK):
             server.shutdown(socket.SHUT_RDWR)
 
@@ -43,14 +43,14 @@ class Proxy(BaseHTTPRequestHandler):
         try:
             post(PREFILL, self.path, short, self.connection).read()
         except (OSError, http.client.HTTPException):
-            pass  # DECODE computes the prompt, or says what is wrong with it
+            pass  # DECODE computes the prompt, or reports the mistake in it
         try:
             answer = post(DECODE, self.path, body, self.connection)
         except (OSError, http.client.HTTPException) as error:
             with contextlib.suppress(OSError):
                 self.send_error(502, f"DECODE does not answer: {error}")
             return
-        with answer, contextlib.suppress(OSError, http.client.HTTPException):  # either side has gone
+        with answer, contextlib.suppress(OSError, http.client.HTTPException):  # raised if either side disconnects
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.headers["Content-Type"])
             self.end_headers()

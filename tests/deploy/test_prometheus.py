@@ -154,7 +154,7 @@ def test_every_query_of_the_dashboard_returns_series(served: ServedTiers, tmp_pa
         for _, query in queries():
             prometheus.wait_for(query)
         rates = dict(queries())
-        hits = prometheus.query(rates["Prompt tokens by where they were found"])
+        hits = prometheus.query(rates["Prompt tokens by source"])
         assert {labels["tier"] for labels, share in hits if share > 0} == {"CPU", "disk"}
         (wait, *_) = [query for panel, query in queries() if panel == "Wait for lower tiers"]
         ((_, seconds),) = prometheus.query(wait)
