@@ -311,7 +311,11 @@ METRICS = _by_name(
         ),
         _gauge("claimed_blocks", "Blocks that waiting requests protect from eviction."),
         _counter("lookups_out_of_patience", "Requests that gave up blocks because they had waited too long."),
-        _counter("cascades", "Blocks cascaded to secondary tiers, by outcome.", outcome=(*OUTCOMES, "dropped")),
+        _counter(
+            "cascades",
+            "Blocks offered to lower tiers, by outcome; ``dropped``: never tried.",
+            outcome=(*OUTCOMES, "dropped"),
+        ),
         _gauge("cascades_parked", "Blocks of request-level tiers that wait to become ready before their cascade."),
     )
 )

@@ -80,7 +80,7 @@ def test_a_tier_that_is_off_says_why() -> None:
         f'kvoffload_tier_breaker_open{{{tier},direction="write"}} 1.0',
         f'{last_trip},reason="EIO"}} 900',
         f'{last_trip},reason="hang"}} 940',
-        f"kvoffload_tier_dropped_blocks_total{{{tier}}} 7",
+        'kvoffload_cascades_total{engine="0",outcome="dropped"} 7',
         'vllm:other_total{engine="0"} 7',
     ]
     now = parse("\n".join(lines) + "\n", 10.0, 1000.0)

@@ -54,7 +54,7 @@ def test_a_block_is_pinned_once_per_tier_until_each_job_has_ended() -> None:
     assert parts.primary.slots.num_busy == 2
     parts.finish()
     assert parts.primary.slots.num_busy == 0
-    assert parts.cascades.outcomes == {"ok": 4, "failed": 0}
+    assert parts.cascades.outcomes == {"ok": 4, "failed": 0, "dropped": 0}
     assert parts.fakes[1].blocks == {key: content(key) for key in keys(1, 2)}
 
 

@@ -143,9 +143,9 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig.store_blocks(keys_of(1))
     rig.store.broken = {"write": OSError(28, "No space left on device")}
     for number in range(10, 13):
-        assert not rig.store_blocks(keys_of(number)).success
+        assert (result := rig.store_blocks(keys_of(number))).num_dropped == result.success == 0
     calls = len(rig.store.calls)
-    assert not rig.store_blocks(keys_of(20, 21)).success
+    assert rig.store_blocks(keys_of(20, 21)).num_dropped == 2
     assert len(rig.store.calls) == calls
     assert rig.stat("tier_dropped_blocks") == 2
     assert rig.ask(keys_of(1)) == [True], "a full disk still reads"
@@ -157,7 +157,9 @@ def test_failing_writes_are_dropped_until_one_job_gets_through(make) -> None:
     rig.store.broken = {}
     rig.clock.advance(2)
     keys = keys_of(*range(30, 100))
-    assert set(rig.store_blocks(keys).successful_keys) == set(keys[:64]), "the first slice is the probe"
+    result = rig.store_blocks(keys)
+    assert set(result.successful_keys) == set(keys[:64]), "the first slice is the probe"
+    assert result.num_dropped == len(keys) - 64
     assert rig.is_in_use
     assert rig.store_blocks(keys).success
 

@@ -268,9 +268,8 @@ _PROBLEMS = {
     "failed promotions": ("promotions", "failed"),
     "promotions refused": ("promotions_refused",),
     "out of patience": ("lookups_out_of_patience",),
-    "dropped writes": ("tier_dropped_blocks",),
+    "dropped writes": ("cascades", "dropped"),
     "failed writes": ("tier_store_failures",),
-    "evicted unwritten": ("cascades", "dropped"),
     "failures of disks": ("tier_disk_failures",),
     "corrupt blocks": ("tier_corrupt_blocks",),
 }

@@ -66,6 +66,8 @@ class JobResult:
     ended_s: float | None = field(default=None, compare=False)
     """When the last byte was moved, by the manager's clock; ``None``: the tier does not know. The tier's speed is
     measured by it, and otherwise by when its result is taken."""
+    num_dropped: int = field(default=0, compare=False)
+    """Keys that did not succeed because the tier never tried: too many waited, or writing was off."""
 
     def succeeded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Those of ``keys``, which are the job's, that succeeded, in order."""

@@ -38,6 +38,8 @@ class Cascades:
         """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
+        self._blocks_dropped = 0
+        """By tiers, after they took them."""
         self._dropped: Counter[str] = Counter()
         """Blocks beyond a tier's backlog, by tier."""
         self.num_pinned: Counter[GuardedTier] = Counter()
@@ -58,7 +60,8 @@ class Cascades:
     @property
     def outcomes(self) -> dict[str, int]:
         """Blocks whose cascade ended, by outcome."""
-        return {"ok": self._blocks_written, "failed": self._blocks_failed}
+        dropped = self._blocks_dropped + self._dropped.total()
+        return {"ok": self._blocks_written, "failed": self._blocks_failed, "dropped": dropped}
 
     def get_stats(self) -> Stats:
         return {("tier_dropped_blocks", name): count for name, count in self._dropped.items()}
@@ -72,7 +75,6 @@ class Cascades:
             if len(taken) < len(keys):
                 dropped = keys[len(taken) :]
                 self._dropped[tier.name] += len(dropped)
-                self._blocks_failed += len(dropped)
                 not_taken += dropped
                 if not taken:
                     continue
@@ -93,7 +95,8 @@ class Cascades:
         keys: list[OffloadKey] = []
         for job in jobs:
             self._blocks_written += len(job.succeeded)
-            self._blocks_failed += len(job.failed)
+            self._blocks_failed += len(job.failed) - job.num_dropped
+            self._blocks_dropped += job.num_dropped
             self.num_pinned[job.tier] -= len(job.keys)
             keys += job.keys
         self._primary.complete_read(keys)

@@ -235,7 +235,7 @@ class TieringOffloadingManager(OffloadingManager):
         own |= {("promotions", outcome): count for outcome, count in self._promotions.outcomes.items()}
         own |= {("promotions_refused", reason): count for reason, count in self._promotions.refused.items()}
         own |= {("cascades", outcome): count for outcome, count in self._cascades.outcomes.items()}
-        own["cascades", "dropped"] = 0 if self._write_back is None else self._write_back.dropped
+        own["cascades", "dropped"] += 0 if self._write_back is None else self._write_back.dropped
         own |= self._cascades.get_stats()
         own[("cascades_parked",)] = self._cascades.num_parked
         own[("promotions_in_flight",)] = len(self._promotions)

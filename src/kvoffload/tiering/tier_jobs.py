@@ -115,7 +115,7 @@ class TierJob(JobMetadata):
     """A job of ``tier`` as the manager knows it: gathered in a step, then the tier's until it ends, once. It has no id
     before its submit. ``succeeded`` and ``failed`` are filled at its end."""
 
-    __slots__ = ("ended_s", "failed", "is_stale", "portion_s", "succeeded", "tier")
+    __slots__ = ("ended_s", "failed", "is_stale", "num_dropped", "portion_s", "succeeded", "tier")
 
     def __init__(
         self,
@@ -134,6 +134,8 @@ class TierJob(JobMetadata):
         """Begun before a reset of the primary tier."""
         self.succeeded: Sequence[OffloadKey] = ()
         self.failed: Sequence[OffloadKey] = ()
+        self.num_dropped = 0
+        """Keys among ``failed`` that the tier never tried."""
         self.ended_s: float | None = None
         """When it ended, if its tier knows."""
 
@@ -193,4 +195,5 @@ class TierJobs:
         if len(job.succeeded) < len(job.keys):
             good = set(job.succeeded)
             job.failed = [key for key in job.keys if key not in good]
+            job.num_dropped = min(max(result.num_dropped, 0), len(job.failed))
         job.ended_s = result.ended_s

@@ -101,7 +101,7 @@ class StoreTransfers:
             if count:
                 admitted.append((job, count))
             else:
-                self._results.append(JobResult(job.job_id, success=False))
+                self._results.append(JobResult(job.job_id, success=False, num_dropped=len(job.keys)))
         self._submit(admitted, IoQueue.STORE)
 
     def take_results(self) -> list[JobResult]:
@@ -164,6 +164,7 @@ class StoreTransfers:
                 self._submit([each], queue)
             return
         outcomes, num_open = [False] * num_blocks, [count for _, count in wanted]
+        num_dropped = [len(job.keys) - count for job, count in wanted]
         call: Callable[[Sequence[OffloadKey], Sequence[memoryview]], list[bool]]
         if queue is IoQueue.LOAD:
             call, take_result = self._store.read_into, self._take_load_result
@@ -195,7 +196,9 @@ class StoreTransfers:
             outcomes[result.start : result.stop] = result.outcomes
             for at in touched:
                 (job, count), stop = wanted[at], stops[at]
-                num_open[at] -= min(stop, result.stop) - max(stop - count, result.start)
+                num_ended = min(stop, result.stop) - max(stop - count, result.start)
+                num_open[at] -= num_ended
+                num_dropped[at] += num_ended if result.status is IoStatus.CANCELLED else 0
                 if num_open[at]:
                     continue
                 self._num_open_jobs -= 1
@@ -204,7 +207,7 @@ class StoreTransfers:
                 is_good, good = count == len(job.keys) and all(own), None
                 if not is_good and any(own):
                     good = [key for key, is_stored in zip(job.keys, own, strict=False) if is_stored]
-                self._results.append(JobResult(job.job_id, is_good, good, result.ended_s))
+                self._results.append(JobResult(job.job_id, is_good, good, result.ended_s, num_dropped[at]))
             if result.is_last:
                 del self._open[result.task]
 
