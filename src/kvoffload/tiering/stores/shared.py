@@ -11,6 +11,8 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import sealer_of, shared_identity
 
+_MOST_KEPT = 65_536
+
 
 class BadBlocks:
     """Blocks that reads of a store found bad: deleted, so that they can be written anew, and reported as lost."""
@@ -20,6 +22,8 @@ class BadBlocks:
         self._keys: list[OffloadKey] = []
         self.count = 0
         """Since the store was opened."""
+        self.kept = set[OffloadKey]()
+        """Bad blocks that could not be deleted. They count as absent until they are written over."""
 
     def remove(self, keys: Collection[OffloadKey], store: BlockStore) -> None:
         if not keys:
@@ -27,7 +31,11 @@ class BadBlocks:
         try:
             store.discard(list(keys))
         except (StoreError, OSError):
-            pass  # the next read finds them bad again
+            # Perhaps nobody may delete here: without this, a bad block would be found, read and dropped for ever.
+            with self._lock:
+                self.kept.update(keys)
+                while len(self.kept) > _MOST_KEPT:
+                    self.kept.pop()
         # Afterwards: a write that found them there is not announced after their loss.
         with self._lock:
             self._keys += keys

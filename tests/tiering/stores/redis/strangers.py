@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -36,8 +36,8 @@ class Mute:
 
 
 @contextmanager
-def answering_server(answer: bytes) -> Iterator[int]:
-    """The port of something that sends ``answer`` to whatever it is sent first, and hangs up."""
+def answering_server(answer: bytes, before: Callable[[], object] = lambda: None) -> Iterator[int]:
+    """The port of something that calls ``before``, sends ``answer`` to whatever it is sent first, and hangs up."""
 
     def serve() -> None:
         while True:
@@ -47,6 +47,7 @@ def answering_server(answer: bytes) -> Iterator[int]:
                 return
             with peer:
                 peer.recv(100)
+                before()
                 peer.sendall(answer)
 
     listener = socket.create_server(("127.0.0.1", 0))

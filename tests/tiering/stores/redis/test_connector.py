@@ -107,3 +107,18 @@ def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_
         connector._resolver._resolve = lambda *_: addresses * 600  # type: ignore[method-assign]
         connector.connect(connector.address).close()
         thread.join()
+
+
+def test_an_encrypted_key_is_an_error_and_no_question_at_the_terminal(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+
+    made, key = Authority(tmp_path / "made"), tmp_path / "key.pem"
+    plain = load_pem_private_key(Path(made.client).read_bytes(), None)
+    key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hush")))
+    with pytest.raises(ConnectionError, match="tls_key of the 'redis' tier is encrypted: give it a key without"):
+        _tls(Access(tls_cert=made.client, tls_key=str(key)))

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from tests.ports import free_port
 from tests.redis_server import RedisSentinel, RedisServer, wait_until
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 from tests.tiering.stores.redis.inside import servers_of
-from tests.tiering.stores.redis.strangers import Mute
+from tests.tiering.stores.redis.strangers import Mute, answering_server
 
 from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys
@@ -156,6 +158,28 @@ def test_a_sentinel_that_hangs_delays_no_other(watched: Watched) -> None:
     assert write(store, keys(1)) == [True]  # long before the first one's deadline
     mute.close()
     store.close()
+
+
+def masters(port: int, epoch: int) -> bytes:
+    """A sentinel's answer: the service has its primary at this port since this epoch."""
+    fields = ("name", SERVICE, "ip", "127.0.0.1", "port", str(port), "flags", "master", "config-epoch", str(epoch))
+    words = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in fields)
+    return b"*1\r\n*%d\r\n" % len(fields) + words
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_sentinel_that_was_cut_off_names_no_primary_of_long_ago(watched: Watched, place: int) -> None:
+    """It answers first. The others know of a failover since."""
+    was_asked = threading.Event()
+    stale, fresh = masters(free_port(), 1), masters(watched.primary.port, 2)
+    with ExitStack() as stack:
+        late = [stack.enter_context(answering_server(fresh, was_asked.wait)) for _ in range(2)]
+        ports = [*late[:place], stack.enter_context(answering_server(stale, was_asked.set)), *late[place:]]
+        url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in ports)}/{SERVICE}"
+        store = RedisStore(url, BLOCK_BYTES, timeouts=Timeouts(connect_s=60.0, window_s=60.0))
+        assert write(store, keys(1)) == [True]
+        assert address_of(store).port == watched.primary.port
+        store.close()
 
 
 class TestCredentials:

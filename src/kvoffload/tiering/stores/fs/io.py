@@ -35,6 +35,8 @@ class ReadOutcome(Enum):
     """No such file, or it was deleted or replaced during the read."""
     BAD = "bad"
     """Read in full, twice, and not this block. It is deleted."""
+    STAYS = "stays"
+    """As ``BAD``, but it cannot be deleted."""
     UNSURE = "unsure"
     """The kernel returned less than the file has: no proof of anything."""
 
@@ -121,8 +123,8 @@ class FileIO:
             if is_absence(exc):
                 return ReadOutcome.ABSENT
             raise
-        if outcome is ReadOutcome.BAD:
-            self.remove(opened, path)
+        if outcome is ReadOutcome.BAD and not self.remove(opened, path):
+            return ReadOutcome.STAYS
         return outcome
 
     def remove(self, opened: Directories, path: str) -> bool:

@@ -77,7 +77,8 @@ class FileSystemStore(RootedStore):
         self._lock = threading.Lock()
         self._lost: dict[OffloadKey, LossCause] = {}
         self._num_bad = self._num_evicted = 0
-        # Files that the disk could not read, oldest first; each until it is written anew.
+        # Files that the disk could not read, or that are bad and cannot be deleted, oldest first. Each stays here until
+        # it is written again.
         self._unreadable: OrderedDict[str, None] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -125,10 +126,12 @@ class FileSystemStore(RootedStore):
                 answers.append(outcome is ReadOutcome.GOOD)
                 if answers[-1] and self._unreadable:
                     self._unreadable.pop(path, None)
-                if outcome is ReadOutcome.BAD:
+                if outcome in (ReadOutcome.BAD, ReadOutcome.STAYS):
                     with self._lock:
                         self._lost[key] = "corrupt"
                         self._num_bad += 1
+                        if outcome is ReadOutcome.STAYS:
+                            self._note_unreadable(path)
         return self._outcomes(answers, errors)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
@@ -253,9 +256,13 @@ class FileSystemStore(RootedStore):
         if error.errno in BLOCK_ERRORS:
             with self._lock:
                 self._lost[key] = "corrupt"
-                self._unreadable[path] = None
-                if len(self._unreadable) > _MAX_UNREADABLE:
-                    self._unreadable.popitem(last=False)
+                self._note_unreadable(path)
+
+    def _note_unreadable(self, path: str) -> None:
+        """With ``_lock`` held."""
+        self._unreadable[path] = None
+        if len(self._unreadable) > _MAX_UNREADABLE:
+            self._unreadable.popitem(last=False)
 
     def _own_keys(self, paths: Iterable[str]) -> list[tuple[str, OffloadKey]]:
         """The files of this namespace and their keys, where the names have them. Files in other places than their own

@@ -250,6 +250,12 @@ def code_of(error: BaseException) -> str | None:
     return next((found[1] for found in (code.search(text) for code in _CODES) if found), None)
 
 
+def asks_to_slow_down(error: BaseException) -> bool:
+    """Whether a service answered that it gets too many requests."""
+    status = _STATUS.search(str(error))
+    return status is not None and any(number in status[0] for number in ("429", "503"))
+
+
 def is_without_reason(error: BaseException) -> bool:
     """Whether the service answered with an error and no body, as it must to a HEAD request."""
     return _STATUS.search(str(error)) is not None and code_of(error) is None

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import StoreError
-from kvoffload.tiering.stores.object.client import Client, Deadlines, check_url, in_words, is_without_reason
+from kvoffload.tiering.stores.object.client import (
+    Client,
+    Deadlines,
+    asks_to_slow_down,
+    check_url,
+    in_words,
+    is_without_reason,
+)
+from kvoffload.tiering.stores.object.pace import Pace
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.secrets import Secret
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
@@ -54,13 +62,14 @@ class ObjectStore(SharedStore):
         deadlines = deadlines or Deadlines()
         self._request_s = deadlines.request_s
         self._client = Client(url, config or {}, deadlines, tls_ca)
+        self._pace = Pace(2 * requests)
         self._reads, self._writes = Requests("object-read", requests), Requests("object-write", requests)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self._where!r}, {self._digest!r}, block_bytes={self._block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._outcomes(self._reads, lambda index: self._size(keys[index]) == self._file_bytes, len(keys))
+        return self._outcomes(self._reads, lambda index: self._is_there(keys[index]), len(keys))
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         there: set[int] = set()
@@ -68,17 +77,20 @@ class ObjectStore(SharedStore):
         def put(index: int) -> bool:
             # Another engine may have written it. The question is a fraction of an upload, which the service would
             # take whole before it refuses it.
-            size = self._size(keys[index])
+            is_bad = keys[index] in self._bad.kept
+            size = None if is_bad else self._size(keys[index])
             if size == self._file_bytes:
                 there.add(index)
                 return True
             sealed = b"".join(self._sealer.seal(keys[index], self._bytes(blocks[index])))
-            mode = "create" if size is None else "overwrite"  # a value of another length is not the block
+            # A value of another length is not the block.
+            mode = "create" if size is None and not is_bad else "overwrite"
             path, obstore = self._path(keys[index]), self._client.obstore
             try:
                 self._request(lambda bucket: obstore.put(bucket, path, sealed, mode=mode, use_multipart=False))
             except obstore.exceptions.AlreadyExistsError:
                 pass
+            self._bad.kept.discard(keys[index])
             return True
 
         return self._outcomes(self._writes, put, len(keys), there)
@@ -129,6 +141,9 @@ class ObjectStore(SharedStore):
     def _file_bytes(self) -> int:
         return self._block_bytes + self._sealer.seal_bytes
 
+    def _is_there(self, key: OffloadKey) -> bool:
+        return key not in self._bad.kept and self._size(key) == self._file_bytes
+
     def _size(self, key: OffloadKey) -> int | None:
         """Bytes of the object of ``key``; ``None``: there is none."""
         try:
@@ -143,14 +158,25 @@ class ObjectStore(SharedStore):
         """Return what ``call`` returns for the bucket. If it fails and the credentials have been replaced since the
         client was opened, call it once more with the new ones."""
         bucket = self._client.bucket
-        try:
-            return call(bucket)
-        except (FileNotFoundError, self._client.obstore.exceptions.AlreadyExistsError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # a panic of obstore's is not an Exception
-            if not self._client.renew(bucket):
+        with self._pace.request() as turn:
+            try:
+                result = call(bucket)
+            except (
+                FileNotFoundError,
+                self._client.obstore.exceptions.AlreadyExistsError,
+                KeyboardInterrupt,
+                SystemExit,
+            ):
                 raise
-            return call(self._client.bucket)
+            except BaseException as exc:  # a panic of obstore's is not an Exception
+                if asks_to_slow_down(exc):
+                    self._pace.slow_down(turn)
+                    raise
+                if not self._client.renew(bucket):
+                    raise
+                return call(self._client.bucket)
+        self._pace.go_on()
+        return result
 
     def _path(self, key: OffloadKey) -> str:
         # Some services are file systems inside, with names of 255 bytes at most.

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
+from kvoffload.tiering.stores.redis.permitted import Permitted, Wording, is_refusal, to_use
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import Sealer
 
 _AT_ONCE_BYTES = 1 << 20
 
-_WHETHER = {b":0": False, b":1": True}
+_WHETHER = {b":0": False, b":1": True, b"+OK": True}
 _SET = {b"+OK": True, b"$-1": True}
 """``SET NX`` is answered with nothing if the key is there."""
 
@@ -46,15 +47,28 @@ class Commands(ABC):
 
 @dataclass(slots=True, eq=False)
 class Ask(Commands):
-    """A command that has only a name: ``EXISTS``, ``TOUCH``, ``UNLINK``. The outcome: whether there was such a key."""
+    """A command that has only a name, such as ``EXISTS``. The outcome: whether there was such a key."""
 
-    command: bytes
+    permitted: Permitted
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        wire.send([encode_each(self.command, [self.names[index] for index in indexes])])
+        self._send(wire, indexes)
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return _answers(wire.read_lines(len(indexes)), _WHETHER)
+
+    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
+        while True:
+            used = self._send(wire, indexes)
+            answers = self.receive(wire, indexes)
+            if not self.permitted.note(used, answers):
+                return answers
+
+    def _send(self, wire: Wire, indexes: Sequence[int]) -> Wording:
+        wording = self.permitted.wording
+        assert wording is not None, "the last one is used although it is refused"
+        wire.send([wording.encode([self.names[index] for index in indexes])])
+        return wording
 
 
 @dataclass(slots=True, eq=False)
@@ -62,16 +76,18 @@ class Put(Commands):
     """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there.
 
     A window asks which keys are there (``TOUCH``, which also counts as a use where the server evicts the least recently
-    used): the answer may save megabytes. The first block goes with the question, so that no thread waits for the answer
-    alone. Another engine may still write one meanwhile. Blocks of some 1 MiB are sealed, sent and answered before the
-    next ones: they are still in the processor's cache when they are sent, and when a server on the same machine
-    receives them."""
+    used): the answer may save megabytes. A server that answers no such question is sent every block. The first block
+    goes with the question, so that no thread waits for the answer alone. Another engine may still write one meanwhile.
+    Blocks of some 1 MiB are sealed, sent and answered before the next ones: they are still in the processor's cache
+    when they are sent, and when a server on the same machine receives them."""
 
     keys: Sequence[OffloadKey]
     blocks: Sequence[memoryview]
     """All of one size."""
     sealer: Sealer
     ttl_s: int | None
+    permitted: Permitted = field(default_factory=to_use)
+    """To ask which keys are there."""
     _at_once: int = field(init=False)
     _begin: bytes = field(init=False)
     _end: bytes = field(init=False)
@@ -90,12 +106,18 @@ class Put(Commands):
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         first, rest = indexes[: self._at_once], range(self._at_once, len(indexes))
-        question = encode_each(b"TOUCH", [self.names[index] for index in indexes])
+        wording = self.permitted.wording
+        question = wording.encode([self.names[index] for index in indexes]) if wording else b""
         wire.send([question, *self._parts(first)])
-        lines = wire.read_lines(len(indexes) + len(first))
-        answers = _answers(lines[: len(indexes)], _WHETHER)
+        num_asked = len(indexes) if wording else 0
+        lines = wire.read_lines(num_asked + len(first))
+        answers: list[Answer] = [False] * len(indexes)
+        if wording:
+            answers = _answers(lines[:num_asked], _WHETHER)
+            self.permitted.note(wording, answers)
+            answers = [False if is_refusal(answer) else answer for answer in answers]
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
-        for place, answer in enumerate(_answers(lines[len(indexes) :], _SET)):
+        for place, answer in enumerate(_answers(lines[num_asked:], _SET)):
             if answers[place] is not True:  # a full server refuses a present block too
                 answers[place] = answer
         new = [place for place in rest if answers[place] is False]

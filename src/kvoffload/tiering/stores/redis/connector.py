@@ -273,8 +273,13 @@ def _tls(access: Access) -> ssl.SSLContext:
     ca, cert, key = (path and os.path.expanduser(path) for path in (access.tls_ca, access.tls_cert, access.tls_key))
     context = ssl.create_default_context(cafile=ca)
     if cert:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, _no_password)
     if not access.tls_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _no_password() -> str:
+    """Asked for the password of an encrypted key. Without an answer, OpenSSL would ask at the terminal."""
+    raise ConnectionError("tls_key of the 'redis' tier is encrypted: give it a key without a password")

@@ -26,6 +26,9 @@ _NUM_SLOTS = 16_384
 _MOST_MEMBERS = 4096
 """Nodes of a cluster. A server that names more is not believed."""
 
+_Answer = tuple[int, Callable[[], None]]
+"""A server's good answer: its epoch, and what adopts it."""
+
 
 class Servers(ABC):
     """Which server has a name. ``StoreTier``'s circuit breaker stands above all of them."""
@@ -79,8 +82,9 @@ class DiscoveredServers(Servers):
     once it is stale: at most once a second, by the thread that needs it. Other threads meanwhile use what was
     known before. If nothing was, they wait for that thread, and fail if it does.
 
-    All servers that may know are asked side by side, and the first good answer counts: those that hang, fail, or answer
-    what cannot be read delay and hide no other. Each of them keeps its thread until its deadline."""
+    All servers that may know are asked side by side. Of the first good answers, as many as ``_num_wanted`` of them, the
+    latest counts. Servers that hang, fail, or answer what cannot be read hide no other. Each of them keeps its thread
+    until its deadline."""
 
     _question: tuple[bytes, ...]
 
@@ -104,6 +108,14 @@ class DiscoveredServers(Servers):
         """Reads the ``reply`` of a server to ``_question``, in any thread, and returns what adopts it. Raises
         ``StoreError`` if the server does not know, and some other error if the reply cannot be read."""
 
+    def _epoch_of(self, reply: Any) -> int:
+        """Of several good replies, the one with the highest number is the latest."""
+        return 0
+
+    def _num_wanted(self, num_asked: int) -> int:
+        """How many good answers to wait for."""
+        return 1
+
     def _refresh(self) -> None:
         """Reads it if it is stale and that is due. Raises ``StoreError`` if nothing is known."""
         if not self._is_stale:
@@ -126,7 +138,7 @@ class DiscoveredServers(Servers):
     def _try_to_read(self, was_known: bool) -> None:
         self._next_refresh_s = self._clock() + _REFRESH_INTERVAL_S
         try:
-            self._first_answer()()
+            self._latest_answer()()
             self._is_known, self._is_stale = True, False
         except StoreError as exc:
             if not was_known:
@@ -134,28 +146,32 @@ class DiscoveredServers(Servers):
                 self._failure = str(exc)
                 raise
 
-    def _first_answer(self) -> Callable[[], None]:
+    def _latest_answer(self) -> Callable[[], None]:
         informants = self._informants()[:_MOST_ASKED]
-        ends: queue.SimpleQueue[tuple[int, Callable[[], None] | StoreError]] = queue.SimpleQueue()
+        ends: queue.SimpleQueue[tuple[int, _Answer | StoreError]] = queue.SimpleQueue()
         asks = [partial(self._ask, index, node, ends) for index, node in enumerate(informants)]
         for ask in asks:
             try:
                 threading.Thread(target=ask, name="kvoffload-redis-ask", daemon=True).start()
             except (RuntimeError, MemoryError):  # no thread can be started
                 ask()
-        errors: dict[int, StoreError] = {}
+        errors, learned = dict[int, StoreError](), list[_Answer]()
         for _ in informants:
             index, end = ends.get()
-            if not isinstance(end, StoreError):
-                return end
-            errors[index] = end
-        raise errors[0]
+            if isinstance(end, StoreError):
+                errors[index] = end
+                continue
+            learned.append(end)
+            if len(learned) >= self._num_wanted(len(informants)):
+                break
+        if not learned:
+            raise errors[min(errors)]
+        return max(learned, key=lambda answer: answer[0])[1]
 
-    def _ask(
-        self, index: int, node: Node, ends: queue.SimpleQueue[tuple[int, Callable[[], None] | StoreError]]
-    ) -> None:
+    def _ask(self, index: int, node: Node, ends: queue.SimpleQueue[tuple[int, _Answer | StoreError]]) -> None:
         try:
-            ends.put((index, self._learn(node.address, node.ask(*self._question))))
+            reply = node.ask(*self._question)
+            ends.put((index, (self._epoch_of(reply), self._learn(node.address, reply))))
         except StoreError as exc:
             ends.put((index, exc))
         except BaseException:  # noqa: BLE001 - whatever else it raises, the reply was not one, and who waits must hear
@@ -164,8 +180,8 @@ class DiscoveredServers(Servers):
 
 
 class Primary(DiscoveredServers):
-    """The primary of ``service``, by the first sentinel that knows one which is up. They are asked again when it fails,
-    or answers that it is one no longer."""
+    """The primary of ``service``, by the latest answer of half of the sentinels: one that was cut off from the others
+    still names the primary before. They are asked again when it fails, or answers that it is one no longer."""
 
     _question = (b"SENTINEL", b"MASTERS")
 
@@ -205,6 +221,16 @@ class Primary(DiscoveredServers):
 
     def _informants(self) -> Sequence[Node]:
         return self._sentinels
+
+    def _num_wanted(self, num_asked: int) -> int:
+        return (num_asked + 1) // 2
+
+    def _epoch_of(self, reply: Any) -> int:
+        states = [dict(zip(fields[::2], fields[1::2], strict=True)) for fields in reply]
+        return max((int(state[b"config-epoch"]) for state in states if self._is_ours(state)), default=0)
+
+    def _is_ours(self, state: Mapping[bytes, bytes]) -> bool:
+        return state[b"name"] == self._service.encode() and b"config-epoch" in state
 
     def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
         for fields in reply:

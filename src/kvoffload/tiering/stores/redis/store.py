@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
@@ -11,6 +12,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
 from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts
 from kvoffload.tiering.stores.redis.node import Node
+from kvoffload.tiering.stores.redis.permitted import Permitted, to_look, to_remove, to_use
 from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
 from kvoffload.tiering.stores.redis.wire import ErrorReply, in_one_line
 from kvoffload.tiering.stores.remote import check_age
@@ -81,6 +83,7 @@ class RedisStore(SharedStore):
             self._servers = Primary(connector, parsed.addresses, parsed.service)
         else:
             self._servers = Cluster(connector) if cluster else OneServer(connector)
+        self._to_look, self._to_use, self._to_remove = to_look(), to_use(), to_remove()
         self._requests = Requests("redis", _MOST_THREADS)
         self._directory = f"{prefix}:{self._digest}:".encode()
         self._ttl_s = None if ttl_s is None else int(ttl_s)
@@ -90,12 +93,12 @@ class RedisStore(SharedStore):
         return f"RedisStore({self._servers!r}, {self._directory.decode()!r}, block_bytes={self._block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._ask(b"EXISTS", keys)
+        return self._ask(self._to_look, keys)
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
         flat = [self._bytes(block) for block in blocks]
-        return self._run(Put(names, self._window, keys, flat, self._sealer, self._ttl_s))
+        return self._run(Put(names, self._window, keys, flat, self._sealer, self._ttl_s, self._to_use))
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -105,17 +108,16 @@ class RedisStore(SharedStore):
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._ask(b"UNLINK", keys)
+        self._ask(self._to_remove, keys)
 
     def close(self) -> None:
         self._servers.close()
         self._requests.close()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        try:
-            self._ask(b"TOUCH", keys[::-1])
-        except StoreError:
-            pass  # only an order of use is lost
+        if self._to_use.is_first:
+            with suppress(StoreError):  # only an order of use is lost
+                self._ask(self._to_use, keys[::-1])
 
     def unbounded_servers(self) -> list[str]:
         """Return the servers that say that they have no ``maxmemory``. Raises ``StoreError`` if none can be reached."""
@@ -136,8 +138,8 @@ class RedisStore(SharedStore):
     def _name(self, key: OffloadKey) -> bytes:
         return self._directory + key.hex().encode()
 
-    def _ask(self, command: bytes, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, command))
+    def _ask(self, permitted: Permitted, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, permitted))
 
     def _run(self, commands: Commands) -> list[bool]:
         """The outcomes of ``commands``, by the servers that have the keys, side by side. Follows redirections.

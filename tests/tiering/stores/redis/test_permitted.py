@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers without some commands, renamed away or left out of an access list: blocks are stored, read and deleted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from tests.redis_server import RedisServer
+from tests.tiering.stores.blocks import read, write
+from tests.tiering.stores.redis.inside import name_of
+
+from kvoffload.errors import StoreError
+from kvoffload.testing.keys import keys
+from kvoffload.tiering.stores.redis import RedisStore
+
+OpenStore = Callable[..., RedisStore]
+StartServer = Callable[..., RedisServer]
+KEYS = keys(*range(40))
+ALL = ["TOUCH", "EXISTS", "UNLINK", "DEL", "GET", "SET"]
+
+
+def url_of(server: RedisServer, *without: str) -> str:
+    """Of a user who may do all that a store does, but for some commands."""
+    with server.client() as client:
+        allowed = [f"+{command.lower()}" for command in ALL if command not in without]
+        client.execute_command("ACL", "SETUSER", "few", "reset", "on", ">hush-hush", "~*", *allowed)
+    return f"redis://few:hush-hush@127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize("without", [["TOUCH"], ["EXISTS"], ["UNLINK"], ["UNLINK", "DEL"], ["TOUCH", "UNLINK", "DEL"]])
+@pytest.mark.parametrize("how", ["renamed", "access list"])
+def test_blocks_are_stored_found_read_and_deleted(
+    start_server: StartServer,
+    open_store: OpenStore,
+    caplog: pytest.LogCaptureFixture,
+    without: list[str],
+    how: str,
+) -> None:
+    if how == "renamed" and len(without) > 1:
+        pytest.skip("one command can be renamed")
+    server = start_server(lacks=without[0]) if how == "renamed" else start_server()
+    store = open_store(server.url if how == "renamed" else url_of(server, *without))
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        for _ in range(2):
+            assert write(store, KEYS) == [True] * len(KEYS)
+            assert store.contains(KEYS) == [True] * len(KEYS)
+        assert all(read(store, KEYS))
+        store.touch(KEYS)
+        store.discard(KEYS[:20])
+        with server.client() as client:
+            client.get("nothing")  # what expires is gone once the server has gone on
+        store.discard(KEYS[:20])
+    said = [record.getMessage() for record in caplog.records]
+    assert [text for command in without for text in said if f"does not take {command} " in text] == said
+    assert len(said) == len(without), "once for each"
+    assert sum(read(store, KEYS)) == 20
+
+
+def test_without_both_questions_a_write_sends_every_block(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    store = open_store(url_of(server, "TOUCH", "EXISTS"))
+    assert write(store, KEYS) == [True] * len(KEYS)
+    assert write(store, KEYS) == [True] * len(KEYS)
+    assert all(read(store, KEYS))
+    with pytest.raises(StoreError, match=r"(?i)NOPERM.*(exists|touch)"):
+        store.contains(KEYS)
+
+
+@pytest.mark.parametrize("without", [["UNLINK"], ["UNLINK", "DEL"]])
+def test_a_damaged_value_is_written_again(start_server: StartServer, open_store: OpenStore, without: list[str]) -> None:
+    server = start_server()
+    store = open_store(url_of(server, *without))
+    write(store, KEYS[:2])
+    with server.client() as client:
+        client.setrange(name_of(store, KEYS[0]), 5, b"damage")
+    assert read(store, KEYS[:2]) == [False, True]
+    with server.client() as client:
+        deadline = 1000
+        while client.exists(name_of(store, KEYS[0])) and deadline:
+            deadline -= 1
+        assert not client.exists(name_of(store, KEYS[0]))
+    assert store.contains(KEYS[:2]) == [False, True]
+    assert write(store, KEYS[:2]) == [True, True]
+    assert read(store, KEYS[:2]) == [True, True]
+
+
+def test_a_user_who_may_not_write_is_told_so(start_server: StartServer, open_store: OpenStore) -> None:
+    server = start_server()
+    store = open_store(url_of(server, "SET"))
+    with pytest.raises(StoreError, match=r"(?i)NOPERM.*set"):
+        write(store, KEYS)
