@@ -243,6 +243,53 @@ def test_a_lock_on_the_mount_stalls_nobody(name: str) -> None:
         os.close(descriptor)
 
 
+@needs_root
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_a_lock_that_another_user_has_made_stops_nobody(name: str, kind: str) -> None:
+    """Nobody but that user may remove it from /dev/shm."""
+    taken, held = [LOCK, LOCK.with_name(f"{LOCK.stem}-1.lock")], list[int]()
+    for path in taken:
+        if kind == "directory":
+            path.mkdir(0o777)
+        elif kind == "link":
+            path.symlink_to(os.devnull)
+        else:
+            path.touch()
+            held.append(os.open(path, os.O_RDWR))
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    first = join(name, 1, 4096, num_processes=2, timeout_s=5)
+    second = join(name, 1, 4096, num_processes=2, timeout_s=5)
+    second.create_kv_memoryview()[0, 0] = 7
+    assert first.create_kv_memoryview()[0, 0] == 7
+    first.close()
+    second.close()
+    for path in taken:
+        path.rmdir() if kind == "directory" else path.unlink()
+    for descriptor in held:
+        os.close(descriptor)
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("kind", ["anonymous", "shared"])
+def test_a_core_file_has_no_block(name: str, kind: str) -> None:
+    """It may go anywhere, and blocks are made from prompts."""
+    region = (
+        SharedOffloadRegion.anonymous(4, 1 << 20) if kind == "anonymous" else join(name, 4, 1 << 20, num_processes=1)
+    )
+    view = region.create_kv_memoryview()
+    address = np.frombuffer(view.cast("B"), np.uint8).__array_interface__["data"][0]
+    flags, is_here = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_here and line.startswith("VmFlags"):
+            flags = line
+    assert " dd" in flags
+    del view
+    region.close()
+
+
 def test_a_lock_that_lost_its_name_excludes_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder unlinks the file, releases the lock, and another start makes the file anew."""
     real, taken = fcntl.flock, []

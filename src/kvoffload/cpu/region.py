@@ -34,6 +34,7 @@ from kvoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _PREFIX = "kvoffload-"
+_MOST_NAMES = 1000
 _OURS = re.compile(_PREFIX + r"[0-9a-f]{24}(|\.joined|\.draft)")
 """The names of segments, and of what lies beside them. Nothing else on the mount is reclaimed."""
 
@@ -70,6 +71,7 @@ class SharedOffloadRegion:
             memory.madvise(mmap.MADV_HUGEPAGE)
         # Without this, a write after a fork would move a page away from under a device that copies to it.
         memory.madvise(mmap.MADV_DONTFORK)
+        _leave_out_of_dumps(memory)
         return cls(memory, num_blocks, block_bytes)
 
     @classmethod
@@ -130,6 +132,12 @@ class SharedOffloadRegion:
                 memory.close()
 
 
+def _leave_out_of_dumps(memory: mmap.mmap) -> None:
+    """The blocks are made from prompts, and a core file may go anywhere."""
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTDUMP)
+
+
 def _size(num_blocks: int, block_bytes: int) -> int:
     if num_blocks < 1 or block_bytes < 1:
         raise ConfigError(f"A region needs at least one block of one byte, not {num_blocks} of {block_bytes}.")
@@ -143,9 +151,9 @@ def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
     The lock is on a file of our own, so that no other user can hold it. Its holder unlinks it, so whoever gets the lock
     of a file that has lost its name tries again.
     """
-    path = mount / f"{_PREFIX}{os.geteuid()}.lock"
     deadline = time.monotonic() + timeout_s
     while True:
+        path = _lock_path(mount)
         descriptor = _open_own(path, os.O_CREAT)
         try:
             try:
@@ -166,6 +174,19 @@ def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
             return
         finally:
             os.close(descriptor)
+
+
+def _lock_path(mount: Path) -> Path:
+    """The first name for the lock that no other user has taken: everybody may make files on ``mount``, and nobody may
+    remove another's. Raises ``ConfigError`` if all names are taken."""
+    for number in range(_MOST_NAMES):
+        path = mount / f"{_PREFIX}{os.geteuid()}{f'-{number}' if number else ''}.lock"
+        try:
+            if path.lstat().st_uid == os.geteuid():
+                return path
+        except FileNotFoundError:
+            return path
+    raise ConfigError(f"Other users have made all of {mount}/{_PREFIX}{os.geteuid()}-*.lock; remove these files.")
 
 
 def _is_named(path: Path, descriptor: int) -> bool:
@@ -231,6 +252,7 @@ def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
     memory = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # kernels without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
+    _leave_out_of_dumps(memory)
     stats = os.statvfs(mount)
     if size - os.fstat(descriptor).st_blocks * 512 <= stats.f_bavail * stats.f_frsize:
         populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)  # several threads; what follows is one

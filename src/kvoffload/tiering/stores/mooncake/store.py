@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import http.client
+import mmap
 import threading
 import urllib.error
 import urllib.request
@@ -71,7 +72,9 @@ class _Staging:
                 f"All {staged} bytes for transfers of Mooncake are in the hands of transfers whose end is not known: "
                 "only a restart of the engine frees them"
             )
-        memory = np.zeros((count, stride), np.uint8)
+        mapped = mmap.mmap(-1, count * stride)
+        mapped.madvise(mmap.MADV_DONTDUMP)  # a core file may go anywhere
+        memory = np.frombuffer(mapped, np.uint8).reshape(count, stride)
         self._register(memory)
         self._memories.append(memory)
         self._free += [row[: self._row_bytes] for row in memory]
