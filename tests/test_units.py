@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
-from kvoffload.units import format_bytes, parse_bytes, parse_seconds
+from kvoffload.units import format_bytes, parse_bytes, parse_seconds, printable
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,10 @@ def test_spans_of_time(text: float | str, seconds: float) -> None:
 def test_what_is_no_span_of_time_is_one_sentence(text: object) -> None:
     with pytest.raises(ConfigError, match="ttl"):
         parse_seconds(text, "ttl")  # type: ignore[arg-type]
+
+
+def test_printable_text_has_no_line_breaks_and_no_control_characters() -> None:
+    assert (
+        printable("ns\x1b[2J\nWARNING: all is well\r\x9b\u202e") == "ns\\x1b[2J\\nWARNING: all is well\\r\\x9b\\u202e"
+    )
+    assert printable("Gr\xfc\xdfe, 模型 (bf16)") == "Gr\xfc\xdfe, 模型 (bf16)"

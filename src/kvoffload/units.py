@@ -84,3 +84,9 @@ def format_bytes(number: float) -> str:
 def counted(number: int, what: str) -> str:
     """Return the number with its noun, such as ``1 run`` or ``2 runs``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """Text of somebody else for a log, a message or a table: without line breaks and control characters, which could
+    forge lines or change the terminal."""
+    return "".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text)

@@ -308,3 +308,17 @@ def test_while_reads_are_queued_one_store_begins_for_eight_reads(clock: ManualCl
     let["r"].release(2)
     collect(runner, 35)
     assert runner.shutdown(10) == 0
+
+
+def test_a_callback_that_raises_ends_no_thread() -> None:
+    runner = TierRunner("test", 1, timeout_s=60)
+
+    def fail() -> None:
+        raise ValueError("foreign")
+
+    runner.on_ended = fail
+    for _ in range(3):
+        runner.submit(IoTask(IoQueue.LOAD, 1, lambda start, stop: [True]), 1)
+        assert runner.drain(60)
+    assert [result.status for result in runner.take_results()] == [IoStatus.DONE] * 3
+    assert runner.shutdown(60) == 0

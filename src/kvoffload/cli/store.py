@@ -19,7 +19,7 @@ from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
 from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
 from kvoffload.tiering.stores.secrets import read_keys
-from kvoffload.units import counted, format_bytes, parse_bytes
+from kvoffload.units import counted, format_bytes, parse_bytes, printable
 
 _Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
 _Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
@@ -84,10 +84,10 @@ def verify(
             try:
                 if tier.is_sound(block) is False:
                     bad.append(block)
-                    said = f"bad: {block.path}"
+                    said = f"bad: {printable(block.path)}"
             except OSError as exc:
                 unreadable.append(block.path)
-                said = f"unreadable: {block.path}: {exc.strerror}"
+                said = f"unreadable: {printable(block.path)}: {exc.strerror}"
             if said and not as_json:  # at once: nobody may have the time for all blocks
                 print(said, flush=True)
             advance("verify")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -308,7 +309,8 @@ class TierRunner:
                 part.task.num_hung_slices -= part.is_overdue
                 self.ended.append(result)
                 self._slice_ended.notify_all()
-            self.on_ended()
+            with contextlib.suppress(Exception):  # foreign, and must not end the thread
+                self.on_ended()
             # A thread that waits for work must not keep alive the memory that the last slice refers to.
             del part, result
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvoffload.tiering.stores.disk.format import PAYLOAD_SUFFIX, PROBE_AT, TABLE
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
-from kvoffload.tiering.stores.root import directory_of
+from kvoffload.tiering.stores.root import directory_of, display_name
 from kvoffload.tiering.stores.seal import EncryptionKey
 from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys, Rotating
 
@@ -290,3 +291,22 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_touched(
     with pytest.raises(ConfigError, match="seal_key"):
         parse_tier({"type": kind, "path": str(root), "max_bytes": "8MiB", "seal_key": seal_key}).open_store(SIZE, "")
     assert not root.exists()
+
+
+def test_what_others_write_into_a_mark_or_a_name_reaches_the_log_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mark lies on a server, and a directory's name below a shared root: others may choose both."""
+    evil = "evil\x1b[2J\nWARNING: all is well"
+    noticed = OtherKeys(MemoryStore(SIZE), lambda: [evil], "tier 'kv'")
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        noticed.look()
+        (tmp_path / "ns#1").mkdir()
+        (tmp_path / f"ns#{evil}").mkdir()
+        options = {"type": "fs", "path": str(tmp_path), "max_bytes": "1MiB", "seal_key": "s" * 32}
+        parse_tier(options).open_store(SIZE, "ns").close()
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        said = record.getMessage()
+        assert said.isprintable() and "evil" in said
+    assert display_name(f"ns#{evil}").isprintable()

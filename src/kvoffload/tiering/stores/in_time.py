@@ -39,9 +39,15 @@ def in_time(
         threading.Thread(target=run, args=(at,), name="kvoffload-disk-open", daemon=True) for at in range(len(calls))
     ]
     deadline_s = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    started = list[threading.Thread]()
+    for at, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError as exc:  # no thread can be started
+            outcomes[at] = exc
+        else:
+            started.append(thread)
+    for thread in started:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     with lock:
         is_over = True

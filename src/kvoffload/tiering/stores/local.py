@@ -13,7 +13,8 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
-from kvoffload.tiering.stores.root import directories_of, directory_of
+from kvoffload.tiering.stores.root import RootedStore, directories_of, directory_of, seal_of
+from kvoffload.tiering.stores.seal import encrypts
 from kvoffload.tiering.stores.wrappers import OtherKeys
 
 _OPEN_S = 30.0
@@ -25,7 +26,7 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     """A store in a directory of this host's file systems."""
 
     locality: ClassVar[str | None] = "LOCAL"
-    _make: ClassVar[Callable[..., BlockStore]]
+    _make: ClassVar[Callable[..., RootedStore]]
     """The store's class."""
 
     durability: Literal["none", "fsync"] = "none"
@@ -71,14 +72,17 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     def _open_alone(self, block_bytes: int, namespace: str) -> BlockStore:
         store = super().open_store(block_bytes, namespace)
         own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
-        if not (others := sorted(directories_of(self.directory, namespace) - own)):
+        found = directories_of(self.directory, namespace)
+        if self.encryption_key is not None:
+            found = {name for name in found if encrypts(seal_of(name))}  # the others are dropped
+        if not (others := sorted(found - own)):
             return store
         noticed = OtherKeys(store, lambda: others, f"tier {self.label!r}: {self.directory}")
         noticed.look()
         return noticed
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
-        return self._make(
+        store = self._make(
             self.directory,
             block_bytes,
             namespace,
@@ -87,6 +91,9 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             mode=self.mode,
             secret=secret,
         )
+        if self.encryption_key is not None:
+            store.drop_plain()
+        return store
 
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:

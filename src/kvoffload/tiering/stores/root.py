@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,9 @@ from kvoffload.cpu.memory_limits import file_system_number
 from kvoffload.errors import ConfigError, StoreError, suggest
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
-from kvoffload.tiering.stores.seal import secret_id
+from kvoffload.tiering.stores.seal import encrypts, secret_id
 from kvoffload.tiering.stores.shared import bytes_of, outcomes
+from kvoffload.units import printable
 
 CONTROL_DIR = ".kvoffload"
 
@@ -61,6 +63,30 @@ _NETWORK_TYPES = {
     _FUSE: "FUSE",
 }
 """By the number that statfs(2) gives: file systems that several hosts may have mounted at once."""
+_LOCAL_TYPES = {
+    0xEF53,  # ext2, ext3, ext4
+    0x58465342,  # XFS
+    0x9123683E,  # Btrfs
+    0x2FC12FC1,  # ZFS
+    0xCA451A4E,  # bcachefs
+    0xF2F52010,  # F2FS
+    0x3153464A,  # JFS
+    0x52654973,  # ReiserFS
+    0x3434,  # NILFS
+    0x01021994,  # tmpfs
+    0x858458F6,  # ramfs
+    0x958458F6,  # hugetlbfs, which is rejected by itself
+    0x794C7630,  # overlayfs
+    0x61756673,  # aufs
+    0xF15F,  # eCryptfs
+    0x4D44,  # FAT
+    0x2011BAB0,  # exFAT
+    0x7366746E,  # NTFS
+    0x5346544E,  # NTFS
+    0x4244,  # HFS
+    0x482B,  # HFS+
+}
+"""File systems that one host has mounted at a time."""
 _LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
 
 _ANSWER_S = 5.0
@@ -95,6 +121,17 @@ def directories_of(root: str, namespace: str) -> set[str]:
     with contextlib.suppress(OSError):
         return {found for found in os.listdir(root) if found.partition(_SEALED)[0] == name}
     return set()
+
+
+def plain_beside(root: str, directory: str) -> list[str]:
+    """The directories of the same namespace whose blocks are not known to be encrypted, if those of ``directory`` are.
+    Raises ``OSError``."""
+    if not encrypts(seal_of(directory)):
+        return []
+    namespace = directory.partition(_SEALED)[0]
+    return [
+        name for name in os.listdir(root) if name.partition(_SEALED)[0] == namespace and not encrypts(seal_of(name))
+    ]
 
 
 def namespace_of(directory: str) -> str:
@@ -134,7 +171,7 @@ class NamespaceUsage:
 
 def display_name(directory: str) -> str:
     """A namespace for people to read, also the one without a name."""
-    return namespace_of(directory) or "(default)"
+    return printable(namespace_of(directory)) or "(default)"
 
 
 def find_directory(namespace: str, known: Sequence[str], root: str) -> str:
@@ -232,9 +269,11 @@ def _is_directory(path: str) -> bool:
 
 
 def network_type(root: str) -> str | None:
-    """The name of the file system of ``root`` if other hosts may have mounted it too."""
+    """The name of the file system of ``root`` if other hosts may have mounted it too, as far as is known."""
     number = file_system_number(root)
-    return None if number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES else _NETWORK_TYPES.get(number)
+    if number == 0 or number in _LOCAL_TYPES or (number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES):
+        return None
+    return _NETWORK_TYPES.get(number, f"a file system that kvoffload does not know ({_mount_type(root)}, {number:#x})")
 
 
 def _mount_type(root: str) -> str:
@@ -324,6 +363,10 @@ class RootedStore(BlockStore):
         self._next_look_s = 0.0
         self._look_at_disk()
 
+    @abstractmethod
+    def drop_plain(self) -> None:
+        """Removes the blocks of this namespace that are not encrypted, now or soon, and those that are found later."""
+
     def _look_at_disk(self) -> None:
         """Learns now and then what the disk has left. For threads that do I/O: ``stats`` does none."""
         now_s = time.monotonic()
@@ -409,7 +452,7 @@ def lock_holders(root: str, suffix: str) -> list[str]:
         for fd, path in _open_under((os.path.realpath(root),), process):
             with contextlib.suppress(OSError):
                 if path.endswith(suffix) and int(process) != os.getpid() and _is_locked(process, fd):
-                    found.append(f"process {process} ({_text(f'/proc/{process}/comm').strip()})")
+                    found.append(f"process {process} ({printable(_text(f'/proc/{process}/comm').strip())})")
                     break
     return found
 

@@ -9,6 +9,7 @@ none.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import hmac
 import os
@@ -26,6 +27,7 @@ SEAL_BYTES = 16
 _NONCE_BYTES = 12
 _LEAST_CRYPTOGRAPHY = 43
 """Older ones encrypt into no buffer that is as long as a block."""
+_ENCRYPTING = "e-"
 _FORMAT = "2"
 """Of a value in a shared store: the block and then its seal."""
 
@@ -95,8 +97,9 @@ def _code_of(prefix: bytes, secret: bytes) -> Digest:
     through HMAC-SHA256, cut to 16 bytes. Nobody sees the first result, so it needs no nonce of its own: it is a
     universal hash, and what protects it is the HMAC (hash and then a pseudorandom function).
     """
-    hashing = _ciphers().AESGCM(_derived(secret, b"kvoffload seal: hash"))
-    outer = _derived(secret, b"kvoffload seal: code")
+    stretched = _stretched(secret)
+    hashing = _ciphers().AESGCM(_derived(stretched, b"kvoffload seal: hash"))
+    outer = _derived(stretched, b"kvoffload seal: code")
 
     def code(key: bytes, block: memoryview) -> bytes:
         hashed = hashing.encrypt(bytes(_NONCE_BYTES), b"", block)
@@ -116,7 +119,7 @@ class Encryption(Sealer):
     changes_blocks = True
 
     def __init__(self, identity: bytes, secret: bytes) -> None:
-        self._prefix, self._secret = identity, _derived(secret, b"kvoffload encryption")
+        self._prefix, self._secret = identity, _derived(_stretched(secret), b"kvoffload encryption")
         self._lib = _ciphers()
 
     def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
@@ -161,11 +164,28 @@ def seal_bytes_of(secret: bytes | None) -> int:
 
 
 def secret_id(secret: bytes | None) -> str:
-    """16 hex digits for names, of which each secret has others; none for no secret."""
+    """A name for the secret, different for each: 16 hex digits, after ``e-`` if it encrypts. Empty for no secret.
+
+    Everybody who sees the store sees it, so it follows from the stretched secret: each guess takes tens of
+    milliseconds."""
     if not secret:
         return ""
-    person = b"kvoffload-aes" if isinstance(secret, EncryptionKey) else b"kvoffload-gmac"
-    return hashlib.blake2b(secret, digest_size=8, person=person).hexdigest()
+    is_encrypting = isinstance(secret, EncryptionKey)
+    person = b"kvoffload-aes" if is_encrypting else b"kvoffload-gmac"
+    digest = hashlib.blake2b(_stretched(secret), digest_size=8, person=person).hexdigest()
+    return _ENCRYPTING + digest if is_encrypting else digest
+
+
+def encrypts(secret_id: str) -> bool:
+    """Whether the secret with this id encrypts blocks."""
+    return secret_id.startswith(_ENCRYPTING)
+
+
+@functools.lru_cache(maxsize=64)
+def _stretched(secret: bytes) -> bytes:
+    """The secret that all keys and names are derived from. Blocks and names let anybody test guesses, so each guess
+    must be slow; a fixed salt does for secrets that are random, as ``docs/security.md`` asks for."""
+    return hashlib.scrypt(bytes(secret), salt=b"kvoffload secret", n=1 << 14, r=8, p=1, dklen=32)
 
 
 def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
 from kvoffload.tiering.stores.shared import BadBlocks
+from kvoffload.units import printable
 
 _log = logging.getLogger(__name__)
 
@@ -227,7 +228,7 @@ class OtherKeys(StoreWrapper):
                     "%s also has blocks of this namespace under a key that this server does not have, or without one, "
                     "in %s: it does not read them, and they are evicted as they are not used",
                     self._what,
-                    ", ".join(found),
+                    ", ".join(map(printable, found)),
                 )
             self._num_other = len(found)
 

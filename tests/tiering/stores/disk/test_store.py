@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from tests.files import disk_bytes
+from tests.leaks import open_in
 from tests.tiering.stores.disk.rig import (
     PAGED,
     SMALL,
@@ -918,6 +919,7 @@ class TestRoot:
             (0xFE534D42, "smb3", "SMB"),
             (0x65735546, "fuse.sshfs", "FUSE"),
             (0xA501FCF5, "vxfs", "VxFS"),
+            (0x12345678, "newfs", r"a file system that kvoffload does not know \(newfs, 0x12345678\)"),
         ],
     )
     def test_a_file_system_of_several_hosts_is_refused(
@@ -934,6 +936,28 @@ class TestRoot:
         monkeypatch.setattr(root_module, "file_system_number", lambda path: 0x65735546)
         monkeypatch.setattr(root_module, "_mount_type", lambda path: "fuseblk")
         DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
+
+    def test_a_thread_that_cannot_be_started_leaves_nothing_open_or_locked(self, tmp_path: Path, monkeypatch) -> None:
+        store = DiskStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+        write(store, *KEYS[:3])
+        store.close()
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if "upkeep" in thread.name:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            for _ in range(3):
+                with pytest.raises(ConfigError, match="needs a thread, which cannot be started: raise the limit"):
+                    DiskStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+        assert not open_in(tmp_path)
+        store = DiskStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+        assert right(store, *KEYS[:3]) == set(KEYS[:3])
+        assert slabs_of(store).num_slots == 8, "its slab is its own again"
+        store.close()
 
     def test_the_table_of_mounts_names_file_systems(self, small_disk: Path) -> None:
         assert root_module._mount_type(str(small_disk)) == "tmpfs"

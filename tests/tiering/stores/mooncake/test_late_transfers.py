@@ -140,3 +140,17 @@ def test_a_read_whose_end_is_known_gives_its_memory_back(client: LateClient, sto
         else:
             assert read(store, wanted) == [how.startswith("read")] * 2
     assert client.num_registered <= 1
+
+
+@pytest.mark.parametrize("url", ["http://me:hush@127.0.0.1/metadata", "http://127.0.0.1:hush/", "http://[hush/"])
+def test_an_error_shows_no_part_of_the_metadata_services_url(client: LateClient, url: str) -> None:
+    """It may have a password."""
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        made = MooncakeStore(f"127.0.0.1:{master.getsockname()[1]}", url, BLOCK_BYTES)
+        with pytest.raises(StoreError, match=r"The metadata service of Mooncake at .* does not answer: ") as caught:
+            made.contains(keys(1))
+        seen = caught.value
+        while seen is not None:
+            assert "hush" not in str(seen)
+            seen = seen.__cause__
+        made.close()

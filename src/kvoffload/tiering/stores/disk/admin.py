@@ -49,6 +49,7 @@ from kvoffload.tiering.stores.root import (
     secret_for,
 )
 from kvoffload.tiering.stores.seal import SEAL_BYTES
+from kvoffload.units import printable
 
 _PATIENCE_S = 5.0
 
@@ -72,7 +73,7 @@ class StoredBlock:
     @property
     def path(self) -> str:
         """For people to read."""
-        return f"{self.directory}/{self.slab}" + (f"[{self.index}]" if self.index >= 0 else TABLE_SUFFIX)
+        return f"{printable(self.directory)}/{self.slab}" + (f"[{self.index}]" if self.index >= 0 else TABLE_SUFFIX)
 
 
 class DiskRoot:

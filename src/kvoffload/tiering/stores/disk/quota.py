@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.directory import (
+    LOCK_NAME,
     SlabDirectory,
     SlabSeen,
     is_unused,
@@ -29,12 +30,22 @@ from kvoffload.tiering.stores.disk.directory import (
     root_lock,
     slabs_in,
     sweep,
+    try_remove,
 )
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
 from kvoffload.tiering.stores.disk.format import TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
-from kvoffload.tiering.stores.root import SAFE, Access, lock_holders, make_file, open_control, try_lock
+from kvoffload.tiering.stores.root import (
+    SAFE,
+    Access,
+    display_name,
+    lock_holders,
+    make_file,
+    open_control,
+    plain_beside,
+    try_lock,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +92,9 @@ class Quota:
         self._lacks_all_since_s: float | None = None
         self._is_lack_said = False
         self._request = PostedRequest(self._root, self._identity, self._access)
+        self.drops_plain = False
+        self._plain_in_use = set[str]()
+        """Directories of which was said that a process writes blocks there that are not encrypted."""
         self._answered: dict[str, tuple[int, float]] = {}
         """Processes that we gave a slab: how many each had then, and until when it may take it."""
 
@@ -140,6 +154,36 @@ class Quota:
                 self._directory.remove(slab.file.name)
         return given
 
+    def drop_plain(self) -> None:
+        """Removes the blocks of our namespace that are not encrypted, if that is wanted, once no process uses them.
+        Raises ``OSError``."""
+        if not self.drops_plain or not (plain := plain_beside(self._root, self._directory.name)):
+            return
+        with root_lock(self._root, self._access) as is_locked:
+            if not is_locked:
+                return  # the next call tries again
+            for directory in plain:
+                num_removed, is_used = 0, False
+                for _, dir_fd in namespaces_in(self._root, self._access, directory):
+                    if is_used := not is_unused(dir_fd):
+                        continue
+                    num_removed = sum(try_remove(slab.name, dir_fd) for slab in slabs_in(dir_fd))
+                if num_removed:
+                    _log.warning(
+                        "%d slabs in %s/%s were not encrypted: they are removed, as encryption_key is set. Blocks of "
+                        "other namespaces stay ('kvoffload store clear' removes them).",
+                        num_removed,
+                        self._root,
+                        display_name(directory),
+                    )
+                if is_used and directory not in self._plain_in_use:
+                    self._plain_in_use.add(directory)
+                    _log.warning(
+                        "Another process writes blocks to %s/%s that are not encrypted: they are removed once it ends.",
+                        self._root,
+                        display_name(directory),
+                    )
+
     def close(self) -> None:
         self._request.withdraw()
 
@@ -156,8 +200,9 @@ class Quota:
                     self._slabs.register(file, is_own=True)
                     return True
                 self._wants_until_s = time.monotonic() + _WANT_S
-                self._say_who_has_all()
+                self._say_who_has_all(TABLE_SUFFIX, "all its slabs are")
             except BlockingIOError:
+                self._say_who_has_all(f"/{LOCK_NAME}", "it can make no slab, as its root is")
                 return False  # which says nothing of the quota: the next write asks again
             except OSError as exc:
                 self._error = exc
@@ -169,8 +214,9 @@ class Quota:
         self.not_before_s = time.monotonic() + _GROW_S
         return False
 
-    def _say_who_has_all(self) -> None:
-        """Says once, if this process has had no slab for a while, that it stores nothing, and because of whom."""
+    def _say_who_has_all(self, suffix: str, what: str) -> None:
+        """Says once, if this process has had no slab for a while, that it stores nothing, and because of whom: of the
+        processes that have a file with this ``suffix`` locked."""
         now_s = time.monotonic()
         if self._slabs.num_slots:
             self._lacks_all_since_s, self._is_lack_said = None, False
@@ -179,8 +225,8 @@ class Quota:
             self._lacks_all_since_s = now_s
         if not self._is_lack_said and now_s - self._lacks_all_since_s >= _SAY_AFTER_S:
             self._is_lack_said = True
-            who = ", ".join(lock_holders(self._root, TABLE_SUFFIX)) or "processes that this one cannot see"
-            _log.warning("The store at %s stores no block: all its slabs are locked by %s.", self._root, who)
+            who = ", ".join(lock_holders(self._root, suffix)) or "processes that this one cannot see"
+            _log.warning("The store at %s stores no block: %s locked by %s.", self._root, what, who)
 
     def _make_slab(self, name: str) -> SlabFile | None:
         """A new slab, locked; ``None`` if there is no room for it. Raises ``BlockingIOError`` if another process is

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -103,7 +104,12 @@ class DiskStore(RootedStore):
         self._slabs = Slabs(self._root, layout)
         self.resident = self._slabs.resident
         self._quota = Quota(self._directory, self._slabs, layout, max_bytes)
-        self._upkeep = Upkeep(self._directory, self._slabs, self._quota)
+        try:
+            self._upkeep = Upkeep(self._directory, self._slabs, self._quota)
+        except BaseException:  # nobody else would close what is open, and locked
+            self._slabs.close()
+            self._directory.close()
+            raise
         self._beside: ThreadPoolExecutor | None = None
         is_beside = block_bytes >= _BESIDE_BYTES and not layout.sealer.changes_blocks
         if is_beside and memory_file_system(self._root) is None:
@@ -170,6 +176,11 @@ class DiskStore(RootedStore):
             free_bytes += self._slabs.num_free * self._layout.block_bytes  # slabs have their space already
         num_corrupt, num_evicted = self._slabs.num_corrupt, self._slabs.num_evicted
         return StoreStats(used_bytes, num_corrupt, num_evicted, self._max_bytes, free_bytes)
+
+    def drop_plain(self) -> None:
+        self._quota.drops_plain = True
+        with suppress(OSError):
+            self._quota.drop_plain()  # else the upkeep does it
 
     def refresh(self) -> None:
         """Publishes our changes and takes in those of other processes. The store's thread does so by itself, two times

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.direct_io import REFUSED
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
@@ -132,7 +133,13 @@ class Upkeep:
         with self.lock:
             self.load(at_once=True)
         self._thread = threading.Thread(target=self._keep_up, name="kvoffload-disk-upkeep", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise ConfigError(
+                f"The store at {directory.root} needs a thread, which cannot be started: raise the limit of processes "
+                "(ulimit -u, or that of the container)."
+            ) from exc
 
     def refresh(self) -> None:
         """Publishes our changes and takes in those of other processes, also of those that died."""
@@ -172,6 +179,7 @@ class Upkeep:
                         if time.monotonic() >= uses_at_s:
                             uses_at_s = time.monotonic() + _USES_S
                             self._uses_left = len(self._slabs.open)
+                            self._quota.drop_plain()
                         self._flush_some_uses()
                         self.poll()
                 said = ""

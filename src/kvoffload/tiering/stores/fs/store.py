@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -17,9 +18,19 @@ from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, is_absence
 from kvoffload.tiering.stores.fs.owned import list_names
-from kvoffload.tiering.stores.fs.quota import Quota, seen_in, sweep
-from kvoffload.tiering.stores.root import Directories, RootedStore, directory_of, make_file, open_control
+from kvoffload.tiering.stores.fs.quota import Quota, delete_oldest, seen_in, sweep
+from kvoffload.tiering.stores.root import (
+    Directories,
+    RootedStore,
+    directory_of,
+    display_name,
+    make_file,
+    open_control,
+    plain_beside,
+)
 from kvoffload.tiering.stores.root import gone as root_is_gone
+
+_log = logging.getLogger(__name__)
 
 _MAX_UNREADABLE = 65_536
 _FULL_DISK_ROUNDS = 3
@@ -77,6 +88,7 @@ class FileSystemStore(RootedStore):
         self._lock = threading.Lock()
         self._lost: dict[OffloadKey, LossCause] = {}
         self._num_bad = self._num_evicted = 0
+        self._drops_plain = False
         # Files that the disk could not read, or that are bad and cannot be deleted, oldest first. Each stays here until
         # it is written again.
         self._unreadable: OrderedDict[str, None] = OrderedDict()
@@ -146,6 +158,7 @@ class FileSystemStore(RootedStore):
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         with self._directories() as opened:
             self._check_directory(opened)
+        yield from self._drop_plain()
         for fan in range(NUM_FANS):
             directory = f"{self._layout.directory}/{fan:02x}"
             try:
@@ -158,6 +171,34 @@ class FileSystemStore(RootedStore):
                 yield [key for path, key in keys if path not in self._unreadable]
         if not os.path.isdir(self._root):
             raise StoreError(root_is_gone(self._root))
+
+    def _drop_plain(self) -> Iterator[Sequence[OffloadKey]]:
+        """Deletes the blocks of our namespace that are not encrypted, if that is wanted. Hosts that still write such
+        blocks lose them at each scan."""
+        try:
+            if not self._drops_plain:
+                return
+            plain = plain_beside(self._root, self._layout.directory)
+        except OSError:
+            return
+        for directory in plain:
+            num_deleted = 0
+            for fan in range(NUM_FANS):
+                seen = seen_in(self._root, f"{directory}/{fan:02x}", self._access)
+                num_deleted += len(delete_oldest(self._root, seen, -1, (), self._access))
+                if seen:
+                    yield ()
+            if num_deleted:
+                _log.warning(
+                    "%d blocks in %s/%s were not encrypted: they are deleted, as encryption_key is set. Blocks of "
+                    "other namespaces stay ('kvoffload store clear' deletes them).",
+                    num_deleted,
+                    self._root,
+                    display_name(directory),
+                )
+
+    def drop_plain(self) -> None:
+        self._drops_plain = True
 
     def take_lost(self) -> dict[OffloadKey, LossCause]:
         if not self._lost:

@@ -260,7 +260,9 @@ class MooncakeStore(SharedStore):
         except urllib.error.HTTPError as exc:
             exc.close()  # that it has no such key is an answer
         except (OSError, http.client.HTTPException, ValueError) as exc:  # of no URL, or of no HTTP
-            raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {exc!r}.") from exc
+            # The text of an error may have a part of the URL, with a password.
+            reason = getattr(exc, "strerror", None) or type(exc).__name__
+            raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {reason}.") from None
 
     def _register(self, memory: npt.NDArray[np.uint8]) -> None:
         if code := self._connected().register_buffer(memory.ctypes.data, memory.nbytes):

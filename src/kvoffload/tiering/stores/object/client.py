@@ -15,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError
 from kvoffload.tiering.stores.secrets import Secret, read_secret
+from kvoffload.units import printable
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Of the environment variables that obstore reads, by the scheme of the URL."""
@@ -241,7 +242,7 @@ def in_words(error: BaseException) -> str:
     if status := _STATUS.search(line):
         line = line[: status.end()]
     code = code_of(error)
-    return f"{line.strip().rstrip('.')}{f' ({code})' if code else ''}"
+    return printable(f"{line.strip().rstrip('.')}{f' ({code})' if code else ''}")
 
 
 def code_of(error: BaseException) -> str | None:

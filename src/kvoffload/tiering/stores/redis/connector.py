@@ -21,6 +21,7 @@ from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_
 from kvoffload.tiering.stores.remote import check_credentials
 from kvoffload.tiering.stores.resolver import Resolver
 from kvoffload.tiering.stores.secrets import Secret, read_secret
+from kvoffload.units import printable
 
 _PORT, _SENTINEL_PORT = 6379, 26379
 _SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
@@ -35,7 +36,8 @@ class Address(NamedTuple):
     """0: ``host`` is the path of a socket file."""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.port else self.host
+        host = printable(self.host)  # perhaps another server named it
+        return f"{host}:{self.port}" if self.port else host
 
 
 def address_of(host: str, port: int) -> Address:

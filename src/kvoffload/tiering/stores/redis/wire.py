@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvoffload.units import printable
+
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
 """Bytes that are received into."""
@@ -50,7 +52,7 @@ def error_reply(line: bytes) -> ErrorReply:
 
 def in_one_line(text: str) -> str:
     """``text`` of a server or the system for people to read, as part of a sentence."""
-    return " ".join(text.split())[:_MOST_CHARACTERS].rstrip(".")
+    return printable(" ".join(text.split()))[:_MOST_CHARACTERS].rstrip(".")
 
 
 def encode(*words: bytes) -> bytes:
