@@ -245,7 +245,7 @@ def test_a_mark_that_cannot_be_read_costs_nothing(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"seal_key": OLD, "encryption_key": NEW}, "leave seal_key out"),
+        ({"seal_key": OLD, "encryption_key": NEW}, "leave out seal_key"),
         ({"encryption_key": []}, "encryption_key of the 'disk' tier is an empty list"),
         ({"seal_key": [OLD, "short"]}, "seal_key of the 'disk' tier must have 16 characters"),
         ({"encryption_key": [OLD, {"env": "KV_UNSET"}]}, "KV_UNSET"),
