@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test gets: this checkout's sources in subprocesses, and Hypothesis without wall-clock limits."""
+"""Settings of every test: this checkout's sources in subprocesses, and Hypothesis without wall-clock limits."""
 
 from __future__ import annotations
 

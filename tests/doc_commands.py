@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 PROGRAMS = ("kvoffload", "make", "python", "vllm", "pip", "scripts/")
-"""What a code span with arguments begins with if it is a command line."""
+"""The words with which a code span with arguments starts if it is a command line."""
 
 OF_OTHERS = {
     "cd": "the shell's",
@@ -75,7 +75,7 @@ def fences(page: Path) -> list[Fence]:
 
 
 def section(page: Path, heading: str) -> str:
-    """What a page says under a heading of the second level."""
+    """Return a page's text under a heading of the second level."""
     found = re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
     return dict(found)[heading]
 
@@ -150,7 +150,10 @@ def check(words: tuple[str, ...]) -> None:
 
 
 def parse_kvoffload(arguments: tuple[str, ...]) -> Any:
-    """The context of the subcommand. A mention of one, such as ``kvoffload store``, has no arguments and needs none."""
+    """Parse the arguments and return the context of the subcommand.
+
+    A mention of a subcommand, such as ``kvoffload store``, needs no arguments.
+    """
     command = _kvoffload()
     if arguments[0] == "--version":
         return None
@@ -170,8 +173,8 @@ def _kvoffload() -> Any:
 
 
 def make_lines(arguments: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What ``make`` would run of this project's modules."""
-    # Without what a `make test ARGS=...` around this test passes on.
+    """Return the command lines of this project's modules that ``make`` would run."""
+    # Ignore variables that a `make test ARGS=...` around this test passes on.
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "ARGS")}
     command = ["make", "-n", *arguments]
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

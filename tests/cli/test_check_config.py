@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload check-config`` run as users run it.
+"""Run ``kvoffload check-config`` as users do.
 
-Each line of ``bad_configs.jsonl`` is a configuration with mistakes and what is said of it. ``python -m
-tests.cli.test_check_config`` writes the answers anew, to be read before they are kept.
+Each line of ``bad_configs.jsonl`` contains a configuration with mistakes, and the expected messages. ``python -m
+tests.cli.test_check_config`` rewrites the messages; read them before you keep them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_all_mistakes_of_a_file_are_named_at_once(config: Any, messages: list[st
 def test_everything_that_is_wrong_is_named_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mistakes in the file, extras that are missing, and what this machine cannot give, of each tier."""
+    """Mistakes in the file, missing extras and limits of this machine are reported together, for each tier."""
     for package in ("obstore", "mooncake", "mooncake.store"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("kvoffload.tiering.options.require_ciphers", no_ciphers)

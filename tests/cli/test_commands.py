@@ -24,7 +24,7 @@ NAMES = ("check-config", "demo", "doctor", "explain", "plan", "simulate", "store
 
 
 def commands(name: str) -> Iterator[Any]:
-    """What the subcommand's module has, with the subcommands of a group."""
+    """Yield the subcommand's module contents, with the subcommands of a group."""
     group: Any = typer.main.get_command(cli.make_app([name]))
     (command,) = group.commands.values()
     yield command

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kvoffload doctor`` prints and writes, without a device and over the fake driver."""
+"""Test the output of ``kvoffload doctor``, without a device and over the fake driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = Effort(check_s=0, pages=(4 << 10, 64 << 10), device_bytes=1 << 20, host_b
 
 @pytest.fixture(scope="module")
 def with_fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which a process takes the fake driver for NVIDIA's."""
+    """Return an environment in which a process uses the fake driver instead of NVIDIA's."""
     if (reason := fake_cuda.missing()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cuda")
@@ -35,7 +35,7 @@ def with_fake(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run_main(*options: str) -> int:
-    """Its exit code. What copies is compared once, not for as long as users wait for it."""
+    """Run ``doctor`` and return its exit code. Each copy is measured once, not as long as for users."""
     with pytest.MonkeyPatch.context() as patch:
         check = doctor.check_copies_under_load
         patch.setattr(doctor, "check_copies_under_load", lambda place, seconds: check(place, seconds=0))
@@ -103,7 +103,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def fake(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake driver is that of the machine."""
+    """Make the fake driver the machine's driver."""
     monkeypatch.setattr("kvoffload.cpu.copy.driver.load_driver", lambda: cuda.driver)
     monkeypatch.setenv("COLUMNS", "120")
 

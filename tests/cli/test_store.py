@@ -140,7 +140,7 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
 
 
 class Terminal(io.StringIO):
-    """What a user types."""
+    """A standard input that contains a user's answers."""
 
     def isatty(self) -> bool:
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What containers and pipes have: no UTF-8, a full disk behind standard output, a pipe that is closed."""
+"""Test output in containers and pipes: no UTF-8, a full disk behind standard output, a closed pipe."""
 
 from __future__ import annotations
 

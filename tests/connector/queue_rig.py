@@ -65,7 +65,7 @@ class Prompt:
 
 
 class QueueTier(VirtualTier):
-    """Keeps what is stored, at once and at no cost, and counts how often each block is read."""
+    """A tier that stores blocks at once and at no cost, and counts how often each block is read."""
 
     def __init__(self, name: str, clock: ManualClock, block_s: float, answer_s: float | None = None) -> None:
         super().__init__(name, clock, block_s, answer_s)

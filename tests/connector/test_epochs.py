@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs: keys of different weights never meet, and what a reset goes on with."""
+"""Test epochs: keys of different weights never match, and serving continues correctly after a reset."""
 
 from __future__ import annotations
 
@@ -227,7 +227,10 @@ def test_files_without_a_name_are_refused(content: bytes, tmp_path: Path) -> Non
 
 
 def test_a_request_that_is_admitted_again_after_a_reset_finds_nothing_of_before() -> None:
-    """vLLM preempts what runs and resets in one call. It asks for hits again before it reports the preemption."""
+    """vLLM preempts running requests and resets in one call.
+
+    It asks for hits again before it reports the preemption.
+    """
     rig = Rig()
     # The tiers below keep their blocks: to the connector they are a manager whose reset forgets nothing.
     rig.manager.reset_cache = lambda: None  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from kvoffload.errors import ConfigError
 
 Answers = list[list[bool | None]]
 Case = tuple[tuple[GroupGeometry, ...], Answers, int, int]
-"""Groups, what the tier has, tokens on the device, most tokens."""
+"""Groups, the tier's blocks, tokens on the device, and the largest number of tokens."""
 
 
 def geometry(*groups: KVGroupLayout, factor: int = 1, hash_tokens: int = 1) -> tuple[GroupGeometry, ...]:
@@ -69,13 +69,16 @@ class Tier:
         return found
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """What is there, as far as is known."""
+        """Return which blocks are present, as far as is known."""
         return [self.answers[get_offload_group_idx(key)][get_offload_block_hash(key)[0]] is True for key in keys]
 
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
-    """The tokens whose KV a request with a hit of ``hit`` tokens needs, and those that this KV was computed with: token
-    by token, by the definition of the kinds."""
+    """Return the tokens whose KV a request with a hit of ``hit`` tokens needs, and the tokens from which this KV was
+    computed.
+
+    This works token by token, from the definition of the kinds.
+    """
     ahead = list(range(hit, hit + group.lookahead_tokens))
     match group.kind:
         case GroupKind.FULL_ATTENTION:
@@ -140,7 +143,8 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
 @settings(max_examples=by_size(quick=100, thorough=2000))
 @given(cases())
 def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(case: Case) -> None:
-    """As the scheduler side does: first by peeks, for which what is in a tier counts as there, then by lookups."""
+    """The test works as the scheduler side does: first with peeks, for which blocks in a tier count as present, then
+    with lookups."""
     groups, answers, computed, most = case
     anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
     possible = find_hit(groups, anywhere.keys, anywhere.ask, computed, most)
@@ -217,7 +221,7 @@ def test_shrinking_for_one_group_is_checked_with_the_others_again() -> None:
 
 
 class SlowTier(Tier):
-    """Has no answer in the step in which a block is first asked for."""
+    """A tier that has no answer in the step in which a block is first asked for."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)

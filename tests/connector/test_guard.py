@@ -126,7 +126,10 @@ def test_an_answer_may_end_at_its_first_miss_and_nowhere_else(caplog: pytest.Log
 
 
 def test_a_block_that_is_missing_is_in_no_hit_whatever_is_answered_after_it() -> None:
-    """A plug-in that answers for each key. A load of the missing block would bring whatever lies in some slot."""
+    """A plug-in answers for each key, also after a miss.
+
+    Loading the missing block would load bytes of an unrelated slot.
+    """
     rig = Rig()
     rig.scheduler = OffloadingConnectorScheduler(
         GuardedManager(rig.manager), rig.layout, OffloadingConfig(cpu_bytes_to_use=1 << 20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints in every form in which an engine hands them over, and what becomes of those that make no sense."""
+"""Test hints in every form in which an engine passes them, and invalid hints."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_of_a_long_list_only_the_beginning_is_read() -> None:
 
 
 class Completions:
-    """What the page's client calls. It only keeps what would be sent."""
+    """The client object of the page's example. It only records requests instead of sending them."""
 
     def __init__(self) -> None:
         self.completions = self
@@ -211,7 +211,7 @@ def hint_of(rig: Rig, n: int) -> NextUse:
 
 
 def test_a_message_after_the_end_reaches_the_blocks() -> None:
-    """A session closes with one more request on its last prompt, all of which the device still has."""
+    """A session closes with one more request for its last prompt, all of whose blocks are still on the device."""
     rig = Rig()
     rig.store_prefix(8 * BT)
     assert [hint_of(rig, n) for n in range(8)] == [UNKNOWN] * 8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask for itself: how much of it is stored and loaded, and that its prefix is not read."""
+"""Test a request's own limits: how much of it is stored and loaded, and whether its prefix is read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parameters_that_are_no_mapping_are_ignored(params: object) -> None:
     assert len(problem) < 200
 
 
-TEXT = st.text("a \n\0é\u2028\ud800𝄞")  # what would be every character takes a second to be listed
+TEXT = st.text("a \n\0é\u2028\ud800𝄞")  # listing every character would take a second
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES) | TEXT, inner),
@@ -162,7 +162,7 @@ def test_a_request_that_skips_reading_is_not_looked_up_nor_counted() -> None:
     for sample in ("lookup_tokens", "hit_tokens", "lookups_deferred"):
         assert after.get((sample,), 0) == before.get((sample,), 0)
     assert lookups == []
-    # Its blocks are stored like any other's, and the order of its own is kept. What was there does not become younger.
+    # Its blocks are stored like any other's, in their own order. Blocks that existed before do not become younger.
     assert rig.manager.touched == [[key(2), key(3)]]
     rig.assert_drained()
 
@@ -239,7 +239,7 @@ def test_a_prompt_that_another_connector_gets_from_elsewhere_waits_for_nothing()
     assert rig.ask(request) == (0, False)
     assert lookups == []
     rig.alloc(request, [0, 1, 2])
-    # What it got is stored like any other request's, and after a failure the engine asks again, without the mark.
+    # Loaded blocks are stored like any other request's, and after a failure the engine asks again, without the mark.
     assert len(rig.step(rig.run(request, [0, 1, 2])).stores) <= 1
     rig.step(preempted=["r"])
     request.kv_transfer_params = {"do_remote_prefill": False}

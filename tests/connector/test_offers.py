@@ -116,7 +116,7 @@ def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> N
 
 
 def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
-    """Blocks of two GPU blocks and states of one; the manager takes any of what it is offered, in order."""
+    """Blocks consist of two GPU blocks, and states of one. The manager accepts any offered blocks, in order."""
     state_layout = KVGroupLayout(GroupKind.SINGLE_STATE, BT, 64)
     config = OffloadingConfig(cpu_bytes_to_use=1, block_size=2 * BT)
     geometry = geometry_of(EngineLayout((FULL, state_layout, FULL), BT, "rig"), config)
@@ -192,7 +192,7 @@ def test_what_was_touched_is_paid_before_others_are_touched() -> None:
 
 
 def test_long_requests_that_are_due_together_take_turns() -> None:
-    turnover = Turnover(32_000)  # a quarter of what the requests have
+    turnover = Turnover(32_000)  # a quarter of the requests' blocks
     states = [Touched() for _ in range(64)]
     turnover.count(16_000)
     touched_by_round = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``record_trace``: what the scheduler side writes of its requests, and that its errors disturb no step."""
+"""Test ``record_trace``: the records that the scheduler side writes, and that its errors disturb no step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_whole_blocks_of_prompts_and_lengths(tmp_path: Path) -> None:
     chat.num_tokens += 7
     for request in (longer, chat, aborted):
         scheduler.request_finished(request)
-    trace = load_trace(path)  # without a shutdown: what a killed process leaves is whole lines
+    trace = load_trace(path)  # without a shutdown, because a killed process leaves whole lines
     assert trace.block_tokens == 2 * BT
     assert trace.input_tokens.tolist() == [4 * BT + 3, 5 * BT, 2 * BT]
     assert trace.output_tokens.tolist() == [7, BT, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions: input that comes in parts, each of which replaces what was generated and not computed."""
+"""Test sessions, whose input arrives in parts. Each part replaces generated tokens that are not computed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_next_part_gives_the_blocks_it_changes_other_keys() -> None:
         (3, 0, 4 * BT, 0),
         (1, 2, 4 * BT, 1),  # it was not there yet
         (3, 3, 4 * BT, 3),  # the part only adds to the block that is not full
-        (3, 2, 2 * BT + 1, 2),  # a part that is shorter than what it replaces
+        (3, 2, 2 * BT + 1, 2),  # a part that is shorter than the tokens that it replaces
     ],
 )
 def test_blocks_that_the_next_part_changes_are_offered_and_owned_anew(
@@ -150,7 +150,7 @@ def test_a_request_whose_hashes_are_wrong_neither_loads_nor_stores_and_its_block
     (store,) = rig.step(rig.run(first, range(4))).stores
     rig.finish(first)
     wrong = rig.arrive(Request("wrong", 17))
-    rig.left_out = frozenset()  # the reason is gone, and what it did is not
+    rig.left_out = frozenset()  # the cause has ended, but its effect remains
     assert rig.ask(wrong) == (0, False)
     rig.alloc(wrong, range(5))
     meta = rig.step(rig.run(wrong, range(5)))

@@ -204,7 +204,7 @@ def test_a_failed_load_names_its_gpu_blocks_and_is_not_tried_again() -> None:
     assert rig.ask(request) == (0, False)
     # It is this request's verdict alone.
     assert rig.ask(rig.arrive(Request("other", 14))) == (12, True)
-    # What it computes instead is offered as ever.
+    # The tokens that it computes instead are offered as usual.
     rig.alloc(request, [7, 8, 9, 10])
     rig.step(rig.run(request, [7, 8, 9, 10]))
     assert rig.manager.offered[-1] == [key(0), key(1), key(2)]
@@ -391,7 +391,7 @@ def test_a_hit_that_queued_until_the_manager_forgot_its_sources_counts_for_its_t
     rig.store_prefix(8)
     request = rig.arrive(Request("r", 9))
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(1): "disk"})
-    assert rig.ask(request) == (8, True)  # the engine has no blocks for it yet
+    assert rig.ask(request) == (8, True)  # the engine has not allocated blocks for it yet
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {})
     assert rig.ask(request) == (8, True)
     rig.alloc(request, [0, 1, 2], external=8)

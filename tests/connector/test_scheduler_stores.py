@@ -267,7 +267,10 @@ def fill_and_pin(rig: Rig, blocks: int) -> object:
 
 
 def decode(rig: Rig, request: Request) -> list[list[int]]:
-    """A step that generates one token into GPU blocks that the request has. Returns what it stores."""
+    """Make a step that generates one token into existing GPU blocks of the request.
+
+    Returns the blocks that it stores.
+    """
     request.num_tokens += 1
     return stored(rig.step(rig.run(request, [], computed=request.num_tokens - 1, new=False)))
 
@@ -306,8 +309,11 @@ def test_refused_blocks_find_room_in_a_step_without_their_request() -> None:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_refused_blocks_that_others_may_have_by_now_are_not_stored(*, ends: bool) -> None:
-    """An engine frees what left a request's window when it tries to schedule it, also where that does not succeed, and
-    gives it to another request in the same step."""
+    """When an engine tries to schedule a request, it frees blocks that left the request's window, even if scheduling
+    fails.
+
+    It may give these blocks to another request in the same step.
+    """
     rig = Rig(groups=(SLIDING,), num_blocks=4)
     (store,) = fill_and_pin(rig, 4)
     request = rig.arrive(Request("r", 17))
@@ -484,7 +490,7 @@ def test_rejected_drafts_are_not_stored() -> None:
     rig.end(*rig.step(rig.run(request, [0, 1, 2])).stores)
     request.num_tokens = 7
     rig.end(*rig.step(rig.run(request, computed=6, tokens=10, new=False)).stores)  # 3 drafts
-    request.num_tokens = 8  # all of them rejected: the eighth token was sampled, and has no KV
+    request.num_tokens = 8  # all drafts are rejected: the eighth token was sampled, and its KV does not exist
     rig.finish(request)
     assert rig.step().is_empty()
 
@@ -705,7 +711,7 @@ def test_eviction_shortens_the_hit_of_a_model_with_several_groups_instead_of_end
     if is_finished:
         rig.finish(request)
     others = ReqContext("others")
-    for n in range(4):  # 24 of the 96 blocks, those of the last four positions
+    for n in range(4):  # 24 of the 96 blocks, at the last four positions
         keys = [key(each, stem=f"other{n}") for each in range(6)]
         rig.manager.complete_store(rig.manager.prepare_store(keys, others).keys_to_store)
     later = rig.arrive(Request("later", 65))
@@ -797,7 +803,10 @@ def test_a_failed_store_is_a_miss() -> None:
 
 @pytest.mark.parametrize("is_own", [False, True], ids=["of another connector", "own"])
 def test_what_was_computed_beside_a_failed_load_is_not_stored(*, is_own: bool) -> None:
-    """Requests may have run on what another connector did not load. Nobody runs before a load of its own has ended."""
+    """Requests may have run on blocks that another connector failed to load.
+
+    No request runs before its own load has ended.
+    """
     rig = Rig(num_blocks=5)
     rig.store_prefix(8, stem="q")
     loading = rig.arrive(Request("loading", 9, "q"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager learns of each step: ``StepWork``."""
+"""Test ``StepWork``, which tells a manager about each step."""
 
 from __future__ import annotations
 

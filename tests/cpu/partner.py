@@ -12,7 +12,7 @@ from kvoffload.cpu import region
 
 
 def join(pipe: Connection, name: str, num_processes: int, mark: int, mount: str) -> None:
-    """Marks one of eight blocks, and says what it sees in each when it hears again."""
+    """Mark one of eight blocks, and report the contents of each block after the next message."""
     shared = region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=num_processes, mount=Path(mount))
     view = np.asarray(shared.create_kv_memoryview())
     view[mark] = mark + 100

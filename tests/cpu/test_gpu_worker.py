@@ -45,7 +45,7 @@ class TorchRig(HandlerRig):
 
 
 def make_rig(factor: int, device: str = "cpu", rank: int = 0, shared: bool = False, small: bool = False) -> TorchRig:
-    """Two groups over three tensors, one of which both use; rows of pages with padding, and pages of several sizes."""
+    """Make two groups over three tensors, one of which both groups use, with padded rows and pages of several sizes."""
     widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], [4096, 65_536, 4096])
     tensors = [torch.zeros((NUM_GPU_BLOCKS, width), dtype=torch.uint8, device=device) for width in widths]
     groups = [[0, 1], [2, 1]]

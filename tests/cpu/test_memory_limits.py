@@ -25,7 +25,7 @@ def version(request: pytest.FixtureRequest) -> Version:
 
 @pytest.fixture
 def machine(tmp_path: Path, version: Version) -> Path:
-    """A machine of 100 KiB, 50 of which are available. Its process is in /pod/engine."""
+    """Make a machine with 100 KiB of memory, of which 50 KiB are available. Its process is in /pod/engine."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
     version.mount(tmp_path, own="/pod/engine")

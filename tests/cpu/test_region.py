@@ -291,7 +291,7 @@ def test_a_core_file_has_no_block(name: str, kind: str) -> None:
 
 
 def test_a_lock_that_lost_its_name_excludes_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder unlinks the file, releases the lock, and another start makes the file anew."""
+    """The holder unlinks the file and releases the lock, and another process creates the file again."""
     real, taken = fcntl.flock, []
 
     def flock(descriptor: int, operation: int) -> None:
@@ -406,7 +406,7 @@ def test_the_lock_of_another_user_is_another_lock(name: str) -> None:
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """What the kernel says about the mapping of an address."""
+    """Return the kernel's facts about the mapping at an address."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -428,7 +428,7 @@ def test_memory_of_one_process_has_huge_pages_where_the_kernel_gives_them() -> N
     region.close()
     if not huge_kib:
         pytest.skip("this kernel gives no huge pages")
-    assert huge_kib >= 12 << 10  # its ends need not be those of huge pages
+    assert huge_kib >= 12 << 10  # its ends need not be at borders of huge pages
 
 
 def test_a_fork_does_not_take_the_memory_along() -> None:

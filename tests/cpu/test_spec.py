@@ -164,7 +164,7 @@ def test_a_spec_of_ones_own_by_module_path(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("spec_name", ["CPUOffloadingSpec", "TieringOffloadingSpec"])
 def test_no_record_of_a_slot_is_made_after_the_start(spec_name: str) -> None:
-    """An engine freezes what exists by then. Of these records a full collection would visit each."""
+    """An engine freezes all objects that exist at that time. A full collection would visit each record made later."""
     made = spec(spec_name=spec_name)
     manager, request = made.get_manager(), ReqContext("r")
     gc.freeze()

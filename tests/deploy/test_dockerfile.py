@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the image's Dockerfile copies is enough to build the package. Nothing here can run Docker."""
+"""Test that the files that the Dockerfile copies suffice to build the package. These tests cannot run Docker."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ f.onload = () => {{
 
 
 class _Server:
-    """Serves a folder, and remembers what was asked for."""
+    """A server that serves a folder and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.asked: list[str] = []
@@ -117,6 +117,6 @@ def test_the_page_shows_colours_and_text(folder: Path) -> None:
     assert image.size[0] == 1280
     colours = image.getcolors(1 << 24)
     assert colours is not None
-    # The bar has host memory's and the disk's colours, and that of what was computed.
+    # The bar uses the colours of host memory, of the disk and of computed tokens.
     names = {f"#{red:02x}{green:02x}{blue:02x}" for count, (red, green, blue) in colours if count > 200}
     assert {"#d9730d", "#2f9e44", "#ced4da"} <= names

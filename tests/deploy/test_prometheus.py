@@ -54,10 +54,10 @@ def test_queries_name_metrics_of_the_table() -> None:
 
 def test_the_dashboard_shows_every_metric_that_says_how_it_goes() -> None:
     shown = {re.sub(r"_(total|bucket)$", "", name) for name in names_in(DASHBOARD.read_text())}
-    # Jobs that went well, blocks by answer, and what other panels say in another unit.
+    # Successful jobs, blocks by answer, and facts that other panels show in another unit.
     left_out = {"lookups_deferred", "load_seconds", "store_seconds", "tier_blocks", "tier_free_bytes", "tier_healthy"}
     left_out |= {"tier_lookups", "primary_blocks_pinned", "tier_breaker_last_trip_timestamp_seconds"}
-    left_out |= {"cache_resets"}  # what an operator did
+    left_out |= {"cache_resets"}  # an operator's action
     assert METRICS.keys() - shown == left_out
 
 
@@ -88,8 +88,8 @@ def test_promtool_accepts_the_rules() -> None:
 
 @needs_prometheus
 def test_names_follow_the_conventions(served: ServedTiers) -> None:
-    """``promtool`` reads what an engine exports, and objects to a unit that is abbreviated, a counter without
-    ``_total``, a metric without help."""
+    """``promtool`` reads an engine's metrics, and rejects abbreviated units, counters without ``_total``, and metrics
+    without help."""
     served.serve(rounds=1)
     with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -148,7 +148,7 @@ def test_every_query_of_the_dashboard_returns_series(served: ServedTiers, tmp_pa
     try:
         prometheus.wait_for("kvoffload_primary_blocks")
         served.serve(rounds=2)
-        # A rate needs a scrape before and one after what it measures.
+        # A rate needs one scrape before the measured events and one after them.
         expected = served.engine.connector.get_stats()["hit_tokens",]
         prometheus.wait_for(f"kvoffload_hit_tokens_total == {expected}")
         for _, query in queries():

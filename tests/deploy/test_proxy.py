@@ -22,8 +22,10 @@ PROGRAM = Path(__file__).parents[2] / "deploy" / "prefill-decode" / "proxy.py"
 
 
 class Upstream(ThreadingHTTPServer):
-    """Answers ``/whole`` when ``may_answer`` is set, and streams on ``/stream`` for ever. ``left`` is set when its
-    client has gone."""
+    """A server that answers ``/whole`` when ``may_answer`` is set, and streams on ``/stream`` forever.
+
+    ``left`` is set when its client has disconnected.
+    """
 
     daemon_threads = True
 
@@ -79,7 +81,7 @@ def started() -> Iterator[tuple[Upstream, Upstream]]:
 
 @pytest.fixture
 def servers(started: tuple[Upstream, Upstream]) -> tuple[Upstream, Upstream]:
-    """That of prefill, which may answer, and that of decode."""
+    """Return the servers for prefill, which may answer, and for decoding."""
     for server in started:
         server.forget()
     started[0].may_answer.set()

@@ -126,7 +126,10 @@ def test_copies_that_hang_are_what_is_wrong_and_nothing_waits_for_them(
 
 @pytest.fixture
 def device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[DevicePlace]:
-    """Of a device that a test lets hang after its first copies. Nobody waits for it, nor frees what it may use."""
+    """Yield the place of a device that hangs after its first copies.
+
+    Nobody waits for it or frees memory that it may use.
+    """
     monkeypatch.setattr(lane, "DRAIN_S", 0.2)
     kept: list[Any] = []
     monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", kept)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts, and the greedy answers of an engine alone, by which those of an engine with kvoffload are judged."""
+"""Prompts, and the greedy answers of an engine without kvoffload, with which answers with kvoffload are compared."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.engines.models import VOCAB
 
 NEW_TOKENS = 16
 SHARP_GAP = 2e-4
-"""Prompts whose two best tokens come closer than this (in log probability) anywhere are no oracle: rounding is around
-1e-6, and grows with the order in which batches are summed."""
+"""The least margin of a usable prompt, in log probability. Rounding is around 1e-6 and grows with the order in which
+batches are summed, so closer prompts cannot serve as an oracle."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _SCALES = {"q_proj": 2.5, "k_proj": 2.5, "v_proj": 1.5, "o_proj": 1.5}
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model directory, and what the tests must know of it."""
+    """A model directory, and the model's facts that tests need."""
 
     path: str
     num_layers: int
@@ -206,7 +206,7 @@ def _write(model_class: Any, config: Any, directory: Path, seed: int = SEED) -> 
             if kind in ("q_norm", "k_norm"):
                 weight.fill_(_SCALES["q_proj"] - 1.0)  # Gemma normalises queries and keys, then multiplies by 1 + w
             if weight.dim() != 2:
-                continue  # norms, biases, and what a state space has besides matrices, keep their initial values
+                continue  # norms, biases, and a state space's parameters other than matrices keep their initial values
             gain = _SCALES.get(kind, 1.0)
             fan_in = weight.shape[1]
             if "embed" in name and not hasattr(config, "query_pre_attn_scalar"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload's series in what a server exposes to Prometheus."""
+"""Read kvoffload's series from a server's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["series_in"]
 
 
 def series_in(exposition: str, engines_labels: Collection[str]) -> dict[str, float]:
-    """By name and labels of their own, as in ``"tier_blocks|disk"``: without those that the engine gives to all."""
+    """Return the series by name and their own labels, such as ``"tier_blocks|disk"``, without the engine's common
+    labels."""
     values = {}
     for name, labels, value in re.findall(r"^kvoffload_(\w+)\{(.*)\} (\S+)$", exposition, flags=re.MULTILINE):
         own = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in engines_labels]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables of libraries below an engine: what counts, and what both engines make of it."""
+"""Test variables of libraries below an engine: which of them count, and how both engines treat them."""
 
 from __future__ import annotations
 

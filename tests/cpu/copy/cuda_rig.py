@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend over the fake driver: what a device would have are tensors that it adopted."""
+"""The CUDA backend over the fake driver. Tensors that the fake driver adopts replace device memory."""
 
 from __future__ import annotations
 
@@ -113,9 +113,11 @@ def make_rig(
     layered: bool = False,
     make: Make = make_cuda_handlers,
 ) -> CudaRig:
-    """As in ``test_gpu_worker.py``: two groups over three tensors, of which both use one. ``plain``: both over one
-    tensor, whose pages fill whole slots. ``shared``: each page is of two ranks. ``layered``: slots are filled by small
-    pages before and after a large one."""
+    """The same as in ``test_gpu_worker.py``: two groups over three tensors, one of which both groups use.
+
+    With ``plain``, both groups use one tensor, whose pages fill whole slots. With ``shared``, each page belongs to two
+    ranks. With ``layered``, small pages fill slots before and after a large one.
+    """
     widths, pages = ([96, 200, 64], [64, 200, 64]) if small else ([5000, 70_000, 4096], list(PAGES))
     groups = [[0, 1], [2, 1]]
     num_ranks = 2

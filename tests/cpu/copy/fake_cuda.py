@@ -106,14 +106,14 @@ class FakeCuda:
         self.driver.use_device(0)
 
     def pace(self, seed: int = 0, longest_pause_us: int = LONGEST_PAUSE_US) -> None:
-        """How long streams pause before and within copies, and in which order they copy: drawn from ``seed``."""
+        """Choose, from ``seed``, how long streams pause before and within copies, and the order of their copies."""
         self.calls.fake_pace(seed, longest_pause_us)
 
     def device(self, compute: Stream) -> CudaDevice:
         return CudaDevice(self.driver, 0, lambda: compute)
 
     def adopt(self, *tensors: torch.Tensor) -> None:
-        """These lie on the device from now on, until ``disown``."""
+        """Treat these tensors as device memory until ``disown``."""
         for tensor in tensors:
             self.calls.fake_adopt(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
@@ -128,8 +128,10 @@ class FakeCuda:
 
     @contextmanager
     def held(self, stream: Stream) -> Iterator[None]:
-        """The stream ends what it has to do, and then does nothing, whatever is submitted to it. At the end all other
-        streams have gone as far as they can without it; then it goes on."""
+        """Let the stream finish its work, and then hold back all work submitted to it.
+
+        At the end, all other streams have progressed as far as they can without it, and the stream continues.
+        """
         self.settle()
         self.calls.fake_hold(stream, 1)
         try:
@@ -179,7 +181,7 @@ class FakeCuda:
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """This thread is the engine's, and what it pays is counted."""
+        """Treat this thread as the engine's, and count its costs."""
         self.calls.fake_be_engine(1)
         try:
             yield
@@ -204,8 +206,11 @@ def load() -> FakeCuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """The fake driver, as at first. A test that leaves a fault or a registration behind fails. Handlers check their
-    copies at their start by one swap: that of all swaps would take half of the time of their tests."""
+    """Yield the fake driver in its initial state.
+
+    A test fails if it leaves a fault or a registration behind. Handlers check their copies at startup with one swap,
+    because all swaps would take half of the tests' time.
+    """
     if (reason := missing()) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(self_check, "_SWAPS", 1)

@@ -268,7 +268,7 @@ def an_event_is_used_again_only_after_its_job(rig: CudaRig) -> None:
 def a_failed_job_is_reported_when_its_copies_have_ended(rig: CudaRig) -> None:
     rig.cuda.pace(seed=5, longest_pause_us=30_000)
     rig.tensors[0][1] = 5
-    rig.cuda.fail("cuEventRecord", after=3)  # that of the end, with the copies under way
+    rig.cuda.fail("cuEventRecord", after=3)  # the event of the end fails, while copies are running
     rig.start(1, rig.store, 1, 2)
     assert not collect(rig.store, [1])[1].success
     rig.slots[2] = 1  # somebody else's by now
@@ -306,7 +306,7 @@ SCENARIOS.append(shutdown_waits_for_copies)
 
 
 def copies_stop_at_the_borders_of_registrations(cuda: FakeCuda, make: Make) -> None:
-    """Eight neighbours on both sides are one run, and lie in four registrations."""
+    """Eight blocks that are adjacent on both sides form one run, and they are in four registrations."""
     cuda.limit_registrations(largest_bytes=150_000)
     rig = make_rig(cuda, plain=True, make=make)
     assert cuda.count("registrations") == 4

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend over a fake driver: the shipped contract, its rules one by one, failures, and random jobs.
+"""Test the CUDA backend over a fake driver: the shipped contract, its rules one by one, failures, and random jobs.
 
-It proves order and lifetime as we read CUDA's documentation, not what a device does. ``test_cuda_device.py`` asks one.
+This proves order and lifetimes according to our reading of CUDA's documentation. ``test_cuda_device.py`` tests a real
+device.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def test_an_error_of_any_call_ends_one_job(cuda: FakeCuda, call: str, caplog: py
     rig.start(0, rig.store, 0, 0)
     cuda.fail(call)
     with caplog.at_level(logging.ERROR):
-        for job_id in range(1, 50):  # until the pool has no events left
+        for job_id in range(1, 50):  # until the pool is empty
             rig.start(job_id, rig.store, job_id % 16, job_id % 8)
     results = collect(rig.store, range(50))
     assert sorted(result.success for result in results.values()) == [False] + [True] * 49
@@ -178,7 +179,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize("holds_compute", [False, True])
 def test_a_broken_device_fails_jobs_and_hangs_nothing(cuda: FakeCuda, kept: list[object], holds_compute: bool) -> None:
-    """Only the store that it may still be copying has no result, so that its slot stays in use."""
+    """Only the store that the device may still be copying gets no result, so that its slot stays in use."""
     rig = make_rig(cuda)
     if holds_compute:
         cuda.calls.fake_hold(rig.compute, 1)

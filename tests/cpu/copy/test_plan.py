@@ -22,7 +22,8 @@ STORE = Direction.STORE
 
 @st.composite
 def layouts(draw: st.DrawFn) -> CopyLayout:
-    """Groups of pages of a slice, and groups of pages of the whole slot, of which this rank has one or two parts."""
+    """Draw groups with pages of a slice, and groups with pages of the whole slot, of which this rank owns one or two
+    parts."""
     factor, slice_start = draw(st.integers(1, 4)), draw(st.integers(0, 3))
     groups, address, slot_bytes = [], 0, 0
     for _ in range(draw(st.integers(1, 3))):
@@ -84,7 +85,8 @@ def pages_by_definition(layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadS
 def bytes_by_definition(
     layout: CopyLayout, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction
 ) -> list[tuple[int, int]]:
-    """(device byte, host byte) for every byte that moves: the last of those that are written to one place."""
+    """Return (device byte, host byte) for every byte that moves, or for the last of several bytes written to one
+    place."""
     written: dict[int, tuple[int, int]] = {}
     for device, host, length in pages_by_definition(layout, gpu, cpu):
         for byte in range(length):

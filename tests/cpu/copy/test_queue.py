@@ -68,7 +68,7 @@ def test_a_process_without_room_for_threads_fails_jobs_until_it_has_some(
 
 
 CONFLICTS = {
-    # (earlier, later): what both touch -> whether the later one must wait
+    # (earlier, later): the memory that both touch -> whether the later one must wait
     (STORE, LOAD): {"slot": True, "gpu": True},
     (LOAD, STORE): {"slot": True, "gpu": True},
     (STORE, STORE): {"slot": True, "gpu": False},
@@ -103,7 +103,7 @@ def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
 
 
 def conflicts(first: tuple[Direction, Extent], second: tuple[Direction, Extent]) -> bool:
-    """Whether one writes what the other touches, by definition."""
+    """Return whether one writes memory that the other touches, by definition."""
     (one, left), (other, right) = first, second
     slots = bool(left.slots & right.slots) and (STORE in (one, other))
     return slots or (bool(left.gpu_blocks & right.gpu_blocks) and LOAD in (one, other))
@@ -137,7 +137,8 @@ def test_any_mixture_keeps_every_order_that_matters(seed: int) -> None:
 
 
 def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
-    """Thousands of jobs on the same blocks form a chain, not a mesh: submitting one costs what it touches."""
+    """Thousands of jobs on the same blocks form a chain, not a mesh: the cost of submitting a job depends only on its
+    blocks."""
     queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
     gate = Gate(log, "first")
     queue.submit(0, STORE, extent({1, 2}, {1, 2}), gate.plan)

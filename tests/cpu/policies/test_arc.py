@@ -135,7 +135,7 @@ def test_a_batch_of_new_blocks_is_its_keys_one_by_one() -> None:
 
 
 def test_an_eviction_for_no_key_is_the_papers_replace_again_and_again() -> None:
-    """Also where the target lies between two sizes: what is above it goes."""
+    """This also holds if the target is between two sizes: blocks above it are evicted."""
     rng, has_fraction = random.Random(4), False
     for _ in range(30):
         policy = ARCCachePolicy(8)

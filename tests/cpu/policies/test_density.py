@@ -59,7 +59,7 @@ class Cache:
         self.free = [BlockStatus(slot) for slot in range(capacity)][::-1]
 
     def use(self, path: Iterable[int], hint: NextUse = NextUse.UNKNOWN) -> None:
-        """One request: what is absent of its path is stored, from tail to head, and what was there is used."""
+        """Serve one request: store the absent blocks of its path from tail to head, and use the present ones."""
         absent = [number for number in path if number not in self]
         present = keys(*(number for number in path if number in self))
         for number in reversed(absent):
@@ -338,7 +338,8 @@ def test_a_prefix_is_never_outlived_by_its_tail() -> None:
 
 
 def test_the_way_around_pinned_blocks_gives_the_same_order() -> None:
-    """One pinned block sends an eviction down the general path; its victims are those of the fast path."""
+    """One pinned block forces an eviction into the general path, which must choose the same victims as the fast
+    path."""
     capacity = 300
     fast, general = (Cache(DensityCachePolicy(capacity), capacity) for _ in range(2))
     generator = random.Random(11)
@@ -572,7 +573,7 @@ class TestHitDensity:
         assert len(stream.follows) <= 4300
 
     def test_keys_that_the_horizon_has_passed_are_evidence_once(self) -> None:
-        """Of twenty blocks two come back at once, and the others never: what a block is worth stays the same."""
+        """Two of twenty blocks are reused at once, and the others never. The value of a block does not change."""
         stream, worth = Stream(128), []
         for turn in range(900):
             path = keys(*range(20 * turn, 20 * turn + 20))

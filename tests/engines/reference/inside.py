@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of a reference engine that offloads, for tests of what happens within a step or goes wrong in a copy."""
+"""Access to the inside of a reference engine that offloads, for tests of events within a step and of failed copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def num_final_stores(engine: Engine) -> int:
 
 
 def wrap_handlers(engine: Engine, wrap: Callable[[tuple[str, str], OffloadingHandler], T]) -> dict[tuple[str, str], T]:
-    """Puts what ``wrap`` makes of each handler, and of its media, in its place."""
+    """Replace each handler by the result of ``wrap`` for the handler and its media."""
     worker = sides_of(engine)[1]
     wrapped = {media: wrap(media, handler) for media, handler in worker._handlers.items()}
     worker._handlers = dict(wrapped)
@@ -68,8 +68,10 @@ def num_free(engine: Engine) -> list[int]:
 
 
 def kept_requests(engine: Engine) -> dict[str, str]:
-    """What an idle engine still knows of requests that it numbered. It takes the ends of loads from the scheduler side,
-    and leaves those of the worker."""
+    """Return the data that an idle engine still keeps for numbered requests.
+
+    This takes the ends of loads from the scheduler side, and leaves the worker's.
+    """
     connector, worker = sides_of(engine)
     engine.step()  # the connector knows a step until the next
     worker.take_load_outcome()

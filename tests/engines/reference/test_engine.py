@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine alone: its logits and tokens are those of transformers, however requests are cut, mixed and preempted."""
+"""Test the engine alone: its logits and tokens equal those of transformers, however requests are cut, mixed and
+preempted."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def run(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> l
 
 @functools.cache
 def alone(family: str) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
-    """Prompts, and what transformers answers to each."""
+    """Return prompts, and the answers of transformers to each of them."""
     prompts = random_prompts(4, 3, 50, seed=1)
     prompts.append(prompts[0] + prompts[1][:5])  # shares a prefix
     return prompts, [greedy(tiny_model(family), prompt, STEPS) for prompt in prompts]

@@ -208,7 +208,7 @@ def test_a_prompt_that_is_stored_at_once_is_too_long_too(make: MakeRecorded) -> 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1", "gemma3_text", "mistral"])
 def test_slots_that_others_took_are_no_fault_of_the_prompt(make: MakeRecorded, family: str) -> None:
-    """Its blocks of attention would fit. Those of states and windows, of which not all are stored, do not count."""
+    """The prompt's attention blocks would fit. Blocks of states and windows, which are not all stored, do not count."""
     recorded = make(family=family, secondary_tiers=[], spec_name="CPUOffloadingSpec")
     stores = recorded.handlers["GPU", "CPU"]
     stores.is_held = True
@@ -223,7 +223,7 @@ def test_slots_that_others_took_are_no_fault_of_the_prompt(make: MakeRecorded, f
 
 
 def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: MakeRecorded) -> None:
-    """So the simulator finds there what the engine found there."""
+    """So the simulator finds the same hits there as the engine."""
     recorded = make(load_policy="always")
     for token in (1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 8):
         recorded.add(token)

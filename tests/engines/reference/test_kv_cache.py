@@ -129,7 +129,7 @@ def test_what_is_found_is_what_was_computed_and_no_longer_prefix_exists(seed: in
     rng = random.Random(seed)
     groups = (FULL,) if other is None else (FULL, OTHERS[other])
     cache = KVCache(groups, 20)
-    contents: list[dict[int, bytes]] = [{} for _ in groups]  # by group: what each block was last filled with
+    contents: list[dict[int, bytes]] = [{} for _ in groups]  # by group: the bytes that each block was last filled with
     running: list[Request] = []
     for number in range(60):
         action = rng.random()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are replaced in place, and a reset: what was stored before it is found in no tier."""
+"""Test weights that are replaced in place, and a reset: earlier blocks are found in no tier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(root: Path, tier: str = "disk", **more: Any) -> OffloadingConfig:
 
 
 class Server:
-    """An engine over weights that can be replaced: those of ``seed``."""
+    """An engine whose weights can be replaced. They are made from ``seed``."""
 
     def __init__(self, offloading: OffloadingConfig | None, family: str = "llama", seed: int = 0) -> None:
         self.family = family
@@ -168,8 +168,11 @@ def test_two_servers_that_name_their_weights_share_a_tier_across_a_reset(tmp_pat
 
 
 def test_what_a_request_computes_by_old_and_new_weights_is_found_by_nobody(tmp_path: Path) -> None:
-    """A request that runs across the reset goes on upon KV of the old weights. The blocks that it fills after the reset
-    follow, by their hashes, those that others compute anew."""
+    """A request that runs across the reset continues with KV of the old weights.
+
+    By their hashes, the blocks that it fills after the reset would match blocks that other requests compute with the
+    new weights.
+    """
 
     def answer(server: Server, tokens: list[int]) -> list[int]:
         request = server.engine.add_request(tokens, SamplingParams(max_tokens=6))

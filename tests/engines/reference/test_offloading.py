@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine with kvoffload under it: real tensors, real transfers. Tokens never depend on what was offloaded."""
+"""Test the engine with kvoffload: real tensors and real transfers. Tokens never depend on offloading."""
 
 from __future__ import annotations
 

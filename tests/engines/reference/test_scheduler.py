@@ -147,6 +147,6 @@ def test_the_request_admitted_last_gives_its_blocks_back() -> None:
     assert compute(scheduler) == [("a", 1)]
     assert (second.state, second.num_preemptions) == (State.WAITING, 1)
     scheduler.end(first, State.FINISHED)
-    # It computes its prompt again, or finds what was not reused, and the token that it generated before.
+    # It computes or finds its prompt again, and the token that it generated before.
     assert compute(scheduler)[0][0] == "b"
     assert second.state is State.RUNNING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with recurrent states beside attention: where a hit can end, what is stored, and a restart."""
+"""Test a model with attention and recurrent states: possible ends of hits, stored blocks, and a restart."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs SGLang is marked ``sglang``, and runs only in an environment that has it."""
+"""Tests that need SGLang are marked ``sglang`` and run only in an environment that contains it."""
 
 from __future__ import annotations
 

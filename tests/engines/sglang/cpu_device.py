@@ -18,8 +18,10 @@ NAME = "kvoffload-cpu-device"
 
 
 def write_entry_points(directory: Path) -> None:
-    """A process that has ``directory`` in its PYTHONPATH loads the plugin with SGLang, and that of kvoffload as this
-    checkout declares it, whatever checkout is installed."""
+    """Write entry points, so that a process with ``directory`` in its PYTHONPATH loads this plugin with SGLang.
+
+    The process also loads kvoffload's plugin as this checkout declares it, whatever checkout is installed.
+    """
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     for name, plugins in (
         (NAME, {NAME: f"{__name__}:install"}),

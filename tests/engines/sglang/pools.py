@@ -14,8 +14,10 @@ LAYERS, HEADS, DIM, TOKENS = 3, 2, 32, 4
 
 
 class HostPool:
-    """``num_pages`` pages of ``TOKENS`` tokens, of layout ``layer_first`` or ``page_first``; ``parts`` is 2 where keys
-    and values lie apart, and 1 for latent attention."""
+    """A pool of ``num_pages`` pages of ``TOKENS`` tokens, with layout ``layer_first`` or ``page_first``.
+
+    ``parts`` is 2 if keys and values are separate, and 1 for latent attention.
+    """
 
     def __init__(self, num_pages: int, layout: str = "page_first", parts: int = 2, layers: int = LAYERS) -> None:
         self.layout, self.page_size, self.layer_num = layout, TOKENS, layers

@@ -42,8 +42,11 @@ def families(count: int = 150) -> list[Prompt]:
 
 
 def pages(prompts: Sequence[Prompt]) -> int:
-    """How many different pages SGLang reads for these at most: it computes the last token of a prompt itself. What it
-    stores of the answers comes on top."""
+    """Return the most distinct pages that SGLang reads for these prompts. It computes the last token of a prompt
+    itself.
+
+    Pages of stored answers are not included.
+    """
     return len({p.token_ids[:end] for p in prompts for end in range(PAGE_TOKENS, len(p.token_ids), PAGE_TOKENS)})
 
 
@@ -226,7 +229,7 @@ class Server:
         self._process.wait(PATIENCE_S)
 
     def stop(self) -> None:
-        """As an operator stops it; what is left after that is killed."""
+        """Stop the server as an operator does, and kill processes that remain."""
         self._process.terminate()
         try:
             self._process.wait(PATIENCE_S)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.sglang
 
 @pytest.fixture(scope="module")
 def model(llama: str) -> Iterator[str]:
-    """What SGLang believes to serve."""
+    """Yield the model that SGLang believes it is serving."""
     from sglang.srt.runtime_context import get_context
 
     with get_context().override_server_args(model_path=llama, device="cpu"):
@@ -59,7 +59,7 @@ def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch: pytest.MonkeyPatch) -> ServedWeights:
-    """A process in which SGLang has updated nothing yet."""
+    """Return the weights of a process in which SGLang has not updated anything yet."""
     from kvoffload.engines.sglang import backend
 
     served = ServedWeights(is_watched=True)
@@ -114,7 +114,8 @@ def test_until_the_weights_files_are_hashed_nothing_is_found(build, monkeypatch:
 
 
 def test_another_format_of_eight_bits_finds_nothing(build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MI300X and MI355X call theirs ``fp8_e4m3``, and one reads the other's values as half of what they were."""
+    """Both MI300X and MI355X call their format ``fp8_e4m3``, but one reads the other's values as half of their real
+    size."""
     from sglang.kernels.ops.quantization import fp8_kernel
 
     pool, keys = HostPool(4), hashes(1)

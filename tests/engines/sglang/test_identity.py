@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's settings, model and weights add to a namespace, and the refusal of what cannot be told."""
+"""Test the parts that SGLang's settings, model and weights add to a namespace, and the rejection of unknown parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Args = msgspec.defstruct(
         for name in names_of("ServerArgs")
     ],
 )
-"""A stand-in for ``ServerArgs`` with its names; the sglang lane compares the names."""
+"""A replacement for ``ServerArgs`` with its names. The sglang lane compares the names."""
 
 
 def resolved(**values: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_pages_whose_scales_lie_elsewhere_are_refused(dtype: str) -> None:
 
 
 def storage(without: str = "", **more: Any) -> Any:
-    """A stand-in for ``HiCacheStorageConfig``."""
+    """Return a replacement for ``HiCacheStorageConfig``."""
     names = [name for name in names_of("HiCacheStorageConfig") if name != without]
     fields = [(name, Any, dataclasses.field(default=0)) for name in [*names, "newer"]]
     return dataclasses.make_dataclass("HiCacheStorageConfig", fields)(**more)

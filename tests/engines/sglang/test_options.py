@@ -80,7 +80,7 @@ def test_latent_attention_is_the_same_on_all_ranks_but_states_and_drafts_are_not
     assert of(ranks=ranks[0]) == of(ranks=ranks[1])
     for pool in ("mamba", "draft", "draft_swa"):
         assert of(pool, ranks=ranks[0]) != of(pool, ranks=ranks[1])
-    # But for a drafter with latent attention, whose pages SGLang writes on one rank, too.
+    # The exception is a drafter with latent attention, whose pages SGLang also writes on one rank.
     latent = {"pool": "MLATokenToKVPoolHost"}
     assert of("draft", latent, ranks=ranks[0]) == of("draft", latent, ranks=ranks[1])
     assert of("mamba", latent, ranks=ranks[0]) != of("mamba", latent, ranks=ranks[1])

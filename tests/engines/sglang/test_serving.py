@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang serves over kvoffload's tiers: its greedy tokens are those of SGLang alone, whatever happens to the store."""
+"""Test that SGLang with kvoffload's tiers generates the same greedy tokens as SGLang alone, even if the store fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICIES = ("best_effort", "wait_complete", "timeout")
 
 @pytest.fixture(scope="module")
 def baseline(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
-    """What SGLang without HiCache answers."""
+    """Return the answers of SGLang without HiCache."""
     server = Server(llama, tmp_path_factory.mktemp("alone"), hicache=False).wait_until_ready()
     try:
         answers = server.generate(families(), gaps=True)
@@ -44,7 +44,7 @@ def running(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture
 def attached(running: Server) -> Iterator[Server]:
-    """The same, with empty pools. What the test attaches is detached after it."""
+    """Yield the server with empty pools. A storage that the test attaches is detached after it."""
     running.forget()
     yield running
     running.detach()
@@ -172,7 +172,7 @@ def test_every_prefetch_policy_ends_while_redis_is_frozen(
             judge(baseline, answers)
             return from_storage(answers) > 0
 
-        if policy != "best_effort":  # by which an idle server waits for no page
+        if policy != "best_effort":  # with which an idle server waits for no page
             attached.wait_until(is_read_again, "pages are read from Redis again")
     finally:
         redis.stop()
@@ -217,7 +217,7 @@ def test_two_tiers_and_pages_as_tensors(attached: Server, baseline: Baseline, tm
 
 
 def test_nothing_is_found_after_clearing(llama: str, baseline: Baseline, tmp_path: Path) -> None:
-    """On a server of its own: one that was cleared finds what others store no more, whatever it attaches."""
+    """This test has its own server, because a server that was cleared no longer finds blocks that others store."""
     prompts = families(20)
     server = Server(llama, tmp_path, storage=backend(disk(tmp_path / "kv"))).wait_until_ready()
     try:
@@ -237,7 +237,7 @@ def test_nothing_is_found_after_clearing(llama: str, baseline: Baseline, tmp_pat
 def test_weights_updated_in_place_reach_no_server_with_the_old_ones(
     llama: str, attached: Server, tmp_path: Path
 ) -> None:
-    """The update has no version, as most have none; the storage is cleared after it, as docs/sglang.md says."""
+    """The update has no version, like most updates. The storage is cleared after it, as docs/sglang.md says."""
     storage = backend(disk(tmp_path / "kv"))
     before, after = families(24)[:10], families(24)[10:]
     alone = attached.generate([*before, *after], gaps=True)
@@ -251,7 +251,7 @@ def test_weights_updated_in_place_reach_no_server_with_the_old_ones(
         server.update_weights(new)
         answers = {name: each.tokens for name, each in server.generate(after).items()}
         assert baseline.wrong(answers), "the new weights answer as the old ones"
-        server.forget()  # what has been written ends
+        server.forget()  # writes that have started end
         server.clear()
         server.generate(after)
         server.wait_until_stored(pages(before) + pages(after))

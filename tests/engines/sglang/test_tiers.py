@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that wait: each ends in time, what goes wrong is a miss, and late I/O never touches the caller's memory."""
+"""Test calls that wait: each ends in time, failures are misses, and late I/O never touches the caller's memory."""
 
 from __future__ import annotations
 

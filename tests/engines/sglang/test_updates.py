@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 
 
 class Updater:
-    """SGLang's, as far as it is watched; ``done`` has what it did."""
+    """The watched part of SGLang's updater. ``done`` records its calls."""
 
     done: list[str]
 

@@ -18,7 +18,7 @@ def test_builds_of_what_was_tried(version: str) -> None:
 
 
 def test_builds_of_one_release_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespace has what this says."""
+    """The namespace contains this text."""
     for version in ("0.5.23", "0.5.23.post1"):
         monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
         assert sglang_version() == version
