@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies under a directory, while stores work on it."""
+"""List the files under a directory while stores use it."""
 
 from __future__ import annotations
 

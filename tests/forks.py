@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other processes of a test, each a fork of one that has imported what they need: dozens are started."""
+"""Run other processes of a test as forks of one process that has imported their modules, because dozens are started."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FORKS.set_forkserver_preload(
 
 
 class _Process:
-    """What both can do. ``pid`` is the process's."""
+    """The common part of both kinds. ``pid`` is the process's id."""
 
     pid: int | None
 
     def stop(self) -> None:
-        """Returns when it stands still."""
+        """Stop the process, and return when it has stopped."""
         self._signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.pid}/stat")
         while state.read_text().rpartition(")")[2].split()[0] != "T":
@@ -88,7 +88,7 @@ class Fork(_Process):
 
 
 def output_of(script: str, *arguments: object) -> str:
-    """What a script prints, in a process of its own that must end well."""
+    """Return the output of a script in its own process, which must succeed."""
     fork = Fork(_run, script, [str(argument) for argument in arguments])
     try:
         printed: str = fork.pipe.recv()

@@ -31,7 +31,7 @@ def program() -> str | None:
 
 
 class GcsServer:
-    """One emulator with one bucket. ``config`` and ``ca`` are what a client needs."""
+    """One emulator with one bucket. ``config`` and ``ca`` contain a client's settings."""
 
     def __init__(self, directory: Path) -> None:
         name = program()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory without a device: bytes that are a function of what they stand for, and a pool with a prefix cache.
+"""Device memory without a device, with bytes that depend on their meaning, and a pool with a prefix cache.
 
-There is no model. "Computing" a GPU block writes bytes derived from the tokens up to its end, the KV group and the
-slice that the rank has. So the bytes of any block show whether they are right.
+There is no model. "Computing" a GPU block writes bytes that are derived from the tokens up to its end, the KV group and
+the rank's slice. So the bytes of any block show whether they are right.
 """
 
 from __future__ import annotations

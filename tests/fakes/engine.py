@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small engine without a model, for testing connectors: requests, scheduling, preemption, device prefix cache.
 
-It uses kvoffload only through ``connector/engine.py``, and frees GPU blocks as soon as it may, also while transfers use
-them. Its bytes are real, and ``check`` verifies every GPU block that counts as valid. So a connector that mixes up
-order, ids or groups is caught by the block it damaged.
+It uses kvoffload only through ``connector/engine.py``, and frees GPU blocks as soon as it may, even while transfers use
+them. Its bytes are real, and ``check`` verifies every GPU block that counts as valid. So a connector that confuses
+order, ids or groups is caught by the damaged block.
 
-States exist where a step ends, and only there. The state of a request that goes on within a block is written in place;
-the positions that a step jumps over have no GPU block. A step that ends at a block's end leaves a state that others can
-go on from.
+States exist only where a step ends. If a request continues within a block, its state is overwritten in place. Positions
+that a step skips have no GPU block. A step that ends at a block's end leaves a state from which other requests can
+continue.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FakeEngine:
         self._max_running = max_running
         self._scheduling = scheduling
         self._keeps_all_states = keeps_all_states
-        # Asynchronous: what the last step generated, which the scheduler receives after it has scheduled the next.
+        # With asynchronous scheduling: the last step's tokens, which the scheduler receives after its next step.
         self._undelivered: list[FakeRequest] = []
         # Preempted between two steps, as an engine does that resets its prefix cache.
         self._preempted: set[str] = set()
@@ -250,7 +250,7 @@ class FakeEngine:
             # The windows move to the end of the load before anything is computed, so they end there.
             new = self._grow(request, until, keep_from=request.computed_tokens + external)
             if new is None:
-                # Loaded blocks are freed, too: if requests kept blocks while they wait for more, all could wait.
+                # Loaded blocks are also freed: if requests kept blocks while they wait for more, all could wait.
                 self._free_blocks(request)
                 request.computed_tokens = 0
                 pool_is_short = True
@@ -274,8 +274,11 @@ class FakeEngine:
         return ScheduledRequest(request.request_id, blocks, request.computed_tokens, n, is_new)
 
     def _states_to_store(self, request: FakeRequest, record: ScheduledRequest) -> list[BoundaryState]:
-        """The states at block ends whose tokens the scheduler knows by now: that of this step, and with asynchronous
-        scheduling that of the step before, which is not written over yet."""
+        """Return the states at block ends whose tokens the scheduler already knows.
+
+        That is this step's state, and with asynchronous scheduling the previous step's state, which is not overwritten
+        yet.
+        """
         states = []
         done_tokens = min(record.done_tokens, request.num_tokens)
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -317,8 +320,12 @@ class FakeEngine:
         return table
 
     def _grow(self, request: FakeRequest, until: int, keep_from: int | None = None) -> list[list[int]] | None:
-        """Frees what left the windows, then takes GPU blocks up to ``until`` tokens. Returns the new ones by group, or
-        ``None``, with nothing taken, if the pool has too few. ``keep_from``: tokens at which the windows end."""
+        """Free blocks that left the windows, then allocate GPU blocks up to ``until`` tokens, and return the new ones
+        by group.
+
+        Returns ``None``, and allocates nothing, if the pool has too few. ``keep_from`` is the number of tokens at which
+        the windows end.
+        """
         at = request.computed_tokens if keep_from is None else keep_from
         wanted: list[list[bool]] = []
         for group, table in zip(self.groups, request.tables, strict=True):
@@ -381,7 +388,7 @@ class FakeEngine:
         self._undelivered.append(request)
 
     def _deliver(self, request: FakeRequest) -> None:
-        """The scheduler receives what a step generated, also if the request was preempted or has ended since."""
+        """Let the scheduler receive a step's tokens, even if the request was preempted or has ended since."""
         if request.status is Status.FINISHED:
             return
         request.num_hidden = max(request.num_hidden - 1, 0)

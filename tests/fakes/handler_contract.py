@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair of offloading handlers must do, as tests to inherit. GPU blocks have random bytes, so that a wrong block,
-slot, page or offset is visible."""
+"""Tests that a pair of offloading handlers must pass, to be inherited.
+
+GPU blocks contain random bytes, so that a wrong block, slot, page or offset is visible.
+"""
 
 from __future__ import annotations
 

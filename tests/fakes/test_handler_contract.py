@@ -14,7 +14,7 @@ NUM_GPU_BLOCKS, NUM_SLOTS, PAGE_BYTES, FACTOR = 16, 8, 32, 2
 
 
 class AtOnceHandler(ManualHandler):
-    """Runs every transfer at once, and refuses those that cannot be."""
+    """A handler that runs every transfer at once, and fails impossible ones."""
 
     is_shut_down = False
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's configuration in plain objects, and KV caches: of vLLM's own classes in the lane, elsewhere of plain objects
-that have what kvoffload reads.
+"""vLLM's configuration in plain objects, and KV caches, made of vLLM's own classes in the lane, and of plain objects
+elsewhere.
 
-``test_interface`` checks that vLLM's classes have these attributes.
+``test_interface`` checks that vLLM's classes have the attributes of these objects.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.flo
 
 
 def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without vLLM: plain KV groups say of themselves what vLLM's functions say of its own, and this is vLLM 0.32.
-    Hosts are alike."""
+    """Without vLLM, let plain KV groups report the results of vLLM's functions for its own groups.
+
+    This is vLLM 0.32, and all hosts are alike.
+    """
     monkeypatch.setattr(identity, "cpu_packing", lambda vllm_config, spec: "vec")
     monkeypatch.setattr(identity, "cpu_build", lambda: "a build")
     monkeypatch.setattr(identity, "platform", lambda is_quantized: "a platform")
@@ -72,8 +74,11 @@ def _plain_class(name: str) -> Any:
 
 
 def stub(name: str, **values: Any) -> Any:
-    """An object of a dataclass that has all fields of ``FIELDS`` for vLLM's class ``name``, ``None`` unless ``values``
-    has them. What else is in ``values`` are attributes."""
+    """Return an object with all fields of ``FIELDS`` for vLLM's class ``name``. They are ``None`` unless ``values``
+    contains them.
+
+    Other entries of ``values`` become attributes.
+    """
     config = _plain_class(name)()
     for attribute, value in values.items():
         setattr(config, attribute, value)
@@ -91,20 +96,20 @@ class HFConfig:
 
 
 def heads(total: int, **more: Any) -> dict[str, Any]:
-    """What a model's configuration says of its KV heads."""
+    """Return the entries about KV heads in a model's configuration."""
     text = HFConfig(num_key_value_heads=total, **more)
     return {"get_total_num_kv_heads": lambda: total, "hf_text_config": text}
 
 
 def registry(module: str) -> Any:
-    """vLLM's models, of which the small one is in ``module``."""
+    """Return a registry of vLLM's models that contains the small one in ``module``."""
     return SimpleNamespace(
         models={"SmallForCausalLM": SimpleNamespace(module_name=module, class_name="SmallForCausalLM")}
     )
 
 
 def model_config(total_heads: int, **more: Any) -> Any:
-    """``more``: what else the text part of the model's configuration says."""
+    """Return a model's configuration. ``more`` contains other entries of its text part."""
     values = {
         "model": "small",
         "model_weights": "",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM lane: what needs the engine is marked ``vllm`` and runs in the environment that ``make test-vllm`` makes.
+"""The vLLM lane. Tests that need the engine are marked ``vllm`` and run in the environment that ``make test-vllm``
+makes.
 
-Engines are expensive to start, so each one runs in a child process of its own (``harness.run_child``) through several
-scenarios, and the tests look at what it wrote down.
+Engines are slow to start, so each one runs in its own child process (``harness.run_child``) through several scenarios,
+and the tests check its records.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvoffload.engines.vllm.sources import Sources
 from kvoffload.engines.vllm.versions import NEWEST, drafters_are_proven, vllm_release
 
 NEXT = "0.33.0"
-"""The version whose sources are read beside those of the lane's own."""
+"""The version whose sources are read in addition to the lane's own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,7 +62,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 @pytest.fixture(scope="session")
 def llama_baseline(llama: SmallModel) -> Baseline:
-    """What vLLM without a connector answers to every prompt of the Llama scenarios."""
+    """Return the answers of vLLM without a connector to every prompt of the Llama scenarios."""
     return Baseline(run_child("baseline", model=llama.path, family="llama"))
 
 
@@ -106,7 +107,7 @@ def proven_drafts(drafts: dict[str, Speculation]) -> dict[str, Speculation]:
 
 @pytest.fixture(scope="session")
 def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
-    """What the target answers without drafts and without a connector."""
+    """Return the target's answers without drafts and without a connector."""
     return Baseline(run_child("baseline", model=drafts["eagle"].target, family="llama"))
 
 
@@ -154,7 +155,8 @@ def no_shared_memory_left() -> Iterator[None]:
 
 
 def abandoned_segments() -> set[str]:
-    """Files of kvoffload's in shared memory, but for those of living processes, which keep their segments locked."""
+    """Return kvoffload's files in shared memory, except for those of living processes, which keep their segments
+    locked."""
     shm = Path("/dev/shm")
     names = {path.name for path in shm.glob("kvoffload-*")}
     held = {name for name in names if "." not in name and is_locked(shm / name)}

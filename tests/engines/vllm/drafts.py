@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small target with drafters of each kind that are nearly always right, and right only with their own KV.
+"""A small target model with drafters of each kind that are nearly always right, and only with correct KV.
 
 A random drafter is never accepted, so its KV could be anything. Here the target has one layer, and the head of each
-kind is that same layer over the embeddings of the shifted tokens: it computes what the target will compute one step
-later, but for the first token, which it never sees. Relative positions are the same, and so are the norms, since all
-embeddings have the root mean square 1. What attention finds is large beside the residual, which is another one in
-EAGLE-3. Attention looks anywhere in the context, so that a wrong block of the drafter's KV costs accepted drafts. The
-tokens stay the target's in any case.
+kind is the same layer over the embeddings of the shifted tokens. So it computes the target's result one step earlier,
+except for the first token, which it never sees. Relative positions are the same, and so are the norms, because all
+embeddings have the root mean square 1. The attention output is large compared to the residual, which differs in
+EAGLE-3. Attention selects positions anywhere in the context, so a wrong block of the drafter's KV costs accepted
+drafts. The tokens are the target's in any case.
 
 A second target has a layer with a sliding window before that layer, so that vLLM makes several KV groups. The window
-layer is quiet: it changes tokens, and the same drafters are still right once in eight times. Another drafter has more
-KV heads than the target, each head of which it has twice.
+layer's effect is small: it changes tokens, but the same drafters are still right once in eight times. Another drafter
+has more KV heads than the target, and contains each of the target's heads twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ NUM_DRAFTS = 3
 WINDOW = 200
 """Tokens that the second target's sliding window sees."""
 _QUIET = 0.004
-"""Gain of what the window layer's attention adds: with that of values and output, a quarter of the residual."""
+"""The gain of the window layer's attention. Together with the gains of values and output, it adds a quarter of the
+residual."""
 _GAINS = {"q": 2.5, "k": 2.5, "v": 8.0, "o": 8.0}
 _SEED = 20
 

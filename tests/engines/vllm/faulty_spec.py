@@ -29,8 +29,11 @@ from kvoffload.cpu.spec import CPUOffloadingSpec
 
 @dataclass
 class Plan:
-    """What goes wrong, with which probability. Changed by scenarios whose engine runs in their own process; set from
-    the environment variable ``KVOFFLOAD_TEST_FAULTS`` ("rank:probability") where workers are other processes."""
+    """The faults and their probabilities.
+
+    Scenarios change them if the engine runs in their own process. If workers are other processes, the environment
+    variable ``KVOFFLOAD_TEST_FAULTS`` ("rank:probability") sets them.
+    """
 
     fail_load: float = 0.0
     fail_store: float = 0.0
@@ -43,7 +46,7 @@ class Plan:
     corrupt_blocks: int = 1
     """In so many GPU blocks of each group, instead of the first alone."""
     corrupt_layers: slice = field(default_factory=lambda: slice(None))
-    """In these of the group's stretches of memory only: one for each layer, where layers lie apart."""
+    """The indices of the group's stretches of memory to damage: one stretch per layer if layers are separate."""
     corrupt_from_group: int = 0
     """Not in groups before this one."""
     random: random.Random = field(default_factory=lambda: random.Random(7))

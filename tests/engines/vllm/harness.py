@@ -29,7 +29,7 @@ CONNECTOR = {
 
 
 def hash_block_size(tokens: int) -> dict[str, int]:
-    """What vLLM's ``KVCacheConfig`` takes to know the tokens of a block hash. Before 0.32 it does not know them."""
+    """Return the arguments of vLLM's ``KVCacheConfig`` for the tokens of a block hash. Before 0.32, there are none."""
     return {"hash_block_size": tokens} if vllm_release() >= (0, 32) else {}
 
 
@@ -49,7 +49,7 @@ def child_environment(in_process: bool = True) -> dict[str, str]:
 
 
 def run_child(scenario: str, timeout_s: float = 400, environment: dict[str, str] | None = None, **options: Any) -> Any:
-    """Runs ``scenarios.<scenario>(**options)`` in a new process and returns what it returned (through JSON)."""
+    """Run ``scenarios.<scenario>(**options)`` in a new process, and return its result (through JSON)."""
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "answer.json"
         result = subprocess.run(
@@ -69,7 +69,7 @@ def run_child(scenario: str, timeout_s: float = 400, environment: dict[str, str]
 
 
 def states_baseline(model: str) -> Baseline:
-    """What vLLM alone answers to the prompts for models with recurrent states."""
+    """Return vLLM's own answers to the prompts for models with recurrent states."""
     return Baseline(run_child("baseline", model=model, family="states", **ONE_BLOCK_A_STEP))
 
 
@@ -147,7 +147,7 @@ class Engine:
     def answers(
         self, prompts: Sequence[Prompt], limits: dict[str, int] | None = None
     ) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Generated tokens and cached tokens by prompt name. ``limits``: what to ask for in ``kv_transfer_params``."""
+        """Return generated tokens and cached tokens by prompt name. ``limits`` is sent in ``kv_transfer_params``."""
         outputs = self.generate(prompts, limits=limits)
         tokens = {p.name: list(o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)}
         cached = {p.name: int(o.num_cached_tokens or 0) for p, o in zip(prompts, outputs, strict=True)}
@@ -188,7 +188,7 @@ class Engine:
 
 
 def idle_state(engine: Engine) -> dict[str, Any]:
-    """What must be zero in an idle engine."""
+    """Return the counts that must be zero in an idle engine."""
     engine.drain()
     stats = engine.connector.scheduler.core.get_stats()
     pool = engine.core.scheduler.kv_cache_manager.block_pool

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines, one after the other, over one store on disk: whether the second finds what the first stored, and
-whether it answers as vLLM alone does.
+"""Run two engines, one after the other, over one store on disk.
 
-Each call is an engine in a process of its own, as after a restart.
+The second engine must find the blocks of the first, and must answer as vLLM alone does. Each call runs an engine in its
+own process, as after a restart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def over_one_store(directory: Path, **more: Any) -> dict[str, Any]:
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": "64MiB",
         "secondary_tiers": [{"type": "disk", "path": str(directory / "blocks"), "max_bytes": "512MiB"}],
-        "load_policy": "always",  # what is found is counted, not how fast it is
+        "load_policy": "always",  # the test counts hits, whatever the speed
         "max_wait_s": 300.0,
     } | more
 
@@ -35,5 +35,5 @@ def serve(model: str, extra: dict[str, Any], prompts: int = 4, **options: Any) -
 
 
 def alone(model: str, **options: Any) -> Baseline:
-    """What vLLM answers to all long prompts without a connector."""
+    """Return the answers of vLLM without a connector to all long prompts."""
     return Baseline(run_child("baseline", model=model, family="long", **options))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers know of one engine, by the rules that Dynamo and llm-d apply to vLLM's KV events."""
+"""The knowledge of routers about one engine, by the rules that Dynamo and llm-d apply to vLLM's KV events."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class LlmD:
 
 
 class Dynamo:
-    """Dynamo's index below the device: blocks of the engine's own size, with their tokens, that lie with the engine.
+    """Dynamo's index below the device: blocks of the engine's own size, with their tokens and their engine.
 
-    It drops events of owners and places that it does not know, and takes what is no block of ``block_tokens`` for
-    nothing. A removal that names a hash which it does not have ends there.
+    It drops events of unknown owners and places, and ignores blocks that do not have ``block_tokens`` tokens. It stops
+    processing a removal at the first unknown hash.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -84,7 +84,7 @@ class Dynamo:
     def apply(self, events: Sequence[Any]) -> None:
         for event in events:
             tier = _MEDIA.get(event.medium)
-            # One that has an owner is no block of the engine.
+            # A block with an owner is not a block of the engine.
             if tier is None or getattr(event, "ownership", None) is not None or event.locality == "REMOTE":
                 continue
             blocks = self.blocks.setdefault(tier, set())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the child processes do: each function starts one engine, drives it, and returns what it saw (JSON values)."""
+"""The work of the child processes: each function starts one engine, drives it, and returns its observations as JSON
+values."""
 
 from __future__ import annotations
 
@@ -96,8 +97,10 @@ def evict_and_return(model: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def two_tiers(model: str, directory: str, *, is_tiered: bool) -> dict[str, Any]:
-    """100 requests for a few prompts, one after the other, over a fast and a slow tier, of which the fast one becomes
-    the slowest after half of them; or over none. The seconds of each, and what it answered."""
+    """Serve 100 requests for a few prompts, one after the other, over a fast and a slow tier, or over none.
+
+    After half of the requests, the fast tier becomes the slowest. Returns the seconds and the answer of each request.
+    """
     from tests.engines.vllm import paced_tiers
 
     prompts = [Prompt(each.name, each.token_ids, 4) for each in long_prompts()]
@@ -211,7 +214,10 @@ def _new_tokens(name: str) -> int:
 
 
 def _reset_in_the_middle(engine: Engine) -> int:
-    """vLLM refuses while a load is in flight (it says so); then it is no reset, and the next time will do."""
+    """Reset vLLM's cache and kvoffload. vLLM refuses, and reports that, while a load is in flight.
+
+    In this case nothing is reset, and a later call succeeds.
+    """
     try:
         return int(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
     except RuntimeError as error:
@@ -401,16 +407,19 @@ def return_once(model: str, extra: dict[str, Any], **options: Any) -> dict[str, 
 def disk(
     model: str, extra: dict[str, Any], family: str = "long", first: int = 0, last: int = 8, **options: Any
 ) -> dict[str, Any]:
-    """Every long prompt once, or those from ``first`` to before ``last``, in an engine that is new and a disk tier that
-    may not be; one after the other, since what all waiting requests may have promoted at a time is less than they want
-    together."""
+    """Serve every long prompt, or those from ``first`` to before ``last``, with a new engine and a disk tier that may
+    be old.
+
+    Prompts are served one after the other, because all waiting requests together may claim less of host memory than
+    they want.
+    """
     engine = Engine(model, extra=extra, gpu_blocks=100, **options)
     result: dict[str, Any] = {"tokens": {}, "cached": {}}
     for prompt in (state_prompts() if family == "states" else long_prompts())[first:last]:
         tokens, cached = engine.answers([prompt])
         result["tokens"] |= tokens
         result["cached"] |= cached
-        engine.drain()  # a slow disk drops what too many blocks wait for
+        engine.drain()  # a slow disk drops writes if too many blocks wait
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     engine.close()
@@ -425,8 +434,10 @@ def two_nodes(
     namespace: str = "",
     **options: Any,
 ) -> dict[str, Any]:
-    """An engine over two nodes, each with a disk tier at its own of ``disks``. Each round: what befalls the second
-    node's disk first, or nothing, and the prompts from which to before which are asked then, a few at a time."""
+    """Run an engine over two nodes, each with its own disk tier of ``disks``.
+
+    A round first applies a fault to the second node's disk, or none, and then asks a range of prompts, a few at a time.
+    """
     address = os.environ["VLLM_HOST_IP"]
     with socket.socket() as each:
         each.bind((address, 0))
@@ -480,7 +491,8 @@ def adapter(model: str, extra: dict[str, Any] | None, path: str, prompts: int = 
 
 
 def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Prompts of the Llama family by name, those of a pass at once; vLLM's own cache is forgotten between passes."""
+    """Serve prompts of the Llama family by name, all prompts of a pass at once. vLLM's own cache is cleared between
+    passes."""
     prompts = {prompt.name: prompt for prompt in _family("llama")}
     engine = Engine(model, extra=extra, gpu_blocks=200)
     seen = []
@@ -579,7 +591,7 @@ def weights_without_a_reset(model: str, other: str, extra: dict[str, Any]) -> di
     ask("back")
     engine.answers(prompts)
     engine.llm.llm_engine.model_executor.collective_rpc("reload_weights", kwargs={"weights_path": other})
-    # What vLLM still has on the device is its affair, but nothing that rests on it may be found later.
+    # vLLM may keep blocks on the device, but no block computed from them may be found later.
     engine.answers(prompts)
     engine.drain()
     engine.forget_device_cache()
@@ -647,8 +659,10 @@ def beside_another_connector(model: str, extra: dict[str, Any], directory: str) 
 
 
 def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
-    """What vLLM says at start to configurations that cannot work; of those for which it loads a model, after
-    "loaded: "."""
+    """Return vLLM's messages at startup for configurations that cannot work.
+
+    A message starts with "loaded: " if vLLM loads a model first.
+    """
     from vllm.v1.engine.core import EngineCore
 
     begun: list[str] = []

@@ -21,7 +21,7 @@ SCRIPTED = {"spec_name": "ScriptedSpec", "spec_module_path": "tests.engines.vllm
 
 
 class ScriptedManager(SpyManager):
-    """The primary tier, which refuses stores while it is told to, and remembers what it was asked."""
+    """Host memory that refuses stores while the test says so, and records the calls."""
 
     def __init__(self, num_blocks: int, eviction_policy: str) -> None:
         super().__init__(num_blocks, eviction_policy=eviction_policy)
@@ -61,8 +61,10 @@ PROMOTED: Content = ()
 
 
 class Worker:
-    """Runs what vLLM's scheduler decides, at once and in the order of vLLM's V1 model runner. ``tokens`` and
-    ``computed`` are the truth, which an asynchronous scheduler learns a step later."""
+    """A worker that executes the decisions of vLLM's scheduler, at once and in the order of vLLM's V1 model runner.
+
+    ``tokens`` and ``computed`` are the truth, which an asynchronous scheduler learns a step later.
+    """
 
     def __init__(
         self,
@@ -171,7 +173,10 @@ class Worker:
         return sampled
 
     def _check_context(self, request_id: str, computed: int) -> None:
-        """What attention reads: the whole prefix of full attention. Windows are checked by what is stored of them."""
+        """Check the positions that attention reads: the whole prefix of full attention.
+
+        Windows are checked by their stored blocks.
+        """
         known, table = self.tokens[request_id], self._tables[request_id][0]
         for position in range(computed):
             block, offset = divmod(position, self._block_tokens[0])

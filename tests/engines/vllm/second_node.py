@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second node of an engine: ``vllm serve --headless --node-rank 1`` without the command; what befalls its disk.
+"""The second node of an engine, ``vllm serve --headless --node-rank 1`` without the command, and faults of its disk.
 
-It stands for another machine: what it has of kvoffload is a region, an agent and a directory of its own.
+It represents another machine: it has its own region, agent and directory of kvoffload.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from tests.engines.vllm.harness import ROOT, settings
 
 
 class SecondNode:
-    """The process, and the workers below it. ``options`` are those of the first node's ``Engine``. ``namespace``: the
-    network namespace that it lives in, with the address after the first node's; empty: that of the first node."""
+    """The process and its workers. ``options`` are those of the first node's ``Engine``.
+
+    ``namespace`` is its network namespace with the address after the first node's, or empty for the first node's
+    namespace.
+    """
 
     def __init__(self, model: str, disk: str, extra: dict[str, Any], namespace: str = "", **options: Any) -> None:
         self._disk = Path(disk)

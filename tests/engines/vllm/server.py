@@ -168,8 +168,11 @@ def ask(
 
 
 def judge(server: Server, client: Any, baseline: Baseline, answers: dict[str, tuple[list[int], int]]) -> None:
-    """Asserts the baseline's tokens. A failure tells what the server computes for the same prompts with nothing to hit,
-    so that a wrong block can be told from a wrong computation."""
+    """Assert that the answers have the baseline's tokens.
+
+    A failure also shows the server's tokens for the same prompts without any hits, to tell a wrong block from a wrong
+    computation.
+    """
     wrong = baseline.wrong({name: tokens for name, (tokens, _) in answers.items()})
     prompts = {prompt.name: prompt for prompt in long_prompts()}
     found = []

@@ -79,7 +79,7 @@ def states() -> Any:
 
 
 class Steps:
-    """One of vLLM's schedulers with ``KVOffloadConnector``. A worker that needs no time stands behind it."""
+    """One of vLLM's schedulers with ``KVOffloadConnector`` and a worker that takes no time."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Steps:
             kv_cache_layout="LBHNC",
             **hash_block_size(hash_tokens),
         )
-        # vLLM's configuration refuses it without Triton, and reads the variable anew whenever it is asked.
+        # vLLM's configuration rejects it without Triton, and reads the variable at each use.
         with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(v2_model_runner))):
             assert config.use_v2_model_runner is v2_model_runner
             self.scheduler = scheduler_class(
@@ -170,7 +170,7 @@ class Steps:
         self.worker = worker(self.block_tokens, self.lookahead_tokens, self._state_groups, left_out)
         self.manager: ScriptedManager | None = ScriptedSpec.latest if slots is not None else None
         self.metas: list[ConnectorMeta] = []
-        """What the workers were sent, by step."""
+        """The messages to the workers, by step."""
         self.events: list[Any] = []
         """The KV events that vLLM would publish."""
         self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
@@ -297,7 +297,7 @@ class Steps:
                 continue
             for offset, content in enumerate(self.worker.slots[state.block_id]):
                 position = block * size + offset
-                # What followed the block's last token was another request's affair, but something did.
+                # Some token followed the block's last token, in another request.
                 end = position + 1 + (self.lookahead_tokens if offset + 1 < size else 0)
                 assert content[:end] == tuple(tokens[:end]), f"block {block} of group {group} at {position}: {content}"
                 assert len(content) == position + 1 + self.lookahead_tokens

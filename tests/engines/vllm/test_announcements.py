@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each block is announced once in a medium, and removed with its last copy; and what routers make of that."""
+"""Test that each block is announced once per medium and removed with its last copy, and how routers interpret these
+events."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ class ScannedTier(FakeTier):
         self._events += [OffloadingEvent([each], self.tier_type, removed=False) for each in self.blocks]
 
     def announced(self) -> Iterable[OffloadKey]:
-        """At rest, the blocks of which events were taken."""
+        """Return the blocks that the events announce while the server is idle."""
         return self.blocks
 
 
@@ -205,7 +206,7 @@ class ExactTier(AskedTier):
 
 
 class Server:
-    """One engine's managers over the same stores, killed and started again; and what two routers know of it."""
+    """One engine's managers over the same stores, which are killed and restarted, and two routers' knowledge of it."""
 
     def __init__(self, seed: int, factor: int, tiers: Mapping[str, type[ScannedTier]]) -> None:
         self.chance = random.Random(seed)
@@ -240,7 +241,7 @@ class Server:
             router.apply(events)
 
     def serve(self) -> None:
-        """A request that asks for its prefix, stores what it can, and may end before its transfers do."""
+        """Serve a request that asks for its prefix and stores its blocks. It may end before its transfers do."""
         path = [self.chance.randrange(2) for _ in range(self.chance.randrange(1, 9))]
         asked = request(f"r{self.count}", path)
         self.count += 1
@@ -283,13 +284,13 @@ class Server:
             self.start()
 
     def check(self) -> None:
-        """At rest, the routers know what the managers have."""
+        """Check, while the server is idle, that the routers know the managers' blocks."""
         while any(tier.has_pending_work() for tier in self.rig.tiers):
             for tier in self.rig.tiers:
                 tier.finish()
             self.rig.step()
         self.publish()
-        self.publish()  # a tier that has lost changes says so first, and then what it has
+        self.publish()  # a tier that has lost changes announces that first, and then its blocks
         held = self.rig.primary.holds(self.keys)
         primary = [each for each, is_held in zip(self.keys, held, strict=True) if is_held]
         host = {each for block in primary for each in self.inside(block)}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own schedulers drive the connector step by step: what is looked up, offered, stored and announced.
+"""Test which blocks are looked up, offered, stored and announced while vLLM's own schedulers drive the connector step
+by step.
 
-There is no model, and the manager does what a test says.
+There is no model, and the manager follows a script.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def test_a_refused_store_is_offered_again(llama: SmallModel, asynchronous: bool)
     steps.scheduler.finish_requests("next", aborted())
     steps.drain()
 
-    # At its end, if there was no step with room before.
+    # Stores at its end, if no earlier step had room.
     manager.refuses = True
     ends = steps.add("end", tokens(200, 3), 2)
     while ends.num_output_tokens < 1:
@@ -116,12 +117,12 @@ def test_limits_of_a_request(llama: SmallModel, asynchronous: bool) -> None:
     def limit(**params: Any) -> dict[str, Any]:
         return {"extra_args": {"kv_transfer_params": params}}
 
-    # What is stored.
+    # Stores.
     for number, (most, stored) in enumerate([(0, []), (BLOCK - 1, []), (2 * BLOCK, [0, 1]), (100, [0, 1, 2, 3])]):
         assert run(steps, add(f"offload {most}", tokens(50 * number, 4), **limit(max_offload_tokens=most))) == stored
     assert run(steps, add("bad", tokens(400, 4), **limit(max_offload_tokens=-1, max_load_tokens="all"))) == [0, 1, 2, 3]
 
-    # What is loaded.
+    # Loads.
     prompt = tokens(150, 4)
     for most, blocks in [(0, 0), (BLOCK - 1, 0), (2 * BLOCK + 1, 2), (100, 4)]:
         assert steps.scheduler.reset_prefix_cache()
@@ -131,7 +132,7 @@ def test_limits_of_a_request(llama: SmallModel, asynchronous: bool) -> None:
         assert sum(len(job.destination.block_ids) for job in steps.loads()[before:]) == blocks
         assert len(set(manager.looked_up)) == blocks, "nothing beyond the limit is asked for"
 
-    # A request that does not read vLLM's prefix cache does not read offloaded blocks, and what it computes is stored.
+    # A request that does not read vLLM's prefix cache does not read offloaded blocks, but its blocks are stored.
     assert steps.scheduler.reset_prefix_cache()
     manager.looked_up.clear()
     counted = steps.scheduler.connector.scheduler.core.get_stats()[("lookup_tokens",)]
@@ -164,7 +165,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: Sma
     steps.drain()
     for request in requests:
         assert request.num_output_tokens == 30
-        # The worker has checked what each went on from.
+        # The worker has checked the position from which each request continued.
         assert steps.stored_blocks(list(request.all_token_ids)) == list(range((request.num_tokens - 1) // BLOCK))
     steps.close()
 
@@ -199,8 +200,10 @@ def test_stores_beside_a_failed_load_of_another_connector_are_misses(llama: Smal
 
 
 def test_a_failed_load_is_not_followed_by_another(llama: SmallModel, asynchronous: bool) -> None:
-    """vLLM counts what a request with a failed load still needs as reserved for it, also against its next load. If the
-    two do not fit together, it would wait for ever, and everybody behind it."""
+    """vLLM reserves blocks for the remaining tokens of a request with a failed load, also against its next load.
+
+    If the two do not fit together, the request and all requests behind it would wait forever.
+    """
     steps = Steps(llama.path, asynchronous, 30, groups=[attention(), attention(window=60)], slots=200)
     prompt = tokens(100, 7, more=0)
     for request_id, ids in (("all", [*prompt, 1]), ("most", [*prompt[: 5 * BLOCK], 2])):
@@ -208,7 +211,7 @@ def test_a_failed_load_is_not_followed_by_another(llama: SmallModel, asynchronou
         run(steps, steps.add(request_id, ids, 1))
     steps.failing.add("failed")
     failed = steps.add("failed", [*prompt, *[3] * 9], 4)  # the device has five blocks of it, host memory two more
-    steps.add("large", list(range(200, 224)), 26)  # until it ends there is no room, and it takes those five
+    steps.add("large", list(range(200, 224)), 26)  # there is no room until it ends, and it uses those five
     while not failed.is_finished():
         steps.step()
         assert len(steps.metas) < 150, "it waits for ever"

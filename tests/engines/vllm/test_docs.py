@@ -22,7 +22,7 @@ def test_vllm_takes_every_line_of_the_pages() -> None:
     parser = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(parser.add_subparsers())
     transfers = [(command, parser.parse_args(list(command.words[1:])).kv_transfer_config) for command in LINES]
-    # Lines without it say by KVOFFLOAD_CONFIG what to do.
+    # Lines without it configure kvoffload with KVOFFLOAD_CONFIG.
     transfers = [(command, transfer) for command, transfer in transfers if transfer is not None]
     assert transfers
     for command, transfer in transfers:

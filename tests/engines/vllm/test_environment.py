@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every variable of vLLM stands in ``VARIABLES``: of the installed version and of the next, as their sources list
-them."""
+"""Test that ``VARIABLES`` contains every variable of vLLM in the sources of the installed version and of the next
+one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffload.engines.vllm.environment import VARIABLES, environment, kernels, 
 from kvoffload.engines.vllm.sources import Sources
 
 SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
-"""What vLLM sets while it reads a model's configuration, in the process from which all others descend."""
+"""The variables that vLLM sets while it reads a model's configuration, in the process from which all others descend."""
 SET_BY_0_30 = SET_BY_ALL | {"VLLM_SSM_CONV_STATE_LAYOUT"}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of vLLM's configuration stands in ``FIELDS``: of the installed version and of the next, as their sources
-have them."""
+"""Test that ``FIELDS`` contains every field of vLLM's configuration in the sources of the installed version and the
+next one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def lineage(kind: str, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
 def in_neither_list(sources: Sources) -> set[str]:
     classes = classes_of(sources)
     specs = {"KVCacheSpec"}
-    for name, node in classes.items():  # bases stand before what derives from them
+    for name, node in classes.items():  # bases come before the classes that derive from them
         if specs & {ast.unparse(base) for base in node.bases}:
             specs.add(name)
     assert len(specs) > 10

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two vLLM servers on two ports share one store (Valkey, an object store, Mooncake, a pool in memory): what one has
-computed the other hits, with the same tokens."""
+"""Test two vLLM servers that share one store (Valkey, an object store, Mooncake, a pool in memory).
+
+Each server hits blocks that the other one computed, with the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_what_one_server_computed_the_other_hits(
     one, other = (client_of(server.url) for server in (first, second))
     try:
         computed = {prompt.name: ask(one, prompt) for prompt in prompts}
-        # Idle engines take no steps, so a small request now and then moves what waits to be written.
+        # Idle engines make no steps, so an occasional small request moves blocks that wait to be written.
         filler = iter(long_prompts(200, 40)[8:])
 
         def is_stored() -> bool:

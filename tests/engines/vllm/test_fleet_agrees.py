@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated fleet finds what two vLLM engines find over one Valkey, which a router of ours decides for."""
+"""Test that the simulated fleet finds the same blocks as two vLLM engines over one Valkey, behind our own router."""
 
 from __future__ import annotations
 

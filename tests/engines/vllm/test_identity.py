@@ -67,7 +67,7 @@ def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Engine:
-    """What is unlike ``vllm_config()`` with one KV group."""
+    """The differences from ``vllm_config()`` with one KV group."""
 
     changes: dict[str, Any] = field(default_factory=dict)
     caches: Callable[[], Any] = lambda: kv_cache_config(attention())
@@ -473,7 +473,7 @@ PARTS = {
 @since_0_32
 @pytest.mark.parametrize("kind", PARTS)
 def test_each_field_does_what_the_table_says(kind: str) -> None:
-    """But for those of which the table says that code looks at them."""
+    """Except for fields that, according to the table, are handled by code."""
     identity = layout_of(vllm_config(), kv_cache_config(attention()), parse_config(NAMED)).identity
     for reason, names in FIELDS[kind].items():
         for name in names.split():
@@ -544,7 +544,8 @@ def test_kernels_choose_the_precision_of_quantized_layers(monkeypatch: pytest.Mo
 
 
 def test_versions_of_vllm_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs too: vLLM 0.32 keeps K2 Horizon's keys in another order than 0.31, by the same options."""
+    """This also matters on GPUs: with the same options, vLLM 0.32 stores K2 Horizon's keys in another order than
+    0.31."""
     gpu = engine(device_config__device_type="cuda")
     names = []
     for version in ("0.31.0", "0.32.0", "0.32.1", "0.32.0"):
@@ -664,7 +665,7 @@ def test_requests_with_media_are_left_out_where_blocks_outlive_the_process_and_n
 
 
 def test_media_that_vllm_numbers_are_refused_where_others_would_find_them() -> None:
-    """It hashes them for caches of its own alone, and begins to count anew in each server."""
+    """vLLM hashes them only for its own caches, and each server starts to count from the beginning."""
     media = {"model_config__multimodal_config": stub("MultiModalConfig", mm_processor_cache_gb=0)}
     numbered, promise = media | {"cache_config__enable_prefix_caching": False}, {"media_never_change": True}
     Engine(media, extra=promise).namespace()

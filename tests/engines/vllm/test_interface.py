@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter touches of vLLM is there, in the version the lane runs and in the next one: read, not imported.
+"""Test that vLLM contains the names that the adapter uses, in the lane's version and in the next one, without importing
+it.
 
 The next version's sources come from its wheel, which is fetched without dependencies and kept beside the lane's
-environment; where that is impossible the test is skipped and says so.
+environment. If that is impossible, the test is skipped with the reason.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def test_groups_that_hashes_cannot_restore_are_refused() -> None:
 
 @BOTH
 def test_groups_outside_the_prefix_cache_are_left_out() -> None:
-    """vLLM computes what they hold again, after a hit of its own too."""
+    """vLLM computes the contents of these groups again, even after a hit in its own cache."""
     caches = kv_cache_config(attention(), ring(), sliding(64))
     refuse_kv_cache(vllm_config(), caches)
     layout = layout_of(vllm_config(), caches, CONFIG)

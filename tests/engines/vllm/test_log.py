@@ -89,7 +89,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def logged() -> dict[str, tuple[list[str], int]]:
-    """What each case wrote, and how many handlers kvoffload's logger then had."""
+    """Return each case's output, and the number of handlers of kvoffload's logger after it."""
     environment = child_environment(in_process=True) | {"VLLM_LOGGING_COLOR": "0"}
     result = subprocess.run(
         [sys.executable, "-c", CASES.replace("MODULE", log_with_vllm.__module__)],

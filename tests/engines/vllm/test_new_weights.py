@@ -65,7 +65,7 @@ def test_an_update_without_a_reset_is_seen(
     for name, baseline in weights.items():
         assert baseline.wrong(seen[name]) == [], name
         assert set(seen[f"{name} cached"].values()) == {0}, name
-        # What was computed since is found, by this engine.
+        # Blocks computed since then are found by this engine.
         assert baseline.wrong(seen[f"{name} again"]) == [], name
         assert max(seen[f"{name} again cached"].values()) == 992, name
     assert seen["metrics"]["cache_resets|own"] == 3

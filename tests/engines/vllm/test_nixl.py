@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beside NIXL: prefill hands its blocks to decode by ``NixlConnector``, and kvoffload keeps what returns, both under
-``MultiConnector``. Two ``vllm serve`` on the CPU platform, with UCX between them."""
+"""Test kvoffload together with NIXL under ``MultiConnector``.
+
+Prefill passes its blocks to decoding with ``NixlConnector``, and kvoffload keeps blocks for later requests. Two ``vllm
+serve`` run on the CPU platform, with UCX between them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ CONNECTORS = {
         ]
     },
 }
-"""``NixlConnector`` is asked first, so that it takes what a prefill server holds for a request."""
+"""``NixlConnector`` is asked first, so that it loads the blocks that a prefill server holds for a request."""
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 
 
 def prefill(server: Server, prompt: Prompt) -> dict[str, Any]:
-    """Computes the prompt and holds its blocks. Returns what decode needs to read them."""
+    """Compute the prompt and hold its blocks. Returns the parameters with which decoding can read them."""
     nobody = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     answer = ask(server.url, prompt, max_tokens=1, do_remote_decode=True, do_remote_prefill=False, **nobody)
     parameters: dict[str, Any] = answer["kv_transfer_params"]

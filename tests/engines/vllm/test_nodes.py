@@ -28,24 +28,26 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 EXTRA = {
     "spec_name": "TieringOffloadingSpec",
     "cpu_bytes_to_use": 64 * BLOCK_BYTES // 2,  # on each node, for half of 64 blocks: about 20 prompts
-    "load_policy": "always",  # what is found is counted, not how fast it is
+    "load_policy": "always",  # the test counts hits, whatever the speed
     "max_wait_s": 300.0,
 }
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 FULL = {prompt.name: (len(prompt.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in many_prompts()}
-"""What is found of each prompt: all full blocks, but that its last token is computed."""
+"""The number of tokens found of each prompt: all full blocks, except that the last token is computed."""
 
 
 @pytest.fixture(scope="module")
 def right(llama: SmallModel) -> Baseline:
-    """What vLLM alone answers, on one node."""
+    """Return vLLM's own answers, on one node."""
     return Baseline(run_child("baseline", model=llama.path, family="many"))
 
 
 @pytest.fixture
 def network() -> Iterator[dict[str, Any]]:
-    """What ``run_child`` takes so that the second node has a namespace of its own, with a wire to it; without the right
-    to make one, both nodes meet on the loopback."""
+    """Yield the arguments of ``run_child`` that give the second node its own network namespace with a virtual wire.
+
+    Without the permission to make one, both nodes use the loopback.
+    """
     name, net = f"kvo{os.getpid()}", f"198.18.{os.getpid() % 256}"
     lines = [
         f"netns add {name}",

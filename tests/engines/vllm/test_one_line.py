@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``KVOFFLOAD_CONFIG`` is all that a server needs: what the plug-in fills in, and what it leaves alone."""
+"""Test that a server needs only ``KVOFFLOAD_CONFIG``: the settings that the plug-in adds, and those that it leaves
+alone."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_the_variable_is_enough(given: dict[str, Any] | None, llama: SmallModel,
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    """What kvoffload's logger below vLLM's warns of; vLLM's hands nothing on."""
+    """Collect the warnings of kvoffload's logger below vLLM's, whose records do not propagate."""
     logger, found = logging.getLogger("vllm.kvoffload.engines.vllm"), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of kvoffload on the real vLLM, each seen by what it does; and a recorded trace, replayed."""
+"""Test kvoffload's options by their effects on the real vLLM, and the replay of a recorded trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILY = [f"crowd{number}" for number in range(8)]
 
 
 def served(model: SmallModel, baseline: Baseline, extra: dict[str, Any], *names: list[str]) -> list[dict[str, Any]]:
-    """What each pass was; all answers are vLLM's own, and nothing is left behind."""
+    """Return the result of each pass. All answers must be vLLM's own, and nothing may be left behind."""
     seen = run_child("passes", model=model.path, extra=extra, names=list(names))
     for each in seen["passes"]:
         assert baseline.wrong(each["tokens"]) == []

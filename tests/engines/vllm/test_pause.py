@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pause that catches a load: what vLLM answers, and the way out that the docs give."""
+"""Test a pause during a load: vLLM's answer, and the remedy in the docs."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_one_engine_prefills_and_another_decodes(
     answers = {first.name: ask(through_proxy, first)}
     assert answers[first.name][1] == num_blocks * BLOCK_TOKENS, "cached tokens, as decode counts them"
     assert decode.metrics()["tier_hit_tokens|redis"] == num_blocks * BLOCK_TOKENS
-    # Without that wait it computes what has not arrived yet, and the answers are the same.
+    # Without that wait, it computes the blocks that have not arrived yet, and the answers are the same.
     answers |= {prompt.name: ask(through_proxy, prompt) for prompt in others}
     judge(decode, through_proxy, llama_baseline, answers)
     streamed = through_proxy.completions.create(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and metrics in vLLM's terms. No engine, but vLLM's classes: part of the lane.
+"""Test events and metrics in vLLM's terms, with vLLM's classes but without an engine: part of the lane.
 
-What is ours of the events, which request describes a block and for how long, runs elsewhere too.
+Our own parts, such as which request describes a block and for how long, are also tested elsewhere.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def stored(*keys: OffloadKey) -> OffloadingEvent:
 
 
 def num_tracked(translator: EventTranslator) -> int:
-    """Hashes by which a request can be found."""
+    """Return the number of hashes by which a request can be found."""
     return len(translator._holders)
 
 
@@ -534,7 +534,7 @@ def test_prometheus_series_are_named_after_the_table_and_may_be_made_again() -> 
     assert REGISTRY.get_sample_value("kvoffload_hit_tokens_total", {"engine": "0"}) == 0
     names = {metric.name for metric in REGISTRY.collect()}
     assert {f"kvoffload_{name}" for name in METRICS} <= names
-    # What cannot be counted is left out: an exception here would end vLLM's front end.
+    # Values that cannot be counted are left out, because an exception here would end vLLM's front end.
     odd = {"load_jobs\x1ffailed": -1, "of_a_newer_version\x1fa": 1, "load_jobs": 1, "load_seconds": float("nan")}
     series.observe({"counters": odd, "gauges": {"of_a_newer_version": 1, "primary_blocks": 8}}, 1)
     assert REGISTRY.get_sample_value("kvoffload_load_jobs_total", labels) == 4

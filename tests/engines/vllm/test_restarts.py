@@ -70,7 +70,7 @@ def test_weights_replaced_at_their_path_find_nothing(
 
 
 def test_another_revision_finds_nothing(llama: SmallModel, other: tuple[str, Baseline], tmp_path: Path) -> None:
-    """Of a model of the Hub, as it lies in its cache."""
+    """The model is a revision of a model of the Hub in its cache."""
     repo = tmp_path / "hub" / "models--org--tiny"
     for revision, directory in (("main", llama.path), ("v2", other[0])):
         commit = revision.encode().hex().ljust(40, "0")

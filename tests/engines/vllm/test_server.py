@@ -65,7 +65,7 @@ class Subscriber:
 
 
 def small_prompts() -> Iterator[Prompt]:
-    """Each of one block. An idle engine takes no steps, so one of them now and then moves what waits."""
+    """Yield prompts of one block each. An idle engine makes no steps, so an occasional prompt moves waiting blocks."""
     return (Prompt(f"small{n}", random_tokens(9000 + n, BLOCK_TOKENS)) for n in itertools.count())
 
 
@@ -87,7 +87,7 @@ def fold(events: list[dict[str, Any]]) -> set[bytes]:
 
 
 def as_struct(event: dict[str, Any]) -> Any:
-    """vLLM leaves out what is at its default."""
+    """Return an event as a struct. vLLM leaves out default values."""
     return type(event["type"], (SimpleNamespace,), {})(**{"locality": None, "kv_cache_spec_kind": None} | event)
 
 
@@ -109,7 +109,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
         return bool(events)
 
     def is_stored(prompts: Sequence[Prompt]) -> bool:
-        """The event of one of them is here, and so are those of all that was stored before."""
+        """Return whether an event of one prompt has arrived, and hence all events of blocks stored before it."""
         receive_beside_a_small_prompt()
         stored = {tuple(event["token_ids"]) for event in cpu_events(events, "BlockStored")}
         return any(prompt.token_ids in stored for prompt in prompts)
@@ -148,7 +148,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     assert stored
     assert removed
     unseen = metrics["primary_blocks_stored"] - sum(len(event["block_hashes"]) for event in stored)
-    assert 0 <= unseen <= len(asked)  # before the subscription stood, and at the end
+    assert 0 <= unseen <= len(asked)  # before the subscription was active, and at the end
     assert abs(len(fold(events)) - metrics["primary_blocks_used"]) <= unseen
     chain: dict[bytes, tuple[int, ...]] = {}
     for event in stored:  # self-describing: hashes chain up to the very tokens that were sent
@@ -160,7 +160,7 @@ def test_served_over_http_with_metrics_and_events(server: Server, llama_baseline
     whole = {tokens for tokens in chain.values() if len(tokens) == 992}
     assert {prompt.token_ids[:992] for prompt in prompts} <= whole
 
-    # Routers that come late know what host memory has.
+    # Routers that subscribe late know the blocks in host memory.
     resident = fold(replayed)
     assert len(resident) == metrics["primary_blocks_used"]
     llm_d, dynamo = LlmD(), Dynamo(BLOCK_TOKENS)

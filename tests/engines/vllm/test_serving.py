@@ -136,7 +136,7 @@ def test_hybrid_model(gemma: SmallModel, gemma_baseline: Baseline) -> None:
 
 
 def test_two_ranks_share_every_block(llama: SmallModel, llama_baseline: Baseline) -> None:
-    """Each rank's heads go to its slice of the slot; what rank 1 fails is recomputed on both."""
+    """Each rank's heads are in its slice of the slot. Blocks that rank 1 fails to load are computed on both ranks."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "KVOFFLOAD_TEST_FAULTS": "1:0.3"}
     seen = run_child("two_ranks", model=llama.path, extra=EXTRA, environment=environment)
 
@@ -157,7 +157,7 @@ def test_a_restarted_engine_finds_its_prefixes_on_disk(
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 128 * 4 * PAGE_BYTES,  # host memory for four of the eight prompts
         "secondary_tiers": [{"type": "fs", "path": str(tmp_path / "blocks"), "max_bytes": "unlimited"}],
-        "load_policy": "always",  # what is found is counted, not how fast it is
+        "load_policy": "always",  # the test counts hits, whatever the speed
         "max_wait_s": 300.0,
     }
     before = run_child("disk", model=llama.path, extra=extra)

@@ -40,7 +40,10 @@ def part(steps: Steps, tokens: Iterable[int], max_tokens: int = 20) -> Any:
 
 
 def first_turn(steps: Steps) -> Any:
-    """Six tokens of input and two of output, the second of which is dropped: it would be the last of a block."""
+    """Serve six tokens of input and two of output.
+
+    The second output token is dropped; it would be the last one of a block.
+    """
     session = part(steps, PROMPT)
     for n in range(1, 8):
         steps.step(STOP if n == 2 else 7)
@@ -50,7 +53,7 @@ def first_turn(steps: Steps) -> Any:
 
 
 def assert_right(steps: Steps, tokens: list[int]) -> None:
-    """What was stored under the keys of ``tokens`` was computed from them, and serves another request."""
+    """Assert that the blocks stored under the keys of ``tokens`` were computed from them, and serve another request."""
     steps.drain()
     steps.deliver_all()
     steps.stored_blocks(tokens)
@@ -87,7 +90,7 @@ def test_a_session_that_goes_on_stores_what_its_next_part_computes(steps: Steps,
     part(steps, range(50, 55))
     tokens = list(session.all_token_ids)
     if refused:
-        steps.add("beside", list(range(100, 102)), 2)  # steps that offer again what was refused
+        steps.add("beside", list(range(100, 102)), 2)  # steps that offer refused blocks again
     steps.manager.refuses = False
     for _ in range(2):
         steps.step()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the same KV, against what vLLM's layers give to each rank; and what is not known for certain.
+"""Test which ranks hold the same KV, compared with the parts that vLLM's layers give to each rank, and unknown cases.
 
-Marked ``vllm(elsewhere=True)``: in the lane with vLLM's own KV groups, elsewhere with plain objects (``configs.py``).
+Marked ``vllm(elsewhere=True)``: the tests use vLLM's own KV groups in the lane, and plain objects (``configs.py``)
+elsewhere.
 """
 
 from __future__ import annotations
@@ -77,8 +78,11 @@ def test_ranks_with_the_same_heads_share_a_slice(total: int, ranks: int) -> None
 @pytest.mark.parametrize(("stages", "context"), [(1, 2), (2, 1), (2, 2), (3, 4)])
 @pytest.mark.parametrize(("total", "ranks"), [(1, 4), (2, 8), (1, 8), (8, 8)])
 def test_stages_divide_layers_and_context_divides_tokens(total: int, ranks: int, stages: int, context: int) -> None:
-    """Against what a rank holds: its stage's layers, its heads, and the tokens of its place in the context group, which
-    is its rank modulo the group's size."""
+    """Compare slices with a rank's contents: its stage's layers, its heads, and the tokens of its place in the context
+    group.
+
+    The place is the rank modulo the group's size.
+    """
     if context > max(1, ranks // total):
         pytest.skip("vLLM refuses it: the ranks of a context group have the same heads")
     config = vllm_config(
@@ -118,7 +122,7 @@ def test_each_node_keeps_what_its_own_ranks_hold(make: Any, total: int, nodes: i
 
 
 def test_replicas_that_lie_on_unlike_nodes_have_slices_of_their_own() -> None:
-    """Of six ranks on two nodes, two have each head: those of the second head are on both."""
+    """Of six ranks on two nodes, two ranks hold each head. The ranks with the second head are on both nodes."""
     caches, model = kv_cache_config(attention(num_kv_heads=1)), model_config(3)
     apart = of_ranks(6, caches, model_config=model, parallel_config__nnodes_within_dp=2)
     assert apart == [RankSlice(n, 3) for n in range(3)] * 2
@@ -134,7 +138,7 @@ def test_latent_attention_is_the_same_on_all_ranks() -> None:
 @says_what_is_sharded
 def test_what_vllm_says_of_replicas_counts_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     caches = kv_cache_config(latent(), kv_tp_replicas=4)
-    caches.kv_cache_tensors = caches.kv_cache_tensors * 2  # layers of two specs in one group, of which one is seen
+    caches.kv_cache_tensors = caches.kv_cache_tensors * 2  # two specs in one group, only one visible
     assert of_ranks(8, caches) == [RankSlice(rank // 4, 2, rank % 4, 4) for rank in range(8)]
     monkeypatch.setattr(versions, "vllm_release", lambda: (0, 30))
     assert of_ranks(8, caches) == [RankSlice(rank, 8) for rank in range(8)]

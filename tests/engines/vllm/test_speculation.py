@@ -78,7 +78,7 @@ def test_a_drafter_finds_its_kv_again(
 
 @pytest.fixture(scope="module")
 def windows_baseline(drafts: dict[str, Speculation]) -> Baseline:
-    """What the target with a window layer answers without drafts and without a connector."""
+    """Return the answers of the target with a window layer, without drafts and without a connector."""
     return Baseline(run_child("baseline", model=drafts["eagle, windows"].target, family="llama"))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own schedulers drive the connector step by step, with drafts that are accepted and rejected. No model.
+"""Test accepted and rejected drafts while vLLM's own schedulers drive the connector step by step, without a model.
 
-The worker of ``scripted.py`` knows what each position was computed from. No position of a rejected draft may be stored
-or restored, and none whose next token the drafter has not seen.
+The worker of ``scripted.py`` knows the tokens from which each position was computed. No position of a rejected draft
+may be stored or restored, nor one whose next token the drafter has not seen.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_a_hit_is_as_long_as_in_vllms_own_prefix_cache(
     manager = steps.scheduler.kv_cache_manager
     own = {}
     for length in range(1, len(tokens)):
-        # Shorter prompts, and those that go on otherwise.
+        # Shorter prompts, and prompts that continue differently.
         for prompt in (tokens[:length], tokens[:length] + [9] * 9):
             own[tuple(prompt)] = manager.get_computed_blocks(steps.request("probe", prompt, 1))[1]
     forget_device(steps)

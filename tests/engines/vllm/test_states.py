@@ -27,11 +27,12 @@ pytestmark = [
 
 EXTRA = {"cpu_bytes_to_use": "64MiB"}
 FULL_TOKENS = STATE_PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-"""Of each prompt: those in full blocks. vLLM keeps the state at their end, and that of no block before it."""
+"""The cached tokens of each prompt: those in full blocks. vLLM keeps only the state at their end, and no earlier
+one."""
 
 
 def check_states(seen: dict[str, Any], baseline: Baseline) -> None:
-    """What holds for every model of the scenario ``states``."""
+    """Check facts that hold for every model of the scenario ``states``."""
     assert baseline.wrong(seen["first"]) == []
     assert set(seen["first cached"].values()) == {0}
     for name in ("again", "once more"):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names of vLLM's own the adapter touches: the list in design note 8 is that of the code. ``test_interface.py``
-compares the whole with vLLM."""
+"""Test that the list in design note 8 equals the names of vLLM that the adapter uses.
+
+``test_interface.py`` compares the whole list with vLLM.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kvoffload.engines.vllm.surface import PRIVATE
 ROOT = Path(__file__).parents[3]
 ADAPTER = ROOT / "src" / "kvoffload" / "engines" / "vllm"
 READ_BY_VLLM = {"_cache_hit_source"}
-"""What the adapter defines for vLLM to read."""
+"""The names that the adapter defines for vLLM."""
 NOT_WRITTEN = {"_ModelRegistry", "_RegisteredModel", "_LazyRegisteredModel"}
 """Classes of objects that the adapter gets elsewhere."""
 

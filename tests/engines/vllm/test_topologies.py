@@ -84,7 +84,7 @@ def test_engines_of_two_ranks_and_of_one_find_each_others_blocks(
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 128 * 4 * PAGE_BYTES,
         "secondary_tiers": [{"type": "disk", "path": str(tmp_path / "blocks"), "max_bytes": "64MiB"}],
-        "load_policy": "always",  # what is found is counted, not how fast it is
+        "load_policy": "always",  # the test counts hits, whatever the speed
         "max_wait_s": 300.0,
     }
     two = run_child("disk", model=llama.path, extra=extra, last=4, environment=TWO_CORES, **TWO_RANKS)

@@ -68,7 +68,7 @@ def test_full_blocks_are_stored_and_found(steps: Steps) -> None:
 
     assert steps.scheduler.reset_prefix_cache()
     again = steps.add("again", tokens, 2 * size)
-    steps.drain()  # which checks what each position was computed from
+    steps.drain()  # which checks the tokens of each position
     (load,) = steps.loads()
     assert len(load.destination.block_ids) == full
     assert again.num_output_tokens == 2 * size
@@ -86,7 +86,7 @@ def test_a_failed_load_is_computed_again(steps: Steps) -> None:
 
 
 def test_many_requests_take_each_others_blocks(steps: Steps) -> None:
-    """There are few GPU blocks: what one request frees, another takes at once, also for its ring."""
+    """There are few GPU blocks. A block that one request frees is immediately used by another, also for its ring."""
     for wave in range(2):
         for n in range(6):
             steps.add(f"r{n} of {wave}", list(range(10 + n % 3, 10 + n % 3 + 3 * BLOCK)), 2 * BLOCK)
@@ -97,7 +97,7 @@ def test_many_requests_take_each_others_blocks(steps: Steps) -> None:
 
 
 def test_a_second_connector_of_one_engine_is_refused(llama: SmallModel) -> None:
-    """A ``MultiConnector`` gives all of its connectors one name, by which ranks would find the memory of either."""
+    """A ``MultiConnector`` gives all of its connectors one name, so ranks could find the memory of either one."""
     steps = Steps(llama.path, False)
     first, scheduler = steps.scheduler.connector, steps.scheduler
     with pytest.raises(ConfigError, match="name KVOffloadConnector once"):

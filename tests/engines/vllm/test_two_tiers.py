@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM over a fast and a slow tier, of which the fast one becomes the slowest while it serves."""
+"""Test vLLM over a fast and a slow tier. The fast one becomes the slowest while vLLM serves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while vLLM serves: what is taken for an update, and what is stored and found after one."""
+"""Test weights that change while vLLM serves: which calls count as updates, and which blocks are stored and found after
+one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ COMPARED = """
 apply_model init_weight_transfer_engine shutdown_weight_transfer_engine handle_ft_command reinitialize_distributed
 update_max_model_len
 """
-"""What vLLM calls by name and may change weights, or is too rare to look at: checksums are compared."""
+"""Methods that vLLM calls by name and that may change weights, or are too rare to examine. Checksums are compared
+around them."""
 
 BEFORE_A_SCHEDULER = """
 adjust_rank compile_or_warm_up_model determine_available_memory get_kv_cache_spec get_supported_kv_cache_layouts
@@ -50,7 +52,7 @@ class Heard:
 
 
 class Worker:
-    """A worker of vLLM with a model of two tensors, one of which is a view of a part of the other."""
+    """A worker of vLLM with a model of two tensors. One tensor is a view of a part of the other."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(5000, 30, bias=False)
@@ -366,7 +368,7 @@ def test_after_an_update_the_device_is_emptied_before_anything_is_stored(llama: 
     steps.scheduler.finish_requests("running", aborted())
     steps.drain()
     assert len(steps.stores()) == num_stores
-    # vLLM's own reset is enough: the epoch goes on with what is computed from now on.
+    # vLLM's own reset is enough. The epoch continues with blocks that are computed from now on.
     assert steps.scheduler.reset_prefix_cache()
     steps.add("again", prompt, 1)
     steps.drain()
@@ -390,4 +392,4 @@ def test_a_paused_engine_that_was_reset_goes_on_storing_after_the_update(llama: 
     steps.drain()
     assert steps.stored_blocks(prompt) == [0, 1, 2, 3]
     steps.close()
-    update(steps)  # nobody listens any more
+    update(steps)  # nobody is listening

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of vLLM that are too old, or newer and without what the adapter touches, are refused when the connector is
-imported, in a sentence that names the range."""
+"""Test that versions of vLLM that are too old, or that lack names that the adapter uses, are rejected at import.
+
+The error names the supported range.
+"""
 
 from __future__ import annotations
 

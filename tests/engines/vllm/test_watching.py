@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator sees of ``vllm serve``: ``kvoffload top``, the dashboard's queries at a real Prometheus, and the
-stories of the served requests."""
+"""Test an operator's tools for ``vllm serve``:
+
+``kvoffload top``, the dashboard's queries at a real Prometheus, and the stories of served requests.
+"""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_copy_has_the_same_weights_whatever_its_path(tmp_path: Path) -> None:
 
 
 def test_files_that_change_while_vllm_loads_have_no_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM may have loaded what they were before. Its blocks serve it alone, and it starts."""
+    """vLLM may have loaded the old files. Its blocks serve only itself, and it starts."""
     path = write_model(tmp_path / "model")
     before = weights(UNNAMED, model_config__model=path)
     trained = functools.partial(write_model, tmp_path / "model", b"trained")
