@@ -31,8 +31,8 @@ JUMPS = ((0, False), (DAY_S, False), (-DAY_S, False), (400 * DAY_S, False), (DAY
 """Seconds, and whether every other look sees them subtracted."""
 
 Outcome = dict[str, Any]
-"""Of a round after a jump: how far the clock was found to be off, and what came of a write and two reads: the answers,
-or the error's sentence."""
+"""The result of a round after a jump: the detected offset of the clock, and the answers of a write and two reads, or
+the text of the error."""
 
 
 def compiler() -> str | None:

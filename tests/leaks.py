@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays: requests that have ended and can still be reached, and files that are open."""
+"""Find leaks: ended requests that are still reachable, and open files."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
 
 
 def open_in(directory: Path) -> set[str]:
-    """What this process has open of a directory, itself and gone files included."""
+    """Return the open files of this process in a directory, including the directory itself and deleted files."""
     found = set[str]()
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of this list
+        with suppress(OSError):  # the descriptor of this listing itself
             found.add(os.readlink(f"/proc/self/fd/{number}"))
     return {path for path in found if f"{path}/".startswith(f"{directory}/")}

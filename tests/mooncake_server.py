@@ -35,8 +35,10 @@ time.sleep(1e6 if code == 0 else 0)
 
 
 class MooncakePool:
-    """``segment_bytes`` of one donor's memory. ``environment`` is that of the master and the donor. A read that takes
-    longer than ``lease_s`` fails."""
+    """A pool with ``segment_bytes`` of one donor's memory.
+
+    ``environment`` is the environment of the master and the donor. A read that takes longer than ``lease_s`` fails.
+    """
 
     def __init__(
         self,

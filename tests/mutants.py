@@ -82,9 +82,9 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def candidates(node: ast.AST, called: bool = False, statement: int = 0) -> Iterator[tuple[ast.expr | ast.stmt, int]]:
-    """Nodes whose replacement could matter, with the first line of the statement if a call runs it.
+    """Yield nodes whose replacement could matter, with the first line of the statement if a call runs it.
 
-    Not those of annotations, docstrings, messages, logs and invariants.
+    Excludes nodes of annotations, docstrings, messages, logs and invariants.
     """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "keywords") and not isinstance(node, ast.Call):
@@ -115,7 +115,7 @@ def is_beside_the_point(node: ast.AST) -> bool:
 
 
 def replacements(node: ast.expr | ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Nodes of ``node`` with what takes their place."""
+    """Yield nodes of ``node`` with their replacements."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in SWAPPED:
             yield node, f"({ast.unparse(ast.Compare(left, [SWAPPED[type(op)]()], [right]))})"
@@ -151,7 +151,7 @@ class Map:
     """Which tests execute a line, and the seconds of each test that passes."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads what ``Copy.make_map`` wrote."""
+        """Read the map that ``Copy.make_map`` wrote."""
         self._lines = CoverageData(str(directory / "lines"))
         self._lines.read()
         output = (directory / "output").read_text()
@@ -163,10 +163,10 @@ class Map:
                 times[test] = times.get(test, 0.0) + float(seconds)
 
     def tests_for(self, mutant: Mutant) -> dict[str, float]:
-        """Node ids and seconds, those of the file that is done first in front."""
+        """Return the node ids and seconds of tests, with the tests of the fastest file first."""
         found = self._contexts(mutant)
         named = {context.rpartition("|")[0] for context in found}
-        # A fixture's lines are those of its first user, whoever else depends on it.
+        # A fixture's lines count for its first user only, whoever else depends on it.
         whole = {context.split("::")[0] for context in found if context.endswith("|setup")}
         if not any(named):
             whole = files_for(mutant.path)
@@ -178,7 +178,7 @@ class Map:
         return {test: tests[test] for tests in chosen for test in sorted(tests, key=tests.__getitem__)}
 
     def lane_of(self, mutant: Mutant) -> str | None:
-        """What runs the tests of its line, if none here does."""
+        """Return the lane that runs the tests of the mutant's line, if no test here does, or ``None``."""
         if not mutant.statement or any(self._contexts(mutant)):
             return None
         return next((lane for room, lane in LANES.items() if mutant.path.is_relative_to(room)), None)
@@ -235,7 +235,8 @@ class Copy:
         return directory
 
     def judge(self, mutant: Mutant, tests: dict[str, float]) -> tuple[str, str]:
-        """What became of it (``noticed``, ``survived`` and so on), and by which of ``tests``, with their seconds."""
+        """Return the mutant's fate (``noticed``, ``survived`` and so on), and the deciding one of ``tests``, with their
+        seconds."""
         if not tests:
             return "survived", "no test belongs to this line"
         place = self._root / mutant.path.relative_to(ROOT)
@@ -277,7 +278,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with contextlib.suppress(ProcessLookupError):  # what the tests left as well
+                with contextlib.suppress(ProcessLookupError):  # processes that the tests left, too
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             output.seek(0)

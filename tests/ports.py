@@ -9,14 +9,15 @@ import socket
 __all__ = ["free_port"]
 
 _PORTS = range(10_240, 22_000)
-"""Linux gives outgoing connections ports from 32,768 on. One of those could take a port of there between its choice and
-the start of its server, or while the server is down. A cluster's bus port, 10,000 above, lies below that too."""
+"""The ports to choose from. Linux assigns ports from 32,768 on to outgoing connections, which could take such a port
+between its choice and the start of its server, or while the server is down. A cluster's bus port, 10,000 above, is also
+below that limit."""
 _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that nobody uses, and that no other test of this process gets. Nobody uses its bus port either."""
-    chance = random.SystemRandom()  # other processes choose as well, with equal seeds
+    """Return a port that nobody uses, and that no other test of this process gets. Its bus port is unused as well."""
+    chance = random.SystemRandom()  # other processes also choose, with equal seeds
     while True:
         port = chance.choice(_PORTS)
         if port not in _given and _is_free(port) and _is_free(port + 10_000):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy that stalls or cuts what a server answers, after as many bytes as a test says, lets it drip, or forgets
+"""A TCP proxy that stalls, cuts or slows down a server's answer after a given number of bytes, or forgets
 connections."""
 
 from __future__ import annotations

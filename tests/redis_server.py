@@ -25,7 +25,7 @@ from kvoffload.tiering.stores.redis.connector import Timeouts
 
 PATIENCE_S = 120.0
 PATIENT = Timeouts(connect_s=30.0, window_s=60.0)
-"""Of a store whose test is not about deadlines: a loaded machine may stand still for a while."""
+"""The time limits of a store whose test is not about deadlines, because a loaded machine may stall for a while."""
 PATIENT_OPTIONS = {"connect_timeout_s": PATIENT.connect_s, "window_timeout_s": PATIENT.window_s}
 """The same for a tier."""
 
@@ -46,8 +46,10 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 class RedisServer:
-    """One server on a port of its own. ``options`` are those of its command line, without the dashes. It does not know
-    the command ``lacks``."""
+    """One server on its own port. ``options`` are options of its command line, without the dashes.
+
+    The server does not support the command ``lacks``.
+    """
 
     def __init__(self, directory: Path, *, lacks: str = "", **options: str) -> None:
         self.directory = directory
@@ -113,7 +115,7 @@ class RedisServer:
 
 
 DOWN_AFTER_MS = 60_000
-"""A sentinel that stands still with the machine must not take its primary for dead. Tests of failovers lower it."""
+"""If the machine stalls, a sentinel must not consider its primary dead. Tests of failovers lower this value."""
 
 
 class RedisSentinel(RedisServer):

@@ -82,8 +82,11 @@ class S3Server:
         wait_until(self._has_bucket, "the server has a bucket")
 
     def _write_users(self) -> Path:
-        """SeaweedFS checks keys; moto takes any. What an administrator writes to a missing bucket makes it, so that the
-        stores' user is none."""
+        """Write the users. SeaweedFS checks keys, and moto accepts any key.
+
+        If an administrator writes to a missing bucket, SeaweedFS creates it, so the stores' user is not an
+        administrator.
+        """
         owner = {"name": "owner", "credentials": [{"accessKey": "owner", "secretKey": "owners-hush"}]}
         fleet = {
             "name": "fleet",

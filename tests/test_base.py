@@ -79,7 +79,7 @@ def test_group_sizes_must_cover_the_blocks() -> None:
 
 
 class LeastManager(OffloadingManager):
-    """Only what a manager must have. It has block 1, and block 2 is on its way."""
+    """A manager with only the required methods. It contains block 1, and block 2 is on its way."""
 
     def lookup(self, key_: OffloadKey, req_context: ReqContext) -> bool | None:
         return {key(1): True, key(2): None}.get(key_, False)

@@ -23,7 +23,7 @@ class Guarded(Boundary):
 
 
 class Foreign:
-    """Calls its parameters what it likes."""
+    """Foreign code that chooses its own parameter names."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer

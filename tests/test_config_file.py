@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people write into files and variables is taken literally, or rejected in words that name the place."""
+"""Test that values in files and variables are used literally, or rejected with an error that names the place."""
 
 from __future__ import annotations
 

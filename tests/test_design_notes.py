@@ -19,7 +19,10 @@ MEMBER = re.compile(r"`([A-Z][a-z]\w+)\.(\w+)`")
 
 @functools.cache
 def names_in(path: Path) -> frozenset[str]:
-    """Functions, classes, methods and attributes: ``f``, ``C``, ``C.f``, and ``f`` of a method too."""
+    """Return the names of functions, classes, methods and attributes:
+
+    ``f``, ``C``, ``C.f``, and also ``f`` for a method.
+    """
     found: set[str] = set()
 
     def visit(node: ast.AST, owner: str) -> None:

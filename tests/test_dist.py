@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make dist`` builds: what is in the wheel and in the sdist, and the wheel in an environment of its own."""
+"""Test the output of ``make dist``: the contents of the wheel and the sdist, and the wheel in its own environment."""
 
 from __future__ import annotations
 
@@ -114,8 +114,10 @@ def closure(wheel: Path, extra: str) -> dict[str, Distribution]:
 
 
 def environment_with(distributions: dict[str, Distribution], folder: Path) -> Path:
-    """A virtual environment in which these distributions, and no others, are installed. They are links, because torch
-    is large. Returns its ``bin``."""
+    """Make a virtual environment that contains only these distributions, as links, because torch is large.
+
+    Returns its ``bin``.
+    """
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (packages,) = folder.glob("lib/python*/site-packages")
     for each in distributions.values():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages name exists, and what they show works: links, imports, names, configurations, code, and every command
-line, which is run with small inputs or parsed by the program's own parser."""
+"""Test that names on the pages exist and that examples work: links, imports, names, configurations and code.
+
+Every command line is run with small inputs, or parsed by the program's own parser.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 
 PAGES = [page for page in ALL_PAGES if page.parent.name != "design"]
 ENTRY_POINT_GROUPS = {"kvoffload.policies", "kvoffload.stores"}
-"""Dotted names that are no modules. ``tests/test_registry.py`` has what they are."""
+"""Dotted names that are not modules. ``tests/test_registry.py`` explains them."""
 
 
 def imports_of(page: Path) -> list[tuple[str, str]]:
@@ -155,7 +157,7 @@ def test_command_lines_are_in_fences_that_say_so() -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a server writes with ``record_trace``."""
+    """Return the file that a server writes with ``record_trace``."""
     root = tmp_path_factory.mktemp("recorded")
     served = ServedTiers(root, num_blocks=16, record_trace=str(root / "t.jsonl"))
     served.serve(rounds=2)

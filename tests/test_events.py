@@ -10,7 +10,7 @@ from kvoffload.testing.keys import keys
 
 
 def fold(resident: set[OffloadKey], pending: PendingEvents) -> None:
-    """What a taker who comes now holds for resident."""
+    """Apply all pending events to ``resident``, as a caller who takes them does."""
     for event in pending.take():
         assert event.medium == "CPU"
         assert len(set(event.keys)) == len(event.keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the pages are those of the runs that are kept."""
+"""Test that the figures on the pages are the recorded ones."""
 
 from __future__ import annotations
 

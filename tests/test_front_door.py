@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import kvoffload``: what it offers, what type checkers see of it, and what it loads."""
+"""Test ``import kvoffload``: its names, its types for type checkers, and the modules that it loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What looks for leaks finds them."""
+"""Test that the functions that look for leaks find them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_load_tiers``: what vLLM reads in it, and tiers that a request leaves out."""
+"""Test ``kv_load_tiers``: vLLM's interpretation of it, and tiers that a request excludes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_matchers(value: Any, allowed: list[tuple[str, str]]) -> None:
     assert makes_sense
     assert tiers is not None
     assert [each for each in (LOCAL_DISK, REMOTE, HOST) if tiers.allows(*each)] == allowed
-    # A tier that does not say what it is matches any matcher.
+    # A tier that does not report its properties matches any matcher.
     assert tiers.allows(None, None) is bool(value)
 
 

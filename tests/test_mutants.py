@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make mutants``: its faults are faults, and its tests are those of the module."""
+"""Test that the faults of ``make mutants`` are real faults, and that it runs the tests of the module."""
 
 from __future__ import annotations
 

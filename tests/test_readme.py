@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README points to exists."""
+"""Test that the targets of the README's links exist."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills writers while keys, namespaces and lists of disks change, and checks what they leave. test_changes_kill runs it
-(``-m``).
+"""Kill writers while keys, namespaces and lists of disks change, and check the remaining blocks. test_changes_kill runs
+it (``-m``).
 
-``changes_killer ROOT KILLS``: two writers at a time, each with keys, a namespace and disks of its own choice, are
-killed at random times. The bytes of a block follow from its key and namespace, so that a block of another one is wrong.
-Exit code 0 means that no block was.
+``changes_killer ROOT KILLS`` kills two writers at a time at random times. Each writer chooses its own keys, namespace
+and disks. The bytes of a block depend on its key and namespace, so another namespace's block is wrong. Exit code 0
+means that no block was wrong.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ if IS_SLAB:
     slab_format._MIN_SLAB_BYTES = SlabFormat("", SIZE, SECRET).slab_bytes(4)
     MAX_BYTES = 2 * slab_format._MIN_SLAB_BYTES
     if SIZE % 4096 == 0:
-        disk_store._BESIDE_BYTES = SIZE  # checksums beside the write, as those of large blocks
+        disk_store._BESIDE_BYTES = SIZE  # checksums are made during the write, as for large blocks
 
 
 def aligned(data: bytes) -> memoryview:

@@ -136,7 +136,7 @@ def test_what_lies_behind_a_missing_block_has_its_cause(make: MakeRecorded) -> N
     recorded.fill()
     recorded.ask(1)  # all of it is here again
     recorded.ask(2)
-    # The least recent blocks are those of the first prompt, its tail first: three of them go, and come back one by one.
+    # The least recent blocks are the first prompt's, its tail first: three of them are evicted, and return one by one.
     recorded.served.manager.primary_tier.slots.touch(keys_of(1)[-3:])
     context = ReqContext("other")
     recorded.served.manager.on_new_request(context)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines that share one store: what one computed the others hit, what differs never mixes, and a store that is
-lost costs misses until it is back."""
+"""Test several engines that share one store.
+
+Each engine hits blocks that another one computed, different blocks never mix, and a lost store costs only misses until
+it is back.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
         return redis_server.PATIENT_OPTIONS | own
     if request.param == "mooncake":
         pool = request.getfixturevalue("pool")
-        # It has no directories: a secret of one's own keeps the tests apart.
+        # It uses no directories, so each test has its own secret to keep the tests apart.
         known = {"type": "mooncake", "master": pool.master, "metadata": pool.metadata}
         return known | {"seal_key": f"0123456789abcdef-{tmp_path.name}"}
     s3 = request.getfixturevalue("shared_s3")
@@ -171,7 +174,7 @@ def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
 
 
 class Busy:
-    """An engine in a thread of its own that stores prefix after prefix, and asks for those of the other."""
+    """An engine in its own thread that stores prefix after prefix, and asks for the prefixes of another engine."""
 
     def __init__(self, number: int, tier: dict[str, Any]) -> None:
         self.number = number
@@ -192,7 +195,7 @@ class Busy:
 
     def _run(self) -> None:
         try:
-            # Room also for what a call that hangs keeps from the rest.
+            # There is also room for blocks that a hanging call keeps from the others.
             engine = Engine(spec(self._tier, cpu_bytes_to_use=256 * PAGE_BYTES, max_wait_s=5.0))
             while not self._ends.is_set():
                 engine.store(*self._prefix(self.number, self.rounds))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated fleet finds what real engines find behind a router, over one Valkey, request by request."""
+"""Test that the simulated fleet finds the same blocks as real engines behind a router, over one Valkey, request by
+request."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class HeldTier(PromptTier):
 
 
 class HeldRedis(PromptRedis, frozen=True, kw_only=True):
-    """A ``redis`` tier that holds what it is to write."""
+    """A ``redis`` tier that delays its writes."""
 
     made: ClassVar[list[HeldTier]] = []
 
@@ -195,8 +196,10 @@ def test_the_same_hits_request_by_request(
 
 @pytest.mark.parametrize(("kind", "latency_s"), [("prompt-redis", 0.0), ("held-redis", 0.5)])
 def test_a_decoding_engine_finds_what_has_arrived(kind: str, latency_s: float, server: RedisServer) -> None:
-    """All that prefill has written, or, where that is on its way until both have served, what earlier prompts left. It
-    waits for nothing that is on its way."""
+    """It finds all blocks that prefill has written.
+
+    If these are in flight until both have served, it finds the blocks of earlier prompts, and does not wait.
+    """
     trace = conversations(by_size(quick=20, thorough=60), seed=5)
     found, result = simulated(trace, "round-robin", 2, 60, 70, latency_s=latency_s, prefill_servers=1)
     assert found == served_apart(trace, kind, 60, 70, server.url)

@@ -110,7 +110,7 @@ class Setup:
         self.context = ReqContext("r")
 
     def put(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Stores ``keys`` at once; what was evicted for them."""
+        """Store ``keys`` at once, and return the keys that were evicted for them."""
         output = self.manager.prepare_store(keys, self.context)
         assert output is not None, "there is room, whatever the disk does"
         self.manager.complete_store(keys, self.context)
@@ -155,7 +155,7 @@ def test_no_eviction_waits_for_a_store_that_does_not_come_back(tmp_path: Path) -
 
 
 def test_a_burst_costs_what_is_counted_and_nothing_else(tmp_path: Path) -> None:
-    """What was evicted is on disk, with its bytes, or counted as dropped: one by one."""
+    """Each evicted block is on disk with its bytes, or is counted as dropped."""
     setup = Setup(tmp_path)
     setup.store.gate.set()
     setup.put(prefix(64))

@@ -140,7 +140,7 @@ def served(
 
 
 def serve_one(engine: Engine, trace: Trace, number: int) -> tuple[int, int]:
-    """Blocks that one request found on the device, and those that were loaded for it from below."""
+    """Serve one request, and return the blocks that it found on the device and the blocks loaded from below."""
     sampling = SamplingParams(max_tokens=int(trace.output_tokens[number]))
     request = engine.add_request(prompt(trace, number), sampling)
     while not request.is_done:
@@ -207,7 +207,7 @@ def test_the_same_hits_with_a_device_that_keeps_prefixes(gpu_blocks: int, cpu_bl
 def test_the_same_hits_with_a_disk_below(
     gpu_blocks: int, cpu_blocks: int, disk_blocks: int, cascade: CascadeMode, prompt_tier: str
 ) -> None:
-    # Below a device, a disk that stores everything needs 80 requests before it has what is nowhere above it.
+    # Below a device, a disk that stores everything needs 80 requests until it holds blocks that are nowhere above it.
     trace = conversations(80 if gpu_blocks else by_size(quick=34, thorough=80), seed=disk_blocks)
     found, result = simulated(trace, cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks, cascade=cascade)
     tier = {"type": prompt_tier, "max_blocks": disk_blocks, "cascade": cascade}
@@ -231,7 +231,7 @@ def test_the_same_hits_of_a_model_with_states(cpu_blocks: int, policy: str) -> N
     assert sum(below for _, below in found) > 0
     assert result.sum_of("loaded_blocks") > result.cpu_hit_blocks, "states are loaded too"
     if cpu_blocks == 1000:
-        # With room for all, what a prompt shares with another is found only where a prompt ended.
+        # With room for all, the shared part of a prompt is found only where another prompt ended.
         plain, _ = simulated(trace, cpu_blocks, policy, WHOLE)
         assert sum(below for _, below in found) < sum(below for _, below in plain)
 

@@ -21,7 +21,10 @@ NUM_BLOCKS = 8
 
 
 class HangingStore(MemoryStore):
-    """Reads and writes wait while ``gate`` is closed; what was read is delivered when it opens."""
+    """A store whose reads and writes wait while ``gate`` is closed.
+
+    Blocks that were read are delivered when it opens.
+    """
 
     def __init__(self) -> None:
         super().__init__(BLOCK_BYTES)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference engine over two nodes: each has half of every page, a region, a directory and an agent in a process of
-its own. The model is computed once, in the engine's process, which also copies for both ranks.
+"""Run the reference engine over two nodes, each with half of every page, and its own region, directory and agent
+process.
 
-Packets go over sockets that lose what does not fit, so a process that is stopped holds nobody up.
+The model is computed once, in the engine's process, which also copies for both ranks. Packets travel over sockets that
+drop data that does not fit, so a stopped process delays nobody.
 """
 
 from __future__ import annotations

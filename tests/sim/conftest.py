@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces for tests: the shared real ones where they lie beside the checkout, and small ones from plain lists."""
+"""Traces for tests: real traces if they are in a folder beside the checkout, and small ones from plain lists."""
 
 from __future__ import annotations
 

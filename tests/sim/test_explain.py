@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over stories, and what the simulator is asked."""
+"""Test the sums over stories, and the questions to the simulator."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_every_cause_has_its_advice() -> None:
 
 
 def test_every_cause_is_injected_into_an_engine() -> None:
-    """In the golden tests, one by one; but ``unknown``, which is no cause."""
+    """The golden tests cover all causes, one by one, except ``unknown``, which is not a cause."""
     tests = Path(__file__).parents[1]
     golden = [tests / "integration/test_explanations.py", tests / "engines/reference/test_explanations.py"]
     words = set(re.findall(r'"([a-z_ ]+)', "".join(path.read_text().replace("\n", " ") for path in golden)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fleets cost, and the cheapest one."""
+"""Test the cost of fleets, and the choice of the cheapest one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fleets in virtual time: what must hold for any traffic, and what single parts do."""
+"""Test fleets in virtual time: laws for any traffic, and the behaviour of single parts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is
     if not dies and not result.sum_of("preemptions"):
         assert result.hit_blocks.total() == hits
         assert computed + hits * trace.block_tokens == trace.total_input_tokens
-    else:  # what is lost with a server, or by a preemption, is computed again
+    else:  # tokens lost with a server or by a preemption are computed again
         assert computed + hits * trace.block_tokens >= trace.total_input_tokens
 
 

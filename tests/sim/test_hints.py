@@ -115,7 +115,7 @@ def cells() -> list[Any]:
 
 
 class Recorder(DensityCachePolicy):
-    """Remembers what the last of its kind has evicted."""
+    """A policy that records the blocks that the last instance has evicted."""
 
     evicted = sha256()
     last: Recorder
@@ -185,7 +185,8 @@ def points(trace: Trace, capacity: int) -> float:
 
 @pytest.mark.long
 def test_a_session_that_ends_does_not_take_shared_prompts_from_the_others() -> None:
-    """In a cache of a few prompts, what hundreds of sessions share must outlive what one says of its own next use."""
+    """In a cache of a few prompts, blocks that hundreds of sessions share must outlive one session's hint about its own
+    next use."""
     trace = synthesize("assistants", 4000, seed=10)
     capacity = trace.num_unique // 100
     assert points(true_hints(trace), capacity) > points(trace, capacity) + 0.5

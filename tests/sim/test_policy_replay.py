@@ -69,7 +69,7 @@ def plain_lru(trace: Trace, capacity: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.2])
 def test_runs_of_blocks_are_used_as_single_ones_would_be(shared_trace: Callable[..., Trace], share: float) -> None:
-    """With requests longer than the cache, too: those of the coding trace have thousands of blocks."""
+    """This includes requests longer than the cache: those of the coding trace have thousands of blocks."""
     trace = shared_trace("weka_cc_64_s60", max_requests=by_size(15, 100))
     capacity = max(1, int(trace.num_unique * share))
     run = replay_policy(trace, "lru", capacity)

@@ -76,7 +76,7 @@ def test_a_pool_of_unknown_size_has_room_and_finds_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_use_against_a_list_of_free_blocks(seed: int) -> None:
-    """The oracle is a plain list of free blocks in order, and a dict of what each block holds."""
+    """The oracle is a plain list of free blocks in order, and a dict with the contents of each block."""
     chance = random.Random(seed)
     pool, free, content = DevicePool(12), [*range(12)], dict[int, bytes]()
     running: list[list[int]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an outage costs."""
+"""Test the cost of an outage."""
 
 from __future__ import annotations
 

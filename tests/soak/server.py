@@ -54,7 +54,7 @@ def make_turns(seed: int) -> list[Turn]:
 
 @dataclass
 class Served:
-    """What an engine has served."""
+    """The record of an engine's served turns."""
 
     requests: int = 0
     tokens: int = 0
@@ -106,7 +106,10 @@ class Server(ABC):
 
     @abstractmethod
     def _step(self) -> list[tuple[str, list[int], int]]:
-        """One step. Returns what finished: names, tokens generated, and tokens that came from offloaded blocks."""
+        """Make one step.
+
+        Returns the finished turns: names, generated tokens, and the number of tokens from offloaded blocks.
+        """
 
     @abstractmethod
     def _end_request(self, name: str) -> None: ...
@@ -117,7 +120,7 @@ class Server(ABC):
 
     @abstractmethod
     def _drain(self) -> dict[str, float]:
-        """Serves what is left. Returns what must be zero then."""
+        """Serve the remaining turns. Returns the counts that must be zero afterwards."""
 
     @abstractmethod
     def _shutdown(self) -> None: ...
@@ -153,7 +156,7 @@ class Server(ABC):
         self.served.aborted += 1
 
     def end(self) -> None:
-        """Serves what is left and stops. Afterwards nothing is tracked, in flight or pinned."""
+        """Serve the remaining turns and stop. Afterwards nothing is tracked, in flight or pinned."""
         deadline_s = time.monotonic() + HANG_S / 2
         while self._active:
             if time.monotonic() > deadline_s:

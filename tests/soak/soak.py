@@ -257,8 +257,11 @@ class Sample:
 
 
 def flat(samples: list[Sample], rss_share: float = 1.05) -> list[str]:
-    """What grew from the second third of the run to the last, memory by more than ``rss_share`` and a little. Too few
-    samples say nothing."""
+    """Return the measures that grew from the second third of the run to the last, memory by more than ``rss_share`` and
+    a little.
+
+    Too few samples prove nothing.
+    """
     third = len(samples) // 3
     if third < 8:
         return []

@@ -61,7 +61,7 @@ def test_a_wait_is_the_time_in_which_a_request_is_asked_for_and_not_answered() -
         watched.lookup(key, request)
         now_s += 0.1
     assert watched.longest_wait_s == pytest.approx(1.0)
-    now_s += 60  # the engine asks for nothing: who knows what it was told by its own cache
+    now_s += 60  # the engine makes no requests, and may have answered them from its own cache
     watched.lookup(key, request)
     assert watched.longest_wait_s == pytest.approx(1.0 + LONGEST_PAUSE_S)
     inner.answer = True

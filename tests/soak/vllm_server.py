@@ -21,7 +21,7 @@ __all__ = ["VLLMServer", "make_vllm_turns"]
 
 
 def make_vllm_turns(directory: Path) -> list[Turn]:
-    """Prompts, with what vLLM generates for them without a connector."""
+    """Return prompts with the tokens that vLLM generates for them without a connector."""
     os.environ.update(child_environment())  # before vLLM is imported, so that its core is in this process
     VLLMServer.model = write_llama(directory).path
     answer = directory.with_name("answers.json")

@@ -28,11 +28,12 @@ class Wait:
 
 
 class WatchedManager(GuardedManager):
-    """Counts what the guard keeps from the engine, and measures each wait: the time between answers ``None``.
+    """Counts the exceptions that the guard hides from the engine, and measures each wait: the time between answers
+    ``None``.
 
-    The measure is never too long. An answer counts from its end to the beginning of the next. Of a pause in which the
-    engine asks for nothing, ``LONGEST_PAUSE_S`` count: meanwhile the request may have had its answer, have been
-    computed from the device's own cache and preempted, or have waited for a busy engine.
+    The measure is never too long. An answer counts from its end to the start of the next one. If the engine pauses its
+    questions, at most ``LONGEST_PAUSE_S`` of the pause count, because in that time the request may have been answered,
+    computed from the device's own cache and preempted, or delayed by a busy engine.
     """
 
     def __init__(self, manager: OffloadingManager, clock: Callable[[], float] = time.monotonic) -> None:

@@ -159,7 +159,7 @@ class Chaos:
         return [request for request in self.engine.running if request.num_tokens > request.num_prompt_tokens]
 
     def stop(self, request: FakeRequest) -> None:
-        """A string ends the request, of which the scheduler knows nothing."""
+        """End the request by a stop string, without telling the scheduler."""
         self.stopped += 1
         self.engine.abort(request)
 
@@ -176,7 +176,7 @@ class Chaos:
         self.judge()
 
     def judge(self) -> None:
-        """All bytes anybody believes in, all books, and that the events add up to what can be loaded."""
+        """Check all bytes that count as valid, all bookkeeping, and that the events add up to the loadable blocks."""
         self.engine.check()
         self.manager.check_invariants()
         for event in self.engine.connector.take_events():
@@ -194,9 +194,10 @@ class Chaos:
             self._judge_eviction_order()
 
     def _judge_eviction_order(self) -> None:
-        """What goes next of a running request is the tail of what is left of it: its head is part of all later hits.
+        """Check that the next victim of a running request is the tail of its remaining blocks, because its head is part
+        of all later hits.
 
-        Of a window or a state, a hit needs the last blocks only, and touches no others.
+        For a window or a state, a hit needs only the last blocks, and touches no others.
         """
         victims = self.manager.slots.policy.next_victims(self.manager.num_blocks)
         assert victims is not None

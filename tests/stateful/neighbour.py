@@ -64,7 +64,7 @@ class Neighbour(ABC):
                 case 0 | 1 | 2:
                     self.write(some)
                 case 3 | 4 | 5:
-                    # What was evicted a moment ago is being written over just now.
+                    # A block that was just evicted is being overwritten at this moment.
                     self.read(list(self.store.take_lost())[-4:] or some)
                 case 6:
                     self.scan()

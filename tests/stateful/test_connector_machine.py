@@ -96,7 +96,7 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 def disturb(chaos: Chaos, what: str, rank: int) -> None:
     match what:
-        case "device":  # what is not in use is gone from the device: only offloaded blocks can bring it back
+        case "device":  # unused blocks leave the device, so that only offloaded blocks can restore them
             chaos.engine.pool.forget_all()
         case "reset":
             chaos.engine.connector.reset_cache()

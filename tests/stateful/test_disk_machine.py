@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiering manager over a real store on disk, beside a neighbour that writes, evicts, is stopped and dies.
+"""Test the tiering manager over a real store on disk, with a neighbour that writes, evicts, is stopped and dies.
 
-Requests look up, load and store blocks while the neighbour, another process on the same root and quota, does what it
-likes with it. Whatever happens, a block that is served has its own bytes, no request waits beyond its patience, and the
-root keeps its quota once the neighbour is gone.
+Requests look up, load and store blocks while the neighbour, another process on the same root and quota, works on the
+same blocks. In all cases, a served block has its own bytes, no request waits longer than its time limit, and the root
+keeps its quota once the neighbour has ended.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Neighbour:
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Everything but what is different in a store of files and one of slabs."""
+    """The common part of the machines for a store of files and a store of slabs."""
 
     kind: str
     max_bytes: int
@@ -103,7 +103,7 @@ class DiskMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def files(self) -> list[Path]:
-        """What a vandal finds."""
+        """Return the files that a vandal can damage."""
         raise NotImplementedError
 
     def check_store(self) -> None:
@@ -180,7 +180,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.step(5)
 
     def ask(self, keys: list[OffloadKey]) -> None:
-        """A request that waits for its prefix, as long as it has patience, and loads what it gets."""
+        """Serve a request that waits for its prefix, up to its time limit, and loads the blocks that it gets."""
         context, end_s = self.start(), self.clock() + 2 * MAX_WAIT_S
         while None in (answers := self.manager.lookup_prefix(keys, context)):
             assert self.clock() < end_s, "deferred beyond its patience"
@@ -262,7 +262,7 @@ class FileMachine(DiskMachine):
 
 
 class SlabMachine(DiskMachine):
-    """Two slabs, of which the neighbour asks for one. They change hands when either store is refreshed."""
+    """Two slabs. The neighbour asks for one of them, and they change owners when either store is refreshed."""
 
     kind = "disk"
     max_bytes = 2 * SlabFormat("", SIZE).slab_bytes(SLAB_SLOTS)
@@ -303,7 +303,7 @@ TestFileMachine.settings = TestSlabMachine.settings = settings(
 
 @pytest.mark.parametrize("size", [SIZE, 8192], ids=["small", "paged"])
 def test_processes_that_evict_each_others_blocks_read_no_wrong_byte(tmp_path: Path, size: int) -> None:
-    """Three processes on four slabs, one of which is killed and started anew in the middle."""
+    """Three processes use four slabs. One process is killed and restarted in the middle."""
     count, max_bytes = by_size(quick=400, thorough=2000), 4 * SlabFormat("", size).slab_bytes(SLAB_SLOTS)
     neighbours = [Neighbour("disk", tmp_path / "kv", max_bytes, size) for _ in range(3)]
     try:

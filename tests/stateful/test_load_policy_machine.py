@@ -29,8 +29,10 @@ CLEAR = 1.4
 
 
 class LoadPolicyMachine(RuleBasedStateMachine):
-    """Each tier reads its jobs one after the other, at its speed of the moment. Every chain of blocks is asked for by
-    one request, and lies in one tier."""
+    """A machine whose tiers read their jobs one after the other, each at its current speed.
+
+    Every chain of blocks is requested by one request, and is in one tier.
+    """
 
     @initialize(num_tiers=st.integers(1, 2), read_at=st.sampled_from([1024, 1]))
     def begin(self, num_tiers: int, read_at: int) -> None:
@@ -40,7 +42,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self.rig = Rig(48, policies, block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,)), max_wait_s=1e6)
         self.read_s = dict.fromkeys(self.rig.tiers, 0.3)
         self.left_s = dict.fromkeys(self.rig.tiers, 0.0)
-        """What a tier still needs for its oldest job, once it has begun it."""
+        """The time that a tier still needs for its oldest job, once it has started it."""
         self.waiting: dict[str, tuple[ReqContext, list[OffloadKey], float | None, float]] = {}
         """By id: the request, its blocks, since when it waits, and the work of the engine at that time."""
         self.awaited: dict[str, list[OffloadKey]] = {}
@@ -76,7 +78,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self._submitting(self.rig.step)
 
     def _submitting(self, call: Callable[[], object]) -> None:
-        """A tier that was idle begins with what ``call`` submits to it."""
+        """Call ``call``, and let idle tiers start the jobs that it submits."""
         idle = [tier for tier in self.rig.tiers if not tier.jobs]
         call()
         for tier in idle:
@@ -152,7 +154,10 @@ class LoadPolicyMachine(RuleBasedStateMachine):
 
     @property
     def _began_unmeasured(self) -> bool:
-        """Whether some request began to wait before the engine's speed was known: its wait has no bound of its own."""
+        """Return whether some request started to wait before the engine's speed was known.
+
+        Such a wait has no bound of its own.
+        """
         waits = [request.wait for request in self.rig.manager._requests.values()]
         return any(wait is not None and wait.deadline_s is not None and wait.deadline_s > 1e9 for wait in waits)
 
@@ -176,7 +181,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         self.rig.manager.reset_cache()
         for tier in self.rig.tiers:
             tier.hangs = False
-        for req_id, (context, blocks, *_) in list(self.waiting.items()):  # chosen anew when they ask next
+        for req_id, (context, blocks, *_) in list(self.waiting.items()):  # chosen again at their next question
             self.waiting[req_id] = (context, blocks, None, 0.0)
 
     @rule(tier=st.integers(0, 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ``DiskStore``s on one root, as two processes have them, against an oracle of what each may answer.
+"""Test two ``DiskStore`` objects on one root, as in two processes, against an oracle of their possible answers.
 
-The stores' own threads are held off: rules decide when a store takes in what the other one did. A store may lose a
-block, if it announces that. What it has not announced as lost can be read, and whatever is read is right.
+The stores' own threads do not run; rules decide when a store notices the other one's changes. A store may lose a block
+if it announces that. Blocks that it has not announced as lost must be readable, and all read blocks must be right.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class SlabMachine(RuleBasedStateMachine):
     def written_is_found_by_the_neighbour(self, who: int, key: OffloadKey) -> None:
         self.write(who, [key])
         self.tell_and_ask(who)
-        self.stores[who].discard([key])  # also where it only lies in the neighbour's slab
-        self.write(who, [key])  # so now it lies in a slab of ours
+        self.stores[who].discard([key])  # also if it is only in the neighbour's slab
+        self.write(who, [key])  # so that it is in our own slab
         self.tell_and_ask(who)
         self.tell_and_ask(1 - who)
         assert key in self.known[1 - who]

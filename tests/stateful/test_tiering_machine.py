@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiering manager against a plain-dict oracle, with two tiers that are late, lose, tear, fail and hang.
+"""Test the tiering manager against a plain-dict oracle, with two tiers that are late, lose, tear, fail and hang.
 
-The oracle knows only what went over the seams: events, the stores and loads it began itself, and the jobs that lie
-in the fake tiers. A block's bytes are a function of its key, so a wrong block is visible wherever it is read.
+The oracle knows only the calls at the interfaces: events, the stores and loads that it started, and the jobs in the
+fake tiers. A block's bytes are a function of its key, so a wrong block is visible wherever it is read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Transfer:
 
 @dataclass
 class _Unanswered:
-    """What a request had no answer for, in the last step in which it lacked any."""
+    """The blocks for which a request had no answer, in the last step in which it lacked any."""
 
     step: int
     keys: set[OffloadKey]
@@ -109,7 +109,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.most_spent_s: Counter[str] = Counter()
         """... and that may have been spent."""
         self.open: dict[str, set[OffloadKey]] = {}
-        """What a request lacked an answer for and did not ask for again: it may wait for that, too."""
+        """Blocks for which a request lacked an answer and did not ask again. It may wait for them as well."""
         self.step_number = 0
         for tier, (name, length) in zip(self.rig.tiers, below):
             tier.put(prefix(length, of=name), map(content, prefix(length, of=name)))
@@ -150,7 +150,7 @@ class TieringMachine(RuleBasedStateMachine):
             case "known":
                 tier.answers.clear()
             case "wait":
-                self.step()  # else what arrived before would arrive after
+                self.step()  # otherwise, earlier blocks would arrive later
                 self.pass_time(0.1 if flag else 2.0)
             case "lose_patience" if context:
                 self.lose_patience(context, prefix(LENGTH, of=chain), in_steps=flag)
@@ -187,7 +187,7 @@ class TieringMachine(RuleBasedStateMachine):
     def _lookup_prefix(self, context: ReqContext, blocks: list[OffloadKey]) -> list[bool | None]:
         name, before = context.req_id, self._num_out_of_patience
         answers = self.manager.lookup_prefix(blocks, context)
-        self.queued -= self._coming()  # a long run is read at once, and with it what was queued for the request before
+        self.queued -= self._coming()  # a long run is read at once, together with blocks queued for the request before
         self._take_events()
         assert len(answers) == len(blocks) or answers[-1] is False
         assert False not in answers[:-1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole system by plain chance: an engine, both sides of the connector, host memory and two tiers below it.
+"""Test a whole system with random actions: an engine, both sides of the connector, host memory and two tiers below it.
 
-The other machines take one part each, with an oracle of its own. This one has what only meets in the whole: layouts and
-block sizes, several ranks, limits of requests, weighed loads, cascades of both kinds, tiers that lose and tear blocks
-or hang, aborts, preemption, resets, and a trace. The fake engine is the oracle: a block's bytes are a function of its
-prefix. They are checked on the device, in host memory and in the tiers after each step.
+The other machines each test one part with its own oracle. This one tests combinations: layouts and block sizes, several
+ranks, limits of requests, weighed loads, cascades of both kinds, tiers that lose and tear blocks or hang, aborts,
+preemption, resets, and a trace. The fake engine is the oracle: a block's bytes are a function of its prefix. They are
+checked on the device, in host memory and in the tiers after each step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Engine(FakeEngine):
 
 
 class Whole:
-    """``run`` it. What it consists of and what happens to it follow from ``seed``."""
+    """A system whose parts and events follow from ``seed``. Call ``run``."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         chance = self.chance = random.Random(seed)
@@ -151,7 +151,10 @@ class Whole:
         return worker
 
     def run(self) -> Counter[str]:
-        """Some rounds of everything, then until the engine is idle. Returns what it did, for the test's own check."""
+        """Run some rounds of random actions, then serve until the engine is idle.
+
+        Returns the counts of actions, for the test's own check.
+        """
         with patch.object(promotions, "_READ_AT", self.reading):
             for _ in range(ROUNDS):
                 if len(self.engine.waiting) < 8 and self.chance.random() < 0.5:
@@ -328,7 +331,10 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def did() -> Iterator[Counter[str]]:
-    """What all runs of this module did. A few machines may be too small for a promotion; a dozen are not."""
+    """Yield the counts of actions of all runs in this module.
+
+    A few machines may be too small for a promotion, but not a dozen.
+    """
     did: Counter[str] = Counter()
     yield did
     if did["runs"] >= 12:

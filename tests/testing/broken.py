@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the shipped contracts share: implementations that break them must fail."""
+"""Shared parts of the tests of the shipped contracts: implementations that break a contract must fail."""
 
 from __future__ import annotations
 

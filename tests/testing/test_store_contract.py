@@ -22,7 +22,7 @@ Keys = Sequence[OffloadKey]
 
 
 class Resident(StoreWrapper):
-    """Says what it has, and each test of the contract passes."""
+    """A store that reports its resident keys. It passes each test of the contract."""
 
     def __init__(self, inner: MemoryStore) -> None:
         super().__init__(inner)
@@ -118,7 +118,7 @@ class DiscardsWhatIsHere(Resident):
 
 
 class KeepsBuffers(Resident):
-    """What it has is the caller's."""
+    """A store that wrongly keeps the caller's buffers."""
 
     def __init__(self, inner: MemoryStore) -> None:
         super().__init__(inner)

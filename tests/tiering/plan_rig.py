@@ -28,19 +28,22 @@ LATEST = 1.05, 0.05
 
 @dataclass
 class World:
-    """What one request finds below. Times count from its arrival."""
+    """The blocks that one request finds in lower tiers. Times count from its arrival."""
 
     num_blocks: int
     has: list[frozenset[int]]
     """By tier, the blocks that it has."""
     failing: list[frozenset[int]] = field(default_factory=list)
-    """By tier, those of them of which a read fails, when it ends."""
+    """By tier, the blocks whose reads fail at their end."""
     changes: list[tuple[float, float]] = field(default_factory=list)
     """By tier, (seconds, factor): from then on its blocks take so many times as long."""
 
 
 class VirtualTier(SecondaryTierManager):
-    """Reads one job after the other, each block in ``block_s``. With ``answer_s`` it must find out what it has."""
+    """A tier that reads one job after the other, each block in ``block_s``.
+
+    With ``answer_s``, it must find out which blocks it contains.
+    """
 
     def __init__(self, name: str, clock: ManualClock, block_s: float, answer_s: float | None = None) -> None:
         super().__init__(VirtualMemory().create_kv_memoryview(), name)
@@ -101,7 +104,7 @@ class VirtualTier(SecondaryTierManager):
         return min([end_s for end_s, _ in self._jobs] + [at_s for at_s in answers if at_s > now_s], default=math.inf)
 
     def settle(self) -> None:
-        """A lasting change has become its speed; nothing is asked for any more."""
+        """Let the measured speeds adapt to a lasting change, without further requests."""
         if self.change is not None and self.change[0] <= self._clock():
             self.block_s *= self.change[1]
         self.change = None
@@ -109,7 +112,7 @@ class VirtualTier(SecondaryTierManager):
 
 
 class Served(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     first_token_s: float
     num_hit: int
@@ -213,11 +216,12 @@ class PlanRig:
 
 
 def optimum_s(rig: PlanRig, world: World) -> float:
-    """The earliest first token for who knows everything, and may have each block from any tier that has it. A tier that
-    must be asked can be read from when it has answered.
+    """Return the earliest possible first token, with perfect knowledge, if each block may come from any tier that
+    contains it.
 
-    For some numbers of blocks, a bisection over the time by which they have arrived, each with a flow of blocks to
-    tiers. It has nothing in common with the planner, and knows when speeds will change and reads will fail.
+    A tier that must be asked can be read once it has answered. For some numbers of blocks, this bisects the time by
+    which they have arrived, each with a flow of blocks to tiers. It shares nothing with the planner, and knows when
+    speeds will change and reads will fail.
     """
     good = [
         has - (world.failing[at] if world.failing else frozenset()) if has else has for at, has in enumerate(world.has)
@@ -258,7 +262,10 @@ def _read_by(rig: PlanRig, world: World, at: int, time_s: float) -> float:
 
 
 def _fits(work: Counter[tuple[int, ...]], capacity: list[float]) -> bool:
-    """Whether there is a flow: paths that free a tier by moving what it reads to another one are looked for in turn."""
+    """Return whether a flow exists.
+
+    It looks for paths that free a tier by moving reads to another tier, one after the other.
+    """
     left = [*capacity]
     placed: Counter[tuple[tuple[int, ...], int]] = Counter()
 

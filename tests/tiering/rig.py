@@ -34,7 +34,7 @@ def prefix(num_blocks: int, of: str = "p") -> list[OffloadKey]:
 
 
 class Memory:
-    """What the primary tier asks of a region: rows of ``BLOCK_BYTES``."""
+    """The interface of a region that host memory needs: rows of ``BLOCK_BYTES``."""
 
     def __init__(self, num_blocks: int) -> None:
         self.bytes = bytearray(num_blocks * BLOCK_BYTES)
@@ -51,7 +51,7 @@ class Memory:
 
 
 def stats_of_blocks(stats: Stats) -> Stats:
-    """``stats`` without those that count calls, which differ when the same blocks come in fewer calls."""
+    """Return ``stats`` without counts of calls, which differ if the same blocks arrive in fewer calls."""
     of_calls = ("primary_allocation_blocks", "primary_eviction_age_seconds")
     return {sample: value for sample, value in stats.items() if sample[0] not in of_calls}
 
@@ -110,7 +110,7 @@ class Rig:
         return output.keys_to_store
 
     def store(self, blocks: Iterable[OffloadKey], context: ReqContext, *, finish: bool = True) -> None:
-        """A store from beginning to end; with ``finish`` its cascades too."""
+        """Make a complete store; with ``finish``, also its cascades."""
         self.manager.complete_store(self.write(blocks, context), context)
         if finish:
             self.finish()

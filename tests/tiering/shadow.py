@@ -212,8 +212,10 @@ def _planner_of(tree: Path) -> ModuleType:
 
 
 def _earlier_plan(earlier, survey, speeds, ends):
-    """What the earlier planner says: blocks come from the first tier that has them, and one that must find out is taken
-    to have them."""
+    """Return the earlier planner's decision: blocks are read from the first tier that has them.
+
+    A tier that must find out is assumed to have them.
+    """
     segments = [
         earlier.Segment(
             earlier.Place(next(iter(place.tiers or place.unknown), None), place.is_arriving, place.is_overdue, unknown),
@@ -254,8 +256,11 @@ def _speeds(planner, survey, key):
 
 
 def _plan_as_before(manager, earlier, plans) -> None:
-    """Puts the earlier planner into the manager. It plans once for a wait, which ends at its deadline with what has
-    arrived, and its jobs take 0.1 s each."""
+    """Replace the manager's planner by the earlier one.
+
+    It plans once for a wait, which ends at its deadline with the blocks that have arrived, and its jobs take 0.1 s
+    each.
+    """
     from kvoffload.tiering.links import Link
     from kvoffload.tiering.plans import NOTHING, Plan
     from kvoffload.tiering.segments import HERE
@@ -286,7 +291,7 @@ def _plan_as_before(manager, earlier, plans) -> None:
 
 
 def _compare_plans(manager, earlier, plans) -> None:
-    """Counts how each plan differs from what the earlier planner says in the same state."""
+    """Count the differences between each plan and the earlier planner's plan in the same state."""
     from kvoffload.tiering import plans as module
     from kvoffload.tiering.plans import NOTHING
     from kvoffload.tiering.segments import side_by_side

@@ -21,7 +21,7 @@ CONTEXT = ReqContext("r")
 
 
 def is_scanned(tier: StoreTier) -> bool:
-    """Whether what a tier does at its start has ended."""
+    """Return whether the tier's initial scan has ended."""
     return tier._scan.is_complete
 
 

@@ -81,7 +81,7 @@ def test_storing_one_block_costs_the_same_however_many_are_claimed_or_pinned(pol
     for num_slots in (100, 2000):
         rig = claimed_or_pinned(policy, num_slots, state)
         running = rig.start("running")
-        for number in range(3):  # the first one may step over what is pinned, once
+        for number in range(3):  # the first one may step over pinned blocks, once
             count = lines_of_both(
                 lambda: rig.manager.prepare_store(numbered(number), running)  # noqa: B023 - called here
             )
@@ -147,7 +147,8 @@ def test_a_tier_that_raises_in_submit_after_it_ended_the_job_leaves_an_idle_engi
 
 
 def crowd(num_requests: int, num_blocks: int = 2, *, shared: bool = False) -> tuple[Rig, list[OffloadKey]]:
-    """Requests that wait for a tier which must find out what it has, and reports what it found out in the list."""
+    """Make requests that wait for a tier that must find out which blocks it contains, and reports its answers in the
+    list."""
     rig, news = Rig(64), list[OffloadKey]()
 
     def take_news() -> list[OffloadKey]:

@@ -476,7 +476,7 @@ def test_a_probe_fails_while_no_block_can_be_read(make) -> None:
 
 
 class Restless(Collection[OffloadKey]):
-    """Keys of a store, of which another thread adds one while they are listed, the first time."""
+    """A store's keys. Another thread adds a key while they are listed, the first time."""
 
     def __init__(self, keys: Sequence[OffloadKey]) -> None:
         self._keys, self._is_quiet = keys, False

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 1, 3 and 4: what cascades, in whose name, and when a tier is informed of a request's end."""
+"""Test laws 1, 3 and 4: which blocks are written to tiers, for which request, and when a tier learns of a request's
+end."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_a_store_completed_without_its_context_cascades_in_the_storing_requests_
 
 
 def test_a_tier_that_takes_every_job_and_ends_none_holds_a_quarter_of_the_primary_tier() -> None:
-    """It held all slots, and then nothing could be stored any more, for the tiers beside it neither."""
+    """It must not hold all slots, because then nothing could be stored, and the other tiers would get no blocks
+    either."""
     rig = Rig(num_blocks=400, policies=(BLOCK, BLOCK))
     stuck, good = rig.tiers
     for number in range(100):

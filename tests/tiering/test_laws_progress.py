@@ -34,7 +34,7 @@ def test_a_prefix_about_as_long_as_the_primary_tier_ends_in_a_partial_hit(cache_
 
 
 def test_a_prefix_with_a_resident_head_ends_in_a_partial_hit(cache_policy: str) -> None:
-    # The resident head is what eviction would take first: promoting the tail must not push it out.
+    # Eviction would remove the resident head first. Reading the tail must not cause that.
     rig = Rig(num_blocks=64, cache_policy=cache_policy)
     writer = rig.start("w")
     rig.store(prefix(40), writer)
@@ -55,7 +55,10 @@ def test_a_resident_prefix_beyond_the_share_is_a_hit_all_the_same(cache_policy: 
 
 
 def run_all(rig: Rig, wanted: dict[str, list[OffloadKey]], max_steps: int, io_steps: int = 1) -> dict[str, int]:
-    """Requests arrive at once and ask step after step; those that may run load and finish. Hits by request id."""
+    """Serve requests that arrive at once and ask in each step.
+
+    Requests that may run load and finish. Returns hits by request id.
+    """
     waiting = {req_id: rig.start(req_id) for req_id in wanted}
     hits: dict[str, int] = {}
     for step in range(max_steps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws 2, 5 and 6: what comes up, what becomes of what does not, and how long anybody waits."""
+"""Test laws 2, 5 and 6: which blocks are read from tiers, the effect of failures, and how long requests wait."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_the_end_of_a_promotion_is_seen_within_the_step_it_happened_in() -> None
 
 
 def test_promotion_goes_past_the_reuse_filter() -> None:
-    # The filter decides what is worth storing; what a tier has was worth it once.
+    # The filter decides which blocks are worth storing. Blocks in a tier have already passed it.
     rig = Rig(primary_options={"store_threshold": 3})
     rig.below(prefix(2))
     assert rig.wait_for_prefix(prefix(2), rig.start("r")) == 2
@@ -402,7 +402,7 @@ def test_a_request_that_runs_out_of_patience_counts_once(asks_meanwhile: bool) -
 
 
 def test_a_job_that_never_ends_is_waited_for_until_its_tier_calls_it_overdue() -> None:
-    """With ``load_policy="always"``, which has no deadline, each later request once spent all of its patience on it."""
+    """``load_policy="always"`` has no deadline, so each later request would spend its whole time limit on that job."""
     rig = Rig(max_wait_s=5.0)
     rig.below(prefix(3))
     first = rig.start("first")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``load_policy="cost"``: what a manager promotes, declines, probes and gives up, by what it measured."""
+"""Test ``load_policy="cost"``: the blocks that a manager reads, declines, probes and gives up, by its measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Machine(Rig):
         self._started = 0
 
     def compute(self, blocks: int = 4) -> None:
-        """Steps in which some prompt is computed, so that the speed is known."""
+        """Make steps in which a prompt is computed, so that the speed is known."""
         tokens = blocks * TOKENS
         for at in range(3):
             self.manager.note_step(StepWork(tokens, tokens, 0, is_continued=at > 0))
@@ -51,7 +51,10 @@ class Machine(Rig):
         return num_blocks
 
     def serve(self, num_blocks: int, of: str) -> int:
-        """A request for a prefix, until it is answered; what it loads is loaded. Returns the blocks of its hit."""
+        """Serve a request for a prefix until it is answered, and make its loads.
+
+        Returns the number of blocks in its hit.
+        """
         self._started += 1
         context = self.start(f"served-{self._started}")
         blocks = prefix(num_blocks, of=of)
@@ -232,7 +235,7 @@ def test_a_lost_wait_ends_early_and_uses_what_is_there() -> None:
     for _ in range(4):
         machine.read()
     assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + [None] * 8
-    machine.clock.advance(0.3)  # a little late is no reason
+    machine.clock.advance(0.3)  # a short delay is not a reason
     assert machine.ask(prefix(12, of="a"), context) == [True] * 4 + [None] * 8
     machine.clock.advance(0.6)  # as late as it is now, the rest would take longer than computing
     for _ in range(2):
@@ -265,7 +268,7 @@ def test_blocks_that_no_tier_has_are_not_late() -> None:
 
 
 def test_each_block_that_is_late_counts_once_however_many_prefixes_a_request_asks_for() -> None:
-    """The windows of a hybrid model are ranges of one group. The end of one overwrote that of the other."""
+    """The windows of a hybrid model are ranges of one group. The end of one must not overwrite the end of another."""
     machine = Machine(max_wait_s=1000.0)
     machine.learn(read_s=0.25)
     context, ranges = machine.start("r"), [prefix(4, of="a"), prefix(3, of="b")]
@@ -461,7 +464,7 @@ def test_a_tier_that_recovered_is_found_again(monkeypatch: pytest.MonkeyPatch) -
         machine.below(prefix(6, of=f"p{number}"))
         hits.append(machine.serve(6, of=f"p{number}"))
         machine.step()
-        while machine.tier.jobs:  # the probe, for which nobody waited
+        while machine.tier.jobs:  # the probe, for which nobody waits
             assert machine.read() == 2
         machine.clock.advance(load_policy.PROBE_INTERVAL_S)
     assert hits[0] == 0
@@ -557,7 +560,7 @@ def test_a_block_that_a_tier_must_find_out_about_is_weighed_as_that_tiers(findin
 
 
 def test_blocks_that_a_tier_must_find_out_about_are_not_counted_as_declined() -> None:
-    """Blocks that no tier had were: a store that must be asked has no answer when a prompt is new."""
+    """A store that must be asked has no answer when a prompt is new, so this includes blocks that no tier contains."""
     machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,), 1e6, (1.0,)))
     for number in range(3):
         blocks, context = prefix(8, of=f"a{number}-"), machine.start(f"r{number}")
@@ -585,7 +588,7 @@ def test_nothing_is_waited_for_after_the_blocks_that_are_worth_loading() -> None
     assert machine.ask(blocks, context) == [True] * 4 + [False]
     machine.step()
     assert machine.manager.get_stats()["claimed_blocks",] == 0
-    machine.clock.advance(20.0)  # the engine has no room for it
+    machine.clock.advance(20.0)  # the engine lacks room for it
     machine.step()
     machine.tier.answers.clear()
     machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=10**9))  # any load is worth it now
@@ -770,7 +773,7 @@ def test_a_part_of_a_hit_ends_at_a_state(ends: tuple[int, ...], num_loaded: int)
     machine.manager.note_step(StepWork(TOKENS, TOKENS, queued_tokens=3 * TOKENS))
     context = machine.start("r")
     useful = {blocks[end - 1] for end in ends}
-    for _ in range(2):  # while it waits, its choice stands
+    for _ in range(2):  # while it waits, its choice does not change
         assert machine.ask(blocks, context, useful) == [None] * num_loaded + [False]
         machine.step()
 
@@ -838,7 +841,7 @@ def test_measuring_a_tier_evicts_nothing_that_the_request_was_just_answered() ->
     machine.store(blocks[:2], machine.start("writer"))
     machine.store(others, machine.start("other"))
     machine.below(blocks[2:])
-    machine.manager.touch([*prefix(3, of="learnt"), *others])  # the least recently used blocks are those of the hit
+    machine.manager.touch([*prefix(3, of="learnt"), *others])  # the hit's blocks are the least recently used ones
     machine.clock.advance(load_policy.PROBE_INTERVAL_S)
     context = machine.start("r")
     assert machine.ask(blocks, context) == [True, True, False]

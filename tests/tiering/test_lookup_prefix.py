@@ -288,7 +288,7 @@ def test_a_request_that_waits_does_not_ask_again_for_what_has_not_changed(monkey
     assert asked.count() == 40
     for _ in range(20):
         rig.step()
-        rig.store(keys(*range(3), of="q"), other, finish=False)  # what others do is no change
+        rig.store(keys(*range(3), of="q"), other, finish=False)  # actions of other requests do not count as a change
         assert rig.ask(prefix(40), request) == [None] * 40
     assert rig.ask(prefix(30), request) == [None] * 30, "a part of it"
     rig.tier.finish()

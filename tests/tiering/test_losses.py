@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store lost leaves the presence index, and is recorded with its cause."""
+"""Test that lost blocks leave the presence index, and are recorded with their cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_corruption_is_logged_once_a_minute(make, tmp_path: Path, caplog: pytest
     rig.store_blocks(keys)
     for path in tmp_path.rglob("*.kvb"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-    # One block a job: the blocks of a job may be read by several threads, each of which counts.
+    # Each job has one block, because several threads may read the blocks of a job, and each thread counts.
     rig.load_blocks(keys[:1])
     assert "'mem' found corrupt blocks" in caplog.text
     assert "1 since startup" in caplog.text

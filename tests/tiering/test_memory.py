@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler process keeps in memory grows with the blocks that its tiers hold, and not beyond full tiers."""
+"""Test that a scheduler process's memory grows with the blocks in its tiers, but not beyond full tiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def serve(manager: OffloadingManager, first: int) -> None:
 
 @pytest.mark.long
 def test_full_tiers_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is bounded by a number of keys reaches its bound within the test.
+    # Memory that is bounded by a number of keys reaches its bound within the test.
     monkeypatch.setattr(questions, "_MAX_SKIPPED", 500)
     quota = {"max_bytes": "2MiB", "timeout_s": 60.0, "max_index_blocks": 1000}
     tiers = [{"type": kind, "path": str(tmp_path / kind), **quota} for kind in ("disk", "fs")]

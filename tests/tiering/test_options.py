@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier's options: mistakes are sentences, defaults stand once, and every tier has a name of its own."""
+"""Test a tier's options: mistakes raise clear errors, each default is defined once, and every tier has its own name."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_tier_is_described_in_a_line_without_credentials(options: dict[str, An
 
 
 def test_a_directory_that_hangs_keeps_no_check_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one on NFS without its server. Opening its tier says what there is to say."""
+    """An example is NFS without its server. Opening the tier reports the problem."""
     go_on, real = threading.Event(), os.path.realpath
     monkeypatch.setattr(root, "_ANSWER_S", 0.01)
     monkeypatch.setattr(os.path, "realpath", lambda path: go_on.wait(20) if path == "/nfs/kv" else real(path))

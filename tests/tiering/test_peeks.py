@@ -76,7 +76,7 @@ def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monk
 
 
 def test_what_another_request_peeked_at_gives_no_patience_back() -> None:
-    """A request that may not load from the tier peeked last in each step. The other one waited for ever."""
+    """A request that may not load from the tier peeks last in each step. The other request must not wait forever."""
     rig = Rig(max_wait_s=10.0)
     rig.tier.medium = "STORAGE"
     rig.tier.answers |= dict.fromkeys(prefix(2))

@@ -109,7 +109,7 @@ def test_a_slow_tier_gets_no_head_that_would_hold_up_what_a_fast_one_has_behind_
 
 
 def test_what_falls_behind_computing_by_more_than_a_wait_may_is_not_begun() -> None:
-    """It would take 2.9 s instead of 4 s, and 1.6 s longer if the slow tier stood still at its last block."""
+    """It would take 2.9 s instead of 4 s, but 1.6 s longer if the slow tier stalled at its last block."""
     rig = PlanRig([(1.7 * COMPUTE_S, None), (0.02 * COMPUTE_S, None)])
     assert rig.serve(World(400, [frozenset(range(170)), ALL - frozenset(range(170))])).waited_s == 0.0
 
@@ -146,7 +146,7 @@ def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
 
 
 def test_answers_to_others_cost_no_plan() -> None:
-    """The tier knows more, and nothing of what this request asked."""
+    """The tier has new answers, but not to this request's questions."""
     rig = PlanRig([(COMPUTE_S / 10, 0.2)])
     rig.ask(World(400, [ALL]))
     rig.clock.advance(0.05)
@@ -205,7 +205,7 @@ def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> No
     for _ in range(5):
         world = random_world(random, len(rig.tiers), are_calm=are_calm)
         share, least_s = LATEST
-        # Beside that, a wait may take what the tier is known to take until the first byte.
+        # In addition, a wait may include the tier's known time until the first byte.
         stats = rig.manager.get_stats()
         first_byte_s = max(stats.get(("tier_read_latency_seconds", f"tier{at}"), 0.0) for at in range(len(rig.tiers)))
         latest_s = share * world.num_blocks * COMPUTE_S + least_s + PATIENCE * first_byte_s

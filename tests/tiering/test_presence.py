@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presence index alone: what it answers, what it asks for, what it forgets and which events it announces.
+"""Test the presence index alone: its answers, its questions to the store, its limits and its events.
 
 The last tests are about stores that know their own keys.
 """
@@ -202,7 +202,7 @@ def test_a_sample_leaves_out_what_it_is_told_to(index: PresenceIndex) -> None:
 
 @pytest.fixture
 def resident() -> set[OffloadKey]:
-    """What the store has."""
+    """Return the set of the store's keys."""
     return {A, B}
 
 

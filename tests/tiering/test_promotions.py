@@ -20,7 +20,7 @@ from kvoffload.tiering.waits import Waits
 
 
 class Parts:
-    """Promotions from one fake tier into eight slots, of which waiting requests may claim four."""
+    """Reads from one fake tier into eight slots. Waiting requests may claim four of them."""
 
     def __init__(self) -> None:
         self.memory = Memory(8)

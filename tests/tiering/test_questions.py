@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier asks of its store: a prefix in growing chunks, and each block that a request needs, holes or not."""
+"""Test a tier's questions to its store: a prefix in growing chunks, and each block that a request needs, with or
+without holes."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_the_rest_of_a_long_present_prefix_is_asked_for_by_all_threads(make) -> 
 @pytest.mark.parametrize("num_blocks", [3, 20])
 @pytest.mark.parametrize("kind", ["array", "too few"])
 def test_answers_are_foreign(make, kind: str, num_blocks: int) -> None:
-    """An array is read as what it says. Too few answers are a failure, not a reason to ask again at once, for ever."""
+    """An array is read like a list. Too few answers are a failure, and must not cause endless questions."""
     rig = started(make)
     prompt = keys_of(*range(num_blocks))
     rig.below(prompt)
@@ -209,7 +210,7 @@ class Pair:
         self.manager = TieringOffloadingManager(primary, [self.rig.tier, self.other], clock=self.rig.clock)
 
     def settle(self) -> None:
-        """The threads of both tiers have done what they were asked."""
+        """Wait until the threads of both tiers have finished their work."""
         self.manager.on_schedule_end()
         end = time.monotonic() + 60
         # The scan of the first tier never ends.

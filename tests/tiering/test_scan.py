@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scan of a store: what a step takes in, when a scan rests, and what it makes a tier forget."""
+"""Test the scan of a store: the keys that a step adds, when a scan pauses, and the blocks that a tier forgets."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_answers_that_are_slower_or_faster_than_usual_count_though_nobody_saw_wh
 
 @pytest.mark.parametrize("is_small_first", [True, False])
 def test_reads_of_another_size_are_no_change(is_small_first: bool) -> None:
-    """What a block takes in a small read is mostly latency."""
+    """The time per block in a small read is mostly latency."""
     link = LinkSpeedEstimator(ManualClock())
     small, large = (1, 0.0101), (100, 0.02)
     first, second = (small, large) if is_small_first else (large, small)

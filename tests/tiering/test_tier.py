@@ -59,7 +59,7 @@ class Telling(StoreWrapper):
 
 
 class Uncounted(StoreWrapper):
-    """Only the server knows what it has."""
+    """A store whose contents only the server knows."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
@@ -325,7 +325,7 @@ def test_a_second_shutdown_does_nothing(make, monkeypatch) -> None:
 
 
 class OwnKeys(Collection[OffloadKey]):
-    """What a plug-in's store says it has. Once ``is_broken`` it raises."""
+    """The keys that a plug-in's store reports. Once ``is_broken`` is set, it raises."""
 
     is_broken = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs while requests wait."""
+"""Test the cost of a step while requests wait."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_only_ranges_without_an_answer_are_looked_at_in_each_step() -> None:
 
 
 def test_an_ask_for_unknown_blocks_costs_the_same_for_each_where_few_may_be_claimed() -> None:
-    """In runs of 64, each of which looked at all blocks to the end."""
+    """It asks in runs of 64 blocks, and a run must not look at all blocks to the end."""
     lines = []
     for num_blocks in (1000, 4000):
         rig, blocks = Rig(64), prefix(num_blocks)
@@ -168,7 +168,7 @@ def test_what_a_request_was_told_before_it_waits_becomes_a_claim_if_it_is_still_
 
 
 def test_a_request_that_waits_asks_again_at_no_cost_until_a_tier_knows_more(make: Callable[..., StoreRig]) -> None:
-    """Thousands of blocks of which a store must be asked were once looked up anew in each step of the wait."""
+    """A store must be asked for thousands of blocks. They must not be looked up again in each step of the wait."""
     counts = []
     for num_blocks in (10, 100):
         rig = make(num_blocks=512)
@@ -225,7 +225,10 @@ def test_a_block_that_another_request_stores_is_found_though_the_tier_has_not_an
 
 @pytest.mark.parametrize("peeks", [False, True])
 def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_answered(peeks: bool) -> None:
-    """Its read was seen to end while the waiting request asked. That request was then told ``None`` for ever."""
+    """The read's end is noticed while the waiting request asks.
+
+    That request must not get the answer ``None`` forever.
+    """
     rig = PlanRig([(1.0, None), (0.01, None)], step_s=20.0, policy="always")
     manager, (slow, mute) = rig.manager, rig.tiers
     slow.medium, mute.medium, mute.answer_s = "STORAGE", "CPU", 1e9

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers that get blocks on their way out of the primary tier: what is written, when, and what a burst costs."""
+"""Test tiers to which blocks are written shortly before host memory evicts them: which blocks, when, and the cost of a
+burst."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def test_a_promoted_block_stays_below_and_is_not_written_again() -> None:
 
 
 def test_what_leaves_and_is_below_already_is_used_there_head_last() -> None:
-    """Else it would be as old below as its last use is, and go before what was written long ago."""
+    """Otherwise it would be as old in the tier as its last use there, and be evicted before blocks written long ago."""
     rig = rig_of()
     rig.below(keys(0, 1))
     fill(rig, 0, 64)
@@ -187,7 +188,7 @@ def test_the_head_of_a_prefix_outlives_its_tail_in_a_real_store(room: int) -> No
     manager.prepare_store(prefix(100), context)
     manager.complete_store(prefix(100), context)
     manager.touch(prefix(100), context)
-    for burst in range(16):  # the window grows to what comes at once
+    for burst in range(16):  # the window grows to the size of a burst
         for _ in range(3):
             manager.on_schedule_end()
             quiesce(tier)
@@ -297,7 +298,7 @@ def test_a_clean_end_leaves_below_what_was_above() -> None:
 
 @pytest.mark.parametrize("store", ["fs", "memory", "disk"])
 def test_a_clean_end_writes_to_tiers_that_must_find_out_what_they_have(store: str, tmp_path: Path) -> None:
-    """No step comes in which their threads could ask the store."""
+    """There is no further step in which their threads could ask the store."""
     memory = Memory(64)
     primary = CPUPrimaryTierOffloadingManager(64, memory)
     options: dict[str, Any] = {"type": store, "max_bytes": "8MiB"}

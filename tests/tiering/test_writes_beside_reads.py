@@ -104,7 +104,7 @@ def test_one_write_begins_for_eight_reads_while_reads_are_queued(make: Callable[
     for num_read in range(1, len(loads) + 1):
         rig.store.let["read"].release()
         rig.until(lambda num_read=num_read: len(rig.ended & set(loads)) == num_read)
-        num_writes = THREADS + min((num_read + THREADS) // 8, 3)  # that of all reads that have begun
+        num_writes = THREADS + min((num_read + THREADS) // 8, 3)  # the number of writes for all reads that have started
         rig.until(lambda num_writes=num_writes: len(rig.begun("write")) >= num_writes)
         assert num_read >= len(loads) - THREADS or len(rig.begun("write")) == num_writes
     rig.until(lambda: set(stores) <= rig.ended)

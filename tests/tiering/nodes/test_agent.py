@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an agent does with orders, and what the scheduler's store makes of the answers of two agents."""
+"""Test how an agent executes orders, and how the scheduler's store combines the answers of two agents."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_scan_finds_what_all_nodes_have() -> None:
             each.write(names, [memoryview(bytes(SLOT_BYTES))] * len(names))
         first.discard(names[:10])
         second.discard(names[5:20])
-        for _ in range(2):  # a later scan begins anew
+        for _ in range(2):  # a later scan starts from the beginning
             assert [key for batch in store.scan() for key in batch] == names[20:]
 
 

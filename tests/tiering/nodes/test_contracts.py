@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose parts lie on two nodes keep the contracts of stores and tiers."""
+"""Test that blocks with parts on two nodes fulfil the contracts of stores and tiers."""
 
 from __future__ import annotations
 

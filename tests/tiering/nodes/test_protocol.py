@@ -38,7 +38,7 @@ class Agent:
 
 
 class Network(RuleBasedStateMachine):
-    """A scheduler, its nodes, and packets under way, each of which arrives never, once or often, at any time."""
+    """A scheduler, its nodes, and packets in flight. Each packet arrives never, once or several times, at any time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Network(RuleBasedStateMachine):
 
     @rule(down=FATES, up=FATES, has_news=st.booleans())
     def step(self, down: list[str], up: list[str], has_news: bool) -> None:
-        """Packets that do not arrive now may arrive later, and so may those that do."""
+        """Make a step. Any packet, delivered or not, may also arrive later."""
         for packet, fate in zip(self.nodes.take_packets(), cycle(down)):
             self.down.append(packet)
             if fate == "arrives":
@@ -136,7 +136,7 @@ class Network(RuleBasedStateMachine):
                 assert set(pending.bad_nodes) == {at for at, good in enumerate(pending.outcomes) if not good}
 
     def teardown(self) -> None:
-        """Once nothing is lost any more, all orders end. Some packets of before still come, and change nothing."""
+        """Once no packets are lost, all orders end. Some earlier packets still arrive, and change nothing."""
         late_down, late_up = self.down[::3], self.up[::3]
         self.start_again()
         for _ in range(12):

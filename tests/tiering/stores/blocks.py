@@ -32,7 +32,7 @@ def read(store: BlockStore, keys: Sequence[OffloadKey], block_bytes: int = BLOCK
 
 
 def succeeds(call: Callable[[], bool]) -> bool:
-    """The answer of a call that fails as long as its server is not back, or the machine stands still."""
+    """Return the answer of a call that fails until its server is back or the machine resumes."""
     try:
         return call()
     except StoreError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process holds, to show that a store's failures leave nothing behind."""
+"""Measure a process's resources, to show that a store's failures leave nothing behind."""
 
 from __future__ import annotations
 

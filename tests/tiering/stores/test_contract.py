@@ -98,7 +98,7 @@ class TestFileSystemStoreDurable(TestFileSystemStore):
 
 
 class TestDiskStore(BlockStoreContract):
-    """Blocks that are no whole pages, so through the page cache."""
+    """Blocks that are not whole pages, which use the page cache."""
 
     namespace = ""
 
@@ -186,7 +186,7 @@ class TestStripedDisks(TestDiskStore):
 
 
 class TestStripedDisksEncrypted(TestDiskStoreEncrypted):
-    """Each with an older key too."""
+    """Each disk also has an older key."""
 
     def make_store(self, directory: Path) -> BlockStore:
         def rotating(root: Path) -> BlockStore:

@@ -26,7 +26,8 @@ def test_what_is_left_of_buffers() -> None:
 
 
 def test_a_direct_read_has_ended_when_its_call_returns(tmp_path: Path) -> None:
-    """Also one that a signal interrupts: what it said it read is there, and nothing is written to the buffer later."""
+    """This includes a read that a signal interrupts: the reported bytes are there, and nothing is written to the buffer
+    later."""
     size, marked = 16 * PAGE_BYTES, b"\xa5"
     (tmp_path / "file").write_bytes(content := os.urandom(size))
     try:

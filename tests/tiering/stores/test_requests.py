@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a batch run side by side, and what cannot be run fails at once."""
+"""Test that requests of a batch run concurrently, and that impossible ones fail at once."""
 
 from __future__ import annotations
 

@@ -25,8 +25,10 @@ SOON_S = 0.2
 
 
 class NameServer:
-    """In the place of the system's. ``names``: what they are, an error, or ``None``, for which the system waits until
-    ``gives_up`` is set."""
+    """A replacement for the system's name server.
+
+    ``names`` maps names to results or errors, or to ``None``, for which the system waits until ``gives_up`` is set.
+    """
 
     def __init__(self) -> None:
         self.names: dict[str, list[str] | OSError | None] = {}

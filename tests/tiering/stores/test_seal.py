@@ -29,7 +29,7 @@ SECRETS = [None, b"the fleet's own secret", EncryptionKey(b"the fleet's own secr
 
 
 def opened(sealer: Sealer, seal: bytes, key: bytes, stored: bytes | memoryview) -> bytes | None:
-    """What ``sealer`` makes of it: in place and elsewhere, which must be the same."""
+    """Return the block that ``sealer`` opens, in place and in other memory, with equal results."""
     inside, outside = memoryview(bytearray(stored)), memoryview(bytearray(len(stored)))
     is_good = sealer.unseal(seal, key, inside, inside)
     assert sealer.unseal(memoryview(bytearray(seal)), key, memoryview(bytes(stored)), outside) == is_good
@@ -66,7 +66,7 @@ def test_it_fits_what_it_was_made_for_and_nothing_else(secret: bytes | None) -> 
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_it_is_made_where_the_caller_wants_it(secret: bytes | None) -> None:
-    """In the memory from which a library sends it, with no copy in between, and nothing beside it."""
+    """The seal is made in the memory from which a library sends it, without a copy, and nothing beside it changes."""
     sealer, memory = sealer_of("ns", secret), bytearray(len(BLOCK) + 20)
     into = memoryview(memory)[10:-10]
     stored, seal = sealer.seal(ONE, BLOCK, into)

@@ -39,7 +39,7 @@ def open_store(kind: str, root: Path, secret: bytes | None) -> BlockStore:
 
 
 def forge_file(directory: Path) -> None:
-    """Puts another block in the place of ``KEY``'s, by what the format says and no more."""
+    """Replace the block of ``KEY`` by another one, with knowledge of the format only."""
     layout = BlockFormat(directory.name, SIZE)
     path = directory.parent / layout.path_of(KEY)
     path.write_bytes(b"".join(layout.sealed(layout.identity(KEY), memoryview(FORGED))))

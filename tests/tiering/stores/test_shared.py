@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shared stores do alike: when a batch is a failure of the store, and what becomes of bad blocks."""
+"""Test the common behaviour of shared stores: when a batch counts as a failure of the store, and how bad blocks are
+handled."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_store_fails_if_nothing_came_of_a_batch(
 
 
 class Discarding(SharedStore):
-    """Only counts what it is to delete, and fails at that."""
+    """A store that only counts its deletions, and fails at them."""
 
     def __init__(self, block_bytes: int = 8) -> None:
         super().__init__(block_bytes, "ns", None)

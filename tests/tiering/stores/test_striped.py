@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several disks as one store: where blocks go, and what one of them can cost."""
+"""Test several disks as one store: the places of blocks, and the cost of one bad disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rig:
         return self.disks[disk].contains(keys)
 
     def fill(self, count: int = 20) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Writes blocks in calls of one, and returns those of each disk."""
+        """Write blocks in calls of one block, and return the blocks of each disk."""
         keys = keys_of(*range(count))
         for key in keys:
             assert write(self.store, key) == [True]

@@ -23,8 +23,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def open_store(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., DiskStore]]:
-    """Opens stores on one root, by default with one slab of eight slots, checks them at the end and closes them.
-    Checksums are made before the write of their blocks, as those of small blocks, or beside it, as of large ones."""
+    """Open stores on one root, by default with one slab of eight slots, check them at the end and close them.
+
+    Checksums are made before the write of their blocks, as for small blocks, or during it, as for large ones.
+    """
     if request.param == "beside":
         monkeypatch.setattr("kvoffload.tiering.stores.disk.store._BESIDE_BYTES", 1)
     opened = []

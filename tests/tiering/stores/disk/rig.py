@@ -56,7 +56,7 @@ def here(store: DiskStore, *keys: OffloadKey) -> set[OffloadKey]:
 
 
 def upkeep_of(store: DiskStore) -> Upkeep:
-    """What a store does by itself. A test does it instead, while it holds the lock."""
+    """Return the store's background work, which a test does itself while it holds the lock."""
     return store._upkeep
 
 
@@ -83,7 +83,7 @@ def slab_of(num_slots: int, size: int = SMALL) -> int:
 
 
 def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None:
-    """Flips a bit of the block, wherever it lies."""
+    """Flip a bit of the block in its file."""
     block = block_of(key, size)
     for path in payloads(root):
         start = path.read_bytes().find(block)

@@ -189,7 +189,7 @@ def test_free_runs_of_new_and_dropped_slabs_are_those_of_single_slots() -> None:
 
 @pytest.mark.parametrize(("num_slots", "mean_run"), [(300, 4), (4096, 15)])
 def test_prefixes_come_and_go_as_runs(num_slots: int, mean_run: int) -> None:
-    """Prefixes of 20 to 60 blocks: what is evicted together lies together."""
+    """Prefixes have 20 to 60 blocks. Blocks that are evicted together are adjacent."""
     allocator, rng, now = Allocator(), random.Random(0), 1
     add(allocator, 1, np.zeros(num_slots, np.int64))
     held: dict[int, list[int]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``disk`` tier whose disk fails or hangs, in the system calls below it: what one bad block costs."""
+"""Test a ``disk`` tier whose disk fails or hangs in system calls: the cost of one bad block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ K = keys_of(*range(24))
 
 
 class Disk:
-    """System calls on slabs. Those on ``bad`` slots fail, and those of a kind in ``hanging`` wait for ``go_on``."""
+    """A disk that intercepts system calls on slabs.
+
+    Calls on ``bad`` slots fail, and calls of a kind in ``hanging`` wait for ``go_on``.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bad: set[int] = set()
@@ -65,7 +68,7 @@ class Disk:
 
 
 class Rig:
-    """A tier over a store of 24 blocks, of which ``K[:12]`` are there, in slots of these numbers."""
+    """A tier over a store of 24 blocks. It contains ``K[:12]``, in slots with these numbers."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
         self.root, self.disk, self.clock = root, disk, ManualClock()
@@ -124,7 +127,7 @@ def rig(tmp_path: Path, disk: Disk) -> Iterator[Rig]:
     disk.bad = set()
     disk.go_on()
     made.tier.shutdown()
-    made.store.close()  # the tier does not wait for ever for that
+    made.store.close()  # the tier does not wait forever for that
 
 
 class TestUnreadable:
@@ -275,7 +278,8 @@ def say(store):
 """
 
     def run(self, root: Path, soft: int, hard: int, script: str) -> list[str]:
-        """What the script says: the slabs that are open, their percentage of the quota, and those left out for good."""
+        """Run a script and return its output: the open slabs, their percentage of the quota, and those left out for
+        good."""
         command = [sys.executable, "-c", self.SCRIPT + script, str(root), str(soft), str(hard)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert not ran.returncode, ran.stdout + ran.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store does while nothing is asked of it: as little as possible, however many slabs there are."""
+"""Test the work of an idle store: as little as possible, however many slabs there are."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Pa
     with opened(root) as mine, opened(root) as theirs:
         assert sum(slab.is_own for slab in slabs_of(theirs).open.values()) == 0
         for _ in range(2):
-            upkeep_of(theirs).poll()  # what was announced at the start
+            upkeep_of(theirs).poll()  # changes that were announced at the start
         calls.clear()
         for _ in range(10):
             upkeep_of(theirs).poll()

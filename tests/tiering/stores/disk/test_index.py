@@ -28,7 +28,7 @@ def put(index: SlotIndex, slot: int, key: HashedKey) -> None:
 
 
 def crowded(key: OffloadKey) -> HashedKey:
-    """Hashes of which many begin their search in the same few cells, at the end of the table too."""
+    """Return a hash. Many of these hashes start their search in the same few cells, also at the end of the table."""
     key_hash = LAYOUT.hashed(key)
     hash64 = (key_hash.hash64 % 3) * 977 + 1020
     return HashedKey(hash64, key_hash.probe)
@@ -108,8 +108,10 @@ class Counting:
 
 
 def test_cells_that_change_while_they_are_copied_are_those_of_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each piece of the copy others add and remove blocks and drop slabs. Readers without the lock find what is
-    there."""
+    """After each piece of the copy, other calls add and remove blocks and drop slabs.
+
+    Readers without the lock find all present blocks.
+    """
     monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 64)
     monkeypatch.setattr(index_module, "_CHANGES_AT_ONCE", 4)
     rng, index, num_copies = random.Random(5), SlotIndex(), 0

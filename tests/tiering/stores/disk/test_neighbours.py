@@ -258,7 +258,7 @@ class TestAdoption:
         assert len(tables(tmp_path)) == 1, "in the slab of the dead"
 
     def test_a_child_that_outlives_its_engine_keeps_no_lock(self, open_store, tmp_path: Path) -> None:
-        """Locks belong to what is open, which a forked child has open too."""
+        """Locks belong to open files, which a forked child also has open."""
         command = [sys.executable, "-c", PARENT, *map(str, (tmp_path / "kv", SMALL, two_slabs()))]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None
@@ -403,8 +403,10 @@ class TestQuota:
     def test_a_root_that_another_process_has_locked_is_not_waited_for(
         self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It makes a slab just now. That is no quota that is full: the next write asks again, and nobody is asked for
-        a slab."""
+        """Another process is making a slab at this moment.
+
+        That does not count as a full quota: the next write asks again, and no process is asked for a slab.
+        """
         monkeypatch.setattr(quota_module, "_GROW_S", 1000.0)
         store = open_store(max_bytes=two_slabs())
         with root_lock(str(tmp_path / "kv"), Access()) as is_locked:
@@ -475,7 +477,7 @@ class TestSharing:
                 assert (given.file.read_changes() == counted).all()
 
     def test_who_cannot_ask_for_a_slab_finds_its_neighbours_blocks_all_the_same(self, open_store, monkeypatch) -> None:
-        """On a full disk there is no room for the file that asks."""
+        """On a full disk, there is no room for the file that asks for a slab."""
 
         def full(name: str, *arguments) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)

@@ -136,7 +136,7 @@ def open_tier(pool: Path, max_bytes: int) -> BlockStore:
 class TestMemory:
     @pytest.fixture
     def available(self, monkeypatch) -> list[int]:
-        """What the system says is available; changed by the test."""
+        """Return the memory that the system reports as available, which the test changes."""
         said = [1 << 40]
         monkeypatch.setattr(memory_limits, "available_bytes", lambda: said[0])
         monkeypatch.setattr(quota_module, "available_bytes", lambda: said[0])
@@ -164,7 +164,7 @@ class TestMemory:
             open_tier(pool, disk.f_blocks * disk.f_frsize * 2)
 
     def test_slabs_that_exist_are_not_counted_twice(self, pool: Path, available: list[int]) -> None:
-        """They are in use already, so that they are not available any more."""
+        """They are already in use, so they are no longer counted as available."""
         max_bytes = 4 << 20
         store = DiskStore(pool, PAGED, max_bytes=max_bytes)
         keys = keys_of(*range(400))

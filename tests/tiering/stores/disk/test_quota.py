@@ -101,7 +101,7 @@ def test_it_takes_no_bytes_and_has_the_roots_mode(tmp_path: Path) -> None:
 
 
 def test_files_of_others_under_the_root_are_not_slabs(tmp_path: Path) -> None:
-    """Whatever they are called, and wherever they lie: they count for nothing, and nobody removes them."""
+    """Files of other programs do not count and are never removed, whatever their names and places."""
     root, names = tmp_path / "kv", ("prices.table", "holiday.slab", "new-year.slab", "f" * 17 + ".table")
     theirs = [root / folder / name for folder in ("photos", "=") for name in names]
     for path in theirs:

@@ -156,7 +156,7 @@ def test_reads_wait_for_no_plan_of_evictions(slabs: Slabs, monkeypatch) -> None:
     put(slabs, first, 0, 1, 2)
 
     def make_plan(*arguments):
-        found = slabs.contains(hashed(0, 3))  # would wait for ever for a lock that is held
+        found = slabs.contains(hashed(0, 3))  # would wait forever for a lock that is held
         slabs.drop([first], "removed")
         return found, real(*arguments)
 

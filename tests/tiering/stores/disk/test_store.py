@@ -97,7 +97,7 @@ class TestLargeBlocks:
 
 class TestEviction:
     def test_keys_that_are_too_long_for_an_entry_are_named_too(self, open_store) -> None:
-        """Whoever folds a tier's events would keep them for ever."""
+        """A program that folds a tier's events would keep such keys forever."""
         store = open_store()
         keys = [OffloadKey(key + bytes(40)) for key in KEYS[:20]]
         evicted: list[OffloadKey] = []
@@ -426,7 +426,7 @@ class Broken:
 
 
 OF_DEVICES = (errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
-"""What Linux makes of a bad medium, a wrong checksum and a failed device, where direct I/O tells it as it is."""
+"""Linux's errors for a bad medium, a wrong checksum and a failed device, which direct I/O reports unchanged."""
 
 
 class TestBadMedia:
@@ -449,7 +449,7 @@ class TestBadMedia:
     def test_slots_are_used_again_where_many_fail_for_a_while(
         self, open_store, broken: Broken, transfer: str, num_left_out: int
     ) -> None:
-        """They fail together in a write, and one by one in a read, of which the first few are left out of use."""
+        """They fail together in a write, and one by one in reads. The first few are taken out of use."""
         store, keys = open_store(max_bytes=slab_of(200)), keys_of(*range(300))
         if transfer == "read":
             write(store, *keys[:40])
@@ -816,7 +816,7 @@ class TestRoot:
     @pytest.mark.once
     @pytest.mark.parametrize("damage", ["deleted", "garbage", "directory", "pipe"])
     def test_damage_to_the_control_directory_costs_nothing(self, open_store, tmp_path: Path, damage: str) -> None:
-        """What lies there is only locked, and read by name."""
+        """Files in the control directory are only locked, and read by name."""
         store = open_store(max_bytes=2 << 20)
         keys = keys_of(*range(3000))
         write(store, *keys[:100])
@@ -859,7 +859,7 @@ class TestRoot:
         assert right(store, *keys) == left
         assert store.stats().used_bytes == len(left) * SMALL
         assert store.take_lost() == dict.fromkeys(set(keys) - left, "removed")
-        second.unlink()  # its payloads alone are no slab
+        second.unlink()  # its payloads alone are not a slab
         store.refresh()
         assert here(store, *keys) == set()
         may_grow(store)
@@ -1150,7 +1150,8 @@ class TestClock:
 
 class TestThreads:
     def test_threads_on_a_full_store_never_read_wrong_bytes(self, open_store) -> None:
-        """Aimed at slots that were just evicted: every write evicts what others are about to read."""
+        """The test targets slots that were just evicted: every write evicts blocks that other threads are about to
+        read."""
         store = open_store(PAGED, max_bytes=slab_of(40, PAGED))
         keys, wrong = keys_of(*range(200)), []
         blocks = {key: aligned(block_of(key, PAGED)) for key in keys}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other hosts on a network mount, each a process with a store of its own on the real files.
+"""Other hosts on a network mount, each a process with its own store on the real files.
 
-What such a host has for itself is put between the store and its file system: locks that lock nobody out, a clock that
-is minutes off, and a cache of names and attributes that is seconds old. As on NFS, a host sees its own changes at once,
-and to open a file or a directory asks the server.
+The differences of such a host are inserted between the store and its file system: locks that exclude nobody, a clock
+that is minutes off, and a cache of names and attributes that is seconds old. As on NFS, a host sees its own changes at
+once, and opening a file or a directory asks the server.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class _AttributeCache:
 
 
 class _Listing:
-    """``os.scandir`` by the cache: also the attributes of what it finds may be old."""
+    """``os.scandir`` through the cache: the attributes of entries may also be old."""
 
     def __init__(self, cache: _AttributeCache, path: str | int) -> None:
         self._top = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path

@@ -364,7 +364,7 @@ class TestOwners:
 
 
 def test_a_mount_that_maps_user_ids(open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a network mount does for root: what we make belongs to somebody else, again and again."""
+    """As with root on a network mount, files that we create belong to another user, every time."""
     monkeypatch.setattr(os, "geteuid", lambda: 424242)
     store = open_store(max_bytes=room_for(2))
     assert write(store, KEY) == [True]

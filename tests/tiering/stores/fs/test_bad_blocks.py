@@ -71,7 +71,7 @@ class Rig:
         self.until(lambda: self.tier.get_stats()["tier_blocks", "fs"] == len(K))
 
     def plan(self, *faults: tuple[str, OffloadKey]) -> None:
-        """What fails from now on."""
+        """Set the faults from now on."""
         assert PLAN is not None
         path = Path(PLAN).with_suffix(".new")
         path.write_text("".join(f"{kind} {Path(self.path_of(key)).name}\n" for kind, key in faults))

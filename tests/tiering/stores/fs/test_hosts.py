@@ -36,7 +36,7 @@ HOSTS = [
 
 
 class TestOneHostOfMany(BlockStoreContract):
-    """With old attributes and a wrong clock a host works like any other, as far as it sees what it did itself."""
+    """A host with old attributes and a wrong clock works like any other host for its own blocks."""
 
     def make_store(self, directory: Path) -> BlockStore:
         return Host(directory, self.block_bytes, max_bytes=1 << 30, **HOSTS[0])
@@ -53,7 +53,7 @@ class TestHosts(SharedStoreContract):
 
 
 class TestProcesses(SharedStoreContract):
-    """Stores of one process, which are as good as those of several."""
+    """Several stores in one process, which behave like stores in several processes."""
 
     def make_host(self, directory: Path, number: int) -> BlockStore:
         return FileSystemStore(directory, self.block_bytes, max_bytes=1 << 30)
@@ -117,7 +117,7 @@ def test_a_host_that_opens_the_store_again_and_again_costs_another_no_write(tmp_
 
 
 class TestOldCaches:
-    """What a host sees is seconds old. The clocks of these tests do not run: nothing here becomes younger."""
+    """Hosts with caches that are seconds old. The clocks of these tests do not run, so caches stay old."""
 
     @pytest.fixture
     def pair(self, host) -> tuple[Host, Host]:

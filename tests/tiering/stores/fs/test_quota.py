@@ -216,7 +216,7 @@ def test_a_file_that_cannot_be_deleted_is_passed_over(open_store, tmp_path: Path
 
 
 def test_a_neighbour_that_deletes_the_same_files_is_no_trouble(open_store, tmp_path: Path, monkeypatch) -> None:
-    """Two stores list the same fan, and both delete what is too much."""
+    """Two stores list the same fan, and both delete the excess files."""
     store = open_store(max_bytes=room_for(4))
     write(store, *keys_of(0, 1, 2, 3))
     real = quota.delete_oldest
@@ -232,7 +232,7 @@ def test_a_neighbour_that_deletes_the_same_files_is_no_trouble(open_store, tmp_p
 
 
 def leave_behind(store: FileSystemStore, root: Path, number: int, age_ns: int) -> Path:
-    """What a writer leaves that is killed, some time ago by the clock of the file system."""
+    """Create the file of a writer that was killed some time ago, by the clock of the file system."""
     (key,) = keys_of(number)
     path = root / path_of(store, key)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +377,7 @@ class TestFullDisks:
     @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
     @pytest.mark.parametrize("call", ["open", "writev", "fsync", "close"])
     def test_wherever_it_shows(self, open_store, tmp_path: Path, monkeypatch, number: int, call: str) -> None:
-        """A network mount may say only at the end that the server has no room. One deletion is enough here."""
+        """A network mount may report only at the end that the server has no room. One deletion is enough here."""
         store = open_store(durability="fsync")
         write(store, *keys_of(*range(10)))
         real: Callable[..., object] = getattr(os, call)

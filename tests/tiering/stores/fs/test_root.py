@@ -70,7 +70,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as NFS without its server, for which a system call waits for ever."""
+    """An example is NFS without its server, on which a system call waits forever."""
     options = {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "timeout_s": 0.01}
     may_open, is_closed = threading.Event(), threading.Event()
     make: Callable[..., None] = FileSystemStore.__init__
@@ -109,7 +109,7 @@ def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
 def test_a_root_that_goes_away_in_the_middle_of_a_write_is_not_made_again(
     open_store, tmp_path: Path, monkeypatch
 ) -> None:
-    """What is then written to that path is on another disk, which the quota is not for."""
+    """Files written to that path would be on another disk, to which the quota does not apply."""
     store, root = open_store(max_bytes=room_for(8)), tmp_path / "kv"
     real_rename = os.rename
 
@@ -133,7 +133,7 @@ def test_a_mount_point_without_its_mount_is_not_written_to(small_disk: Path, pat
     small_disk.with_name("link").symlink_to(small_disk)
     store = FileSystemStore(small_disk.with_name(path), SMALL)
     write(store, KEY)
-    subprocess.run(["mount", "-t", "tmpfs", "none", small_disk], check=True)  # what is below is hidden
+    subprocess.run(["mount", "-t", "tmpfs", "none", small_disk], check=True)  # the files below are hidden
     assert write(store, KEY) == [True], "a mount all the same"
     subprocess.run(["umount", small_disk], check=True)
     assert read(store, KEY) == block_of(KEY, SMALL)
@@ -188,7 +188,7 @@ def test_keys_longer_than_a_file_name_are_blocks_like_any_other(open_store, tmp_
     again.discard([one])
     assert here(again, one, two) == {two}
     for path in files(tmp_path):
-        os.utime(path, ns=(10**18, 10**18))  # older than what comes, whatever a tick of the file system's clock is
+        os.utime(path, ns=(10**18, 10**18))  # older than later files, however long a tick of the file system's clock is
     assert write(again, KEY, OTHER) == [True, True]
     assert here(again, one, two) == set(), "evicted"
 

@@ -128,7 +128,7 @@ def test_a_block_that_a_neighbour_publishes_meanwhile_is_replaced_by_the_same(
 
 
 def test_no_two_writes_have_the_same_temporary_name(open_store, tmp_path: Path, monkeypatch) -> None:
-    """Also those of the same block, by stores that know nothing of each other."""
+    """This includes writes of the same block by stores that do not know of each other."""
     names, real = list[str](), os.rename
 
     def rename(temporary: str, final: str) -> None:
@@ -154,7 +154,7 @@ def test_what_counts_as_absence(number: int) -> None:
 def test_a_file_that_another_host_deletes_while_it_is_read_is_a_miss(
     open_store, monkeypatch, call: str, number: int
 ) -> None:
-    """A network mount has no file any more, even for who has it open."""
+    """On a network mount, a deleted file is lost even for processes that have it open."""
     store = open_store()
     write(store, KEY)
 

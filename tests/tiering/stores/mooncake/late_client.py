@@ -17,8 +17,11 @@ class _Write(NamedTuple):
 
 
 class LateClient:
-    """One client. ``is_late``: a read fails with the code of a transfer that was given up, and writes what it read when
-    ``write_late`` is called, as the library does 60 s after a donor stopped to answer."""
+    """One client.
+
+    With ``is_late``, a read fails with the code of an abandoned transfer. It writes its data when ``write_late`` is
+    called, as the library does 60 s after a donor stopped answering.
+    """
 
     def __init__(self) -> None:
         self.pool: dict[str, bytes] = {}

@@ -67,7 +67,7 @@ class TestEncrypted(TestMooncakeStore):
 
 
 def as_client(store: MooncakeStore, key: OffloadKey) -> tuple[Any, str]:
-    """Mooncake's client, and what a block is called there."""
+    """Return Mooncake's client, and the name of a block in it."""
     return store._connected(), store._name(key)
 
 
@@ -251,8 +251,10 @@ def store_through(link: Proxy, pool: MooncakePool) -> MooncakeStore:
 
 @needs_mooncake
 def test_a_donor_that_drips_is_waited_for_as_long_as_bytes_come(linked: Linked) -> None:
-    """A read takes twice the library's deadline for progress. On a machine that stands still for so long the library
-    gives up, rightly: then the next one shows it."""
+    """A read takes twice the library's deadline for progress.
+
+    If the machine stalls for that long, the library rightly gives up, and the next read succeeds.
+    """
     linked.link.throttle(LARGE // 2)
     wait_until(lambda: succeeds(lambda: read(linked.store, keys(1), LARGE) == [True]), "a read that drips has ended")
 
@@ -269,7 +271,7 @@ def test_a_transfer_that_ends_in_the_middle_is_a_miss_and_touches_no_slot_later(
     if way == "dies":
         wait_until(lambda: link.is_stalling, "half of it has come")
         pool.kill("donor")
-        link.cut_after(0)  # what it had sent before does not matter
+        link.cut_after(0)  # data that it had sent before does not matter
     thread.join()
     assert outcome == [False]
     found = slots.copy()
@@ -279,7 +281,7 @@ def test_a_transfer_that_ends_in_the_middle_is_a_miss_and_touches_no_slot_later(
     numbers = iter(range(10, 10_000))
     wait_until(lambda: succeeds(lambda: stores(store, keys(next(numbers)), LARGE)), "the store works again")
     assert (slots == found).all()
-    assert store.stats().corrupt_blocks == 0  # what did not arrive proves nothing
+    assert store.stats().corrupt_blocks == 0  # missing data proves nothing
 
 
 def reads(store: BlockStore, slot: memoryview) -> bool:

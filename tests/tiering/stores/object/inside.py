@@ -11,7 +11,7 @@ from kvoffload.tiering.stores.object import ObjectStore
 
 
 def path_of(store: ObjectStore, key: OffloadKey) -> str:
-    """What a block is called below the store's prefix."""
+    """Return the name of a block below the store's prefix."""
     return store._path(key)
 
 
@@ -21,6 +21,6 @@ def put(store: ObjectStore, key: OffloadKey, value: bytes) -> None:
 
 
 def wrap_client(store: ObjectStore, wrap: Callable[[Any], Any]) -> Any:
-    """Puts what ``wrap`` makes of the store's obstore in its place."""
+    """Replace the store's obstore by the result of ``wrap``."""
     store._client.obstore = wrap(store._client.obstore)
     return store._client.obstore

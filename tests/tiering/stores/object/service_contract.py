@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds over each kind of service, with a server of its own protocol."""
+"""Tests for each kind of service, with a server of its own protocol."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with an object store is a miss, ends by its deadline, leaves nothing behind, and passes."""
+"""Test that failures of an object store are misses, end by their deadline, leave nothing behind, and are temporary."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_stop_in_the_middle_of_an_object(shared_s3: S3Server, proxy: Proxy, op
     with pytest.raises(StoreError):
         store.read_into(keys(1), targets)
     assert bytes(targets[0]) == UNTOUCHED * large
-    assert store.stats().corrupt_blocks == 0  # what did not arrive proves nothing
+    assert store.stats().corrupt_blocks == 0  # missing data proves nothing
     proxy.heal()
     wait_until(lambda: succeeds(lambda: read(store, keys(1), large) == [True]), "the store works again")
 

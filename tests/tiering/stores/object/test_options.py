@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object tier from a mapping: mistakes are sentences, and what is secret appears nowhere."""
+"""Test an object tier's options: mistakes raise clear errors, and secrets appear nowhere."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_endpoint_of_http_in_a_service_account_is_one_like_others(tmp_path: P
     nowhere = f"http://127.0.0.1:{free_port()}"
     options: dict[str, Any] = {"url": "gs://bucket/prefix", "config": {"service_account_key": service_account(nowhere)}}
     store = parse(**options).open_store(4096, "ns")
-    with pytest.raises(StoreError, match=f"HEAD {nowhere}"):  # it was asked, although it has no TLS
+    with pytest.raises(StoreError, match=f"HEAD {nowhere}"):  # it was contacted, although it does not use TLS
         store.contains(keys(1))
     store.close()
     with pytest.raises(ConfigError, match="allow_http of the 'object' tier is false, but"):

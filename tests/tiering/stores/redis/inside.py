@@ -18,7 +18,7 @@ from kvoffload.tiering.stores.redis.servers import Cluster
 
 
 def name_of(store: RedisStore, key: OffloadKey) -> bytes:
-    """What a block is called on the server."""
+    """Return the name of a block on the server."""
     return store._name(key)
 
 
@@ -47,7 +47,7 @@ def slots_of(cluster: Cluster) -> Any:
 
 
 def learn(cluster: Cluster, asked: Address, answer: Sequence[Any]) -> None:
-    """Of all slots, what the node ``asked`` says."""
+    """Store the answer of the node ``asked`` about all slots."""
     cluster._learn(asked, answer)()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Listeners that are no servers."""
+"""Listeners that are not Redis servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong with a real server is a miss, ends by its deadline, leaves nothing behind, and passes."""
+"""Test that failures of a real server are misses, end by their deadline, leave nothing behind, and are temporary."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_stop_in_the_middle_of_a_value(
 def test_a_server_that_drips_is_left_at_the_deadline_and_read_by_who_waits(
     start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
 ) -> None:
-    """The deadline is that of a whole window: bytes that still come do not prolong it."""
+    """The deadline is for a whole window, so bytes that still arrive do not extend it."""
     server, size = start_server(), 1 << 18
     proxy = proxy_of(server)
     url = f"redis://127.0.0.1:{proxy.port}"
@@ -198,7 +198,7 @@ def test_a_greeting_that_drips_ends_by_the_deadline(
     start_server: StartServer, open_store: OpenStore, proxy_of: Callable[[RedisServer], Proxy]
 ) -> None:
     proxy = proxy_of(start_server(requirepass="right"))
-    proxy.throttle(1)  # 5 ms for each byte of some 60
+    proxy.throttle(1)  # 5 ms for each of about 60 bytes
     with pytest.raises(StoreError) as caught:
         open_store(f"redis://:wrong@127.0.0.1:{proxy.port}", window_s=0.1).contains(keys(1))
     assert "invalid username-password pair" not in str(caught.value)
@@ -263,7 +263,7 @@ def test_an_idle_connection_that_the_kernel_gave_up_is_no_timeout(
     def ping(wire: Wire) -> bytes:
         if answers == [errno.ETIMEDOUT] and node_is_used:
             answers.clear()
-            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))  # what a dead connection's call raises
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))  # the error of a dead connection
         wire.send([encode(b"PING")])
         return wire.read_line()
 
@@ -321,7 +321,7 @@ def test_killed_during_transfers_restarted_empty_and_used_again(
         thread.join()
     assert failed == [True, True]
     server.start()
-    assert store.contains(wanted) == [False] * 4  # at once: connections from before the restart are no reason to fail
+    assert store.contains(wanted) == [False] * 4  # at once: old connections do not cause failures
     assert write(store, wanted, 1 << 20) == [True] * 4
     assert read(store, wanted, 1 << 20) == [True] * 4
 

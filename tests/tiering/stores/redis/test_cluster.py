@@ -168,7 +168,7 @@ def test_the_nodes_of_a_batch_are_served_side_by_side(
 
 
 def test_two_frozen_nodes_do_not_delay_the_third(shared_cluster: RedisCluster, open_store: OpenStore) -> None:
-    """The batch ends by the deadline of the frozen ones, and has what the third one answered long before."""
+    """The batch ends by the deadline of the frozen nodes, and contains the earlier answers of the third node."""
     store = open_store(shared_cluster.url, prefix="two-frozen", cluster=True)
     nodes, clock = by_hand(store)
     assert all(write(store, WANTED))

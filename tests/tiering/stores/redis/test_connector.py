@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a URL says, and what a connection trusts."""
+"""Test the parts of a URL, and the certificates that a connection trusts."""
 
 from __future__ import annotations
 

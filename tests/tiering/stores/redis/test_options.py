@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A redis tier from a mapping: mistakes are sentences, and what is secret appears nowhere."""
+"""Test a redis tier's options: mistakes raise clear errors, and secrets appear nowhere."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
         started.append(sentinel := RedisSentinel(place("sentinel"), primary, SERVICE))
         with sentinel.client() as client:
-            # Ten and eight seconds otherwise pass until it has seen what a failover has changed.
+            # Otherwise ten and eight seconds pass until it notices the changes of a failover.
             client.execute_command("SENTINEL", "DEBUG", "INFO-PERIOD", 200, "PUBLISH-PERIOD", 200)
             wait_until(lambda: len(client.sentinel_slaves(SERVICE)) == 1, "the sentinel knows the replica")
         yield Watched(primary, replica, sentinel)

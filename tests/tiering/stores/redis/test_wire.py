@@ -259,7 +259,7 @@ def test_no_answer_by_the_deadline_is_a_timeout() -> None:
         with pytest.raises(TimeoutError):
             opened.read_lines(2)
         with pytest.raises(TimeoutError):
-            opened.send([b"x"])  # the deadline is that of the whole exchange
+            opened.send([b"x"])  # the deadline is for the whole exchange
 
 
 def test_each_exchange_has_its_own_deadline() -> None:
