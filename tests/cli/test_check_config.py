@@ -267,7 +267,7 @@ def test_a_unit_that_was_forgotten_is_a_problem(tmp_path: Path, capsys: pytest.C
     file.write_text('{"cpu_bytes_to_use": 64}')
     code, out, err = run(capsys, file)
     assert (code, out) == (1, "")
-    assert "cpu_bytes_to_use is 64 B" in err and "without a unit is bytes" in err
+    assert "cpu_bytes_to_use is 64 B" in err and "without a unit is in bytes" in err
 
 
 def test_a_small_mount_for_shared_memory_matters_to_several_processes_alone(

@@ -16,6 +16,7 @@ from tests.files import disk_bytes
 from kvoffload.cli import main
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.spec import name_namespace
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
@@ -54,9 +55,55 @@ def block_files(root: Path) -> list[Path]:
 def test_ls_tells_namespaces_apart(server, tmp_path: Path, capsys) -> None:
     code, out, _ = run(capsys, "ls", tmp_path)
     assert code == 0
-    lines = {line.split()[0]: line.split()[1] for line in out.splitlines()[2:]}
+    lines = {line.split()[0]: line.split()[2] for line in out.splitlines()[2:]}
     assert lines == {"(default)": "3", MODEL: "10"}
     assert "11 KiB" in out, "ten files of 1128 bytes"
+
+
+def test_ls_fits_in_80_columns_and_names_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    facts = {"tokens": 16}
+    names = [
+        name_namespace(["/models/Qwen/Qwen3-8B-Instruct-2507", "bfloat16", "auto"], facts),
+        name_namespace(["org/A-model-with-a-very-long-name-indeed-0123456789-abcdefgh"], facts | {"tokens": 32}),
+        name_namespace([], facts | {"tokens": 64}),
+    ]
+    for kind in (DiskStore, FileSystemStore):
+        root = tmp_path / kind.__name__
+        for name in names:
+            store = kind(root, SIZE, name, max_bytes=1 << 30)
+            store.write(keys_of(1), [memoryview(block_of(keys_of(1)[0], SIZE))])
+            store.close()
+        out = run(capsys, "ls", root)[1]
+        assert all(len(line) <= 80 for line in out.splitlines())
+        assert "Qwen3-8B-Instruct-2507" in out and "unnamed" in out
+        assert "s ago" in out
+        ids = [name[-32:][:8] for name in names]
+        assert all(each in out for each in ids)
+        assert run(capsys, "clear", root, ids[0], "--yes")[1] == "1 blocks deleted.\n"
+        assert run(capsys, "verify", root, ids[1])[1].startswith("1 blocks")
+        code, _, err = run(capsys, "clear", root, "00000000", "--yes")
+        assert (code, "has no namespace" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", [DiskStore, FileSystemStore])
+def test_a_dry_run_of_gc_says_what_gc_does(kind: type[BlockStore], tmp_path: Path, capsys) -> None:
+    store = kind(tmp_path, SIZE, MODEL, max_bytes=1 << 20)  # type: ignore[call-arg]
+    for number in range(200):
+        store.write(keys_of(number), [memoryview(block_of(keys_of(number)[0], SIZE))])
+    store.close()
+
+    def figures(*args: str) -> dict:
+        return json.loads(run(capsys, "gc", tmp_path, *args, "--json")[1])
+
+    before = figures()["bytes"]
+    planned = figures("--max-bytes", str(before // 2), "--dry-run")
+    assert planned["bytes"] == before
+    done = figures("--max-bytes", str(before // 2), "--yes")
+    assert 0 < planned["would_delete"] == done["deleted"]
+    assert planned["would_free_bytes"] == before - done["bytes"]
 
 
 def test_verify_finds_and_repairs(server, tmp_path: Path, capsys) -> None:
@@ -170,8 +217,11 @@ def test_a_dry_run_says_what_would_be_deleted_and_deletes_nothing(server, tmp_pa
     for args, said in [
         (("clear", tmp_path, MODEL), "10 blocks (11 KiB) of 1 namespace would be deleted."),
         (("clear", tmp_path, "--all"), "13 blocks (14.3 KiB) of 2 namespaces would be deleted."),
-        (("gc", tmp_path, "--max-bytes", "5KiB"), "14.3 KiB in use; blocks of 9.32 KiB would be deleted."),
-        (("gc", tmp_path), "14.3 KiB in use; blocks of 0 B would be deleted."),
+        (
+            ("gc", tmp_path, "--max-bytes", "5KiB"),
+            "14.3 KiB are in use. 9 blocks would be deleted, which would free 9.91 KiB.",
+        ),
+        (("gc", tmp_path), "14.3 KiB are in use. 0 blocks would be deleted, which would free 0 B."),
     ]:
         assert run(capsys, *args, "--dry-run") == (0, said + "\n", "")
     assert len(block_files(tmp_path)) == 13
@@ -197,7 +247,8 @@ def test_json_has_the_figures_of_each_command(server, tmp_path: Path, capsys) ->
     assert (seen["blocks"], len(seen["bad"]), seen["unreadable"], seen["deleted"]) == (13, 1, [], None)
     assert victim == tmp_path / seen["bad"][0]
     assert figures("verify", tmp_path, "--repair")["deleted"] == 1
-    assert figures("gc", tmp_path, "--max-bytes", "5KiB", "--dry-run")["excess_bytes"] > 0
+    planned = figures("gc", tmp_path, "--max-bytes", "5KiB", "--dry-run")
+    assert (planned["would_delete"], planned["would_free_bytes"]) == (8, 8 * 1128)
     shrunk = figures("gc", tmp_path, "--max-bytes", "5KiB", "--yes")
     assert (shrunk["deleted"], shrunk["leftovers"], shrunk["is_exceeded"]) == (8, 0, False)
     left = figures("clear", tmp_path, "--all", "--dry-run")

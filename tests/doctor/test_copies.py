@@ -100,7 +100,7 @@ def test_memory_that_cannot_be_pinned_is_what_is_wrong(cuda: FakeCuda) -> None:
     cuda.limit_registrations(largest_bytes=1 << 60, most_bytes=4096)
     checked = check_copies_under_load(DevicePlace(cuda.device(idle)), seconds=0)
     assert checked.wrong is not None
-    assert "refused the rest" in checked.wrong
+    assert "rejected the rest" in checked.wrong
     cuda.driver.destroy_stream(idle)
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from kvoffload.cli.kv_size import ModelKV, model_kv
-from kvoffload.cli.output import Json, print_json
+from kvoffload.cli.output import Json, check_unit, print_json
 from kvoffload.config import OffloadingConfig, read_config_values
 from kvoffload.config_file import ENVIRONMENT, expanded, has_variable, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
@@ -31,8 +31,6 @@ from kvoffload.units import format_bytes
 
 _BLOCK_TOKENS = 16
 """vLLM's block on a GPU."""
-_LEAST_BYTES = 1 << 20
-"""Less host memory than this is a unit that was forgotten."""
 _ANSWER_S = 10.0
 """How long a tier's disks may take to say what they are. A mount may hang for ever."""
 
@@ -102,7 +100,7 @@ def _probe(
         with problems:
             check_host_memory(cpu_bytes)
         with problems:
-            _check_unit("cpu_bytes_to_use", cpu_bytes)
+            check_unit("cpu_bytes_to_use", cpu_bytes)
         if block_bytes is not None and block_bytes > cpu_bytes:
             problems.add(
                 f"cpu_bytes_to_use is {format_bytes(cpu_bytes)}, but one block of this model needs "
@@ -113,7 +111,7 @@ def _probe(
             options.check(block_bytes)
         if block_bytes is None and options.bound_bytes is not None:
             with problems:
-                _check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
+                check_unit(f"max_bytes of the {options.label!r} tier", options.bound_bytes)
         if isinstance(options, SealedOptions):
             with problems:
                 options.read_keys()
@@ -141,15 +139,6 @@ def _readable_tiers(config: OffloadingConfig) -> Sequence[StoreOptions]:
         with Problems():
             tiers.append(parse_tier(tier))
     return tiers
-
-
-def _check_unit(name: str, size_bytes: int) -> None:
-    """Raises ``ConfigError`` for a size that no block of a model fits in."""
-    if size_bytes < _LEAST_BYTES:
-        raise ConfigError(
-            f"{name} is {format_bytes(size_bytes)}, too little for the blocks of any model: a number without a unit is "
-            "bytes; write '8GiB' for example."
-        )
 
 
 def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Problems) -> None:

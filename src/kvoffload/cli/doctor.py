@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvoffload.cli.output import Json, Out, check_out, print_json, print_table, progress, write_json
+from kvoffload.cli.output import Json, Out, check_out, check_unit, print_json, print_table, progress, write_json
 from kvoffload.doctor.copies import (
     DevicePlace,
     HostPlace,
@@ -22,12 +22,12 @@ from kvoffload.doctor.copies import (
     page_speed,
     pinning_speed,
 )
-from kvoffload.doctor.findings import Finding, Severity, findings, verdict
+from kvoffload.doctor.findings import Finding, Severity, findings, is_slow, verdict
 from kvoffload.doctor.report import PageSpeed, Report
 from kvoffload.doctor.system import device_facts, host_facts, versions
 from kvoffload.errors import ConfigError, TransferError
 from kvoffload.sim.table import Table
-from kvoffload.units import format_bytes, parse_bytes
+from kvoffload.units import counted, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from kvoffload.cpu.copy.cuda import CudaDevice
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _LAYERS = 8
 _MOST_THREADS = 4
+_MORE_TRIES = 2
 _MOST_PAGES = 8192
 """Of one job."""
 
@@ -53,21 +54,27 @@ class Effort:
 
 def doctor(
     cpu_bytes: Annotated[
-        str | None, typer.Option(help="Host memory that you want to offload to, for example 64GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory that you want for offloaded KV, for example 64GiB.")
     ] = None,
-    device: Annotated[int, typer.Option(min=0, help="Number of the GPU, among those that this process sees.")] = 0,
+    device: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of the GPU to check, among the GPUs that this process sees.")
+    ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Take some seconds: compare copies byte for byte, and time none.")
+        bool, typer.Option("--quick", help="Compare copies byte by byte, but skip the timing. Needs a few seconds.")
     ] = False,
     as_json: Json = False,
     out: Out = None,
 ) -> None:
     """Check this machine for offloading.
 
-    A minute of copies, compared byte for byte and timed, and what follows. Without a GPU it checks the rest. The
-    exit code is 1 if offloading does not work here.
+    Copies blocks for about a minute, compares them byte by byte, times them, and explains the results. Without a GPU,
+    it checks only host memory.
+
+    Exit codes: 0, no fault was found; 1, offloading does not work here; 2, a mistake in the options.
     """
     wanted = None if cpu_bytes is None else parse_bytes(cpu_bytes, "--cpu-bytes")
+    if wanted is not None:
+        check_unit("--cpu-bytes", wanted)
     check_out(out)
     report = examine(device, wanted, Effort(check_s=1.0, pages=()) if quick else Effort())
     found = findings(report)
@@ -82,7 +89,7 @@ def doctor(
 
 
 def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
-    """Raises ``ConfigError`` if the GPU of that number does not exist, unless it is the first."""
+    """Measure this machine. Raises ``ConfigError`` if there is no GPU ``number``, unless it is the first."""
     host = host_facts()
     cuda, no_device = cuda_device(number)
     place: Place = HostPlace(max(1, min(_MOST_THREADS, host.cores))) if cuda is None else DevicePlace(cuda)
@@ -96,7 +103,7 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
         try:
             for page_bytes in effort.pages if checked.wrong is None else ():
                 num_bytes = min(job_bytes, _MOST_PAGES * page_bytes)
-                pages.append(page_speed(place, page_bytes, num_bytes, _LAYERS, effort.repeats))
+                pages.append(measured_page(place, page_bytes, num_bytes, effort.repeats))
                 advance("checks")
             if checked.wrong is None and cuda is not None and is_timed_device:
                 job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
@@ -122,28 +129,46 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
     )
 
 
+def measured_page(place: Place, page_bytes: int, num_bytes: int, repeats: int) -> PageSpeed:
+    """Time pages of one size. Slow ones on a GPU are timed again, and the best counts: something else may have used the
+    machine meanwhile, and the next run should give the same verdict."""
+    found = page_speed(place, page_bytes, num_bytes, _LAYERS, repeats)
+    for _ in range(_MORE_TRIES if isinstance(place, DevicePlace) else 0):
+        if not is_slow(found):
+            break
+        again = page_speed(place, page_bytes, num_bytes, _LAYERS, repeats)
+        store, load, both = (
+            max(pair, key=lambda speed: speed.ratio)
+            for pair in ((found.store, again.store), (found.load, again.load), (found.both, again.both))
+        )
+        found = PageSpeed(page_bytes, store, load, both)
+    return found
+
+
 def cuda_device(number: int) -> tuple[CudaDevice | None, str | None]:
-    """The device with an idle compute stream, or why there is none."""
+    """Return the GPU with an idle compute stream, or why there is none."""
     try:
         from kvoffload.cpu.copy.driver import load_driver
 
         driver = load_driver()
         if number >= driver.num_devices():
-            raise ConfigError(f"--device {number} does not exist: this process sees {driver.num_devices()} GPU(s).")
+            raise ConfigError(
+                f"--device {number} does not exist: this process sees {counted(driver.num_devices(), 'GPU')}."
+            )
         from kvoffload.cpu.copy.cuda import CudaDevice
     except ConfigError as exc:
         if number:
             raise
         return None, str(exc).rstrip(".")
     except ImportError as exc:
-        return None, f"the CUDA path needs torch ({exc})"
+        return None, f"the GPU path needs torch ({exc})"
     driver.use_device(number)
     idle = driver.create_stream()
     return CudaDevice(driver, number, lambda: idle), None
 
 
 def _affordable(wanted: int, available: int | None) -> int:
-    """Of ``wanted``, at most an eighth of what is available, and whole pages."""
+    """Return ``wanted`` in whole pages, but at most an eighth of the available memory."""
     return wanted if available is None else max(1 << 20, min(wanted, available // 8)) & ~4095
 
 
@@ -160,8 +185,8 @@ def _print(report: Report, found: list[Finding]) -> None:
     for name, value in _facts(report):
         print(fill(value, width, initial_indent=f"{name:15}", subsequent_indent=15 * " "))
     if report.pages:
-        where = "the device" if report.device is not None else "host memory"
-        print_table(_page_table(report), f"\nPages between {where} and the region; x: to one large copy")
+        where = "between the GPU and host memory" if report.device is not None else "within host memory"
+        print_table(_page_table(report), f"\nCopies of pages {where} (x: relative to one large copy)")
     for line in _figures(report):
         print(line)
     print()
@@ -172,35 +197,40 @@ def _print(report: Report, found: list[Finding]) -> None:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     versions, host, device = report.versions, report.host, report.device
-    installed = [("torch", versions.torch), ("vLLM", versions.vllm)]
+    installed = [("torch", versions.torch), ("vLLM", versions.vllm), ("SGLang", versions.sglang)]
     packages = ", ".join(f"{name} {number}" if number else f"no {name}" for name, number in installed)
     yield (
         "versions",
         f"kvoffload {versions.kvoffload}, Python {versions.python}, {packages}, Linux {versions.kernel}",
     )
     if device is None:
-        yield "device", f"none: {report.no_device}"
+        yield "GPU", f"none: {report.no_device}"
     else:
         numa = "unknown NUMA node" if device.numa_node is None else f"NUMA node {device.numa_node}"
         number = f"NVIDIA {device.driver}, " if device.driver else ""
         copies = "all pages of a job in one call" if device.has_batch else "one call for each page"
-        yield "device", f"{device.name}, {device.pci_bus_id}, {numa}"
+        yield "GPU", f"{device.name}, {device.pci_bus_id}, {numa}"
         yield "driver", f"{number}CUDA {device.cuda}: {copies}"
         if device.link is not None:
-            most = f"; at most {device.link_bytes_per_s / 1e9:.1f} GB/s a way" if device.link_bytes_per_s else ""
-            yield "link", f"{device.link} now{most}"
+            most = (
+                f"; supports {device.link_bytes_per_s / 1e9:.1f} GB/s in each direction"
+                if device.link_bytes_per_s
+                else ""
+            )
+            yield "link", f"{device.link}{most}"
     limit = "no limit" if host.limit_bytes is None else f"a limit of {format_bytes(host.limit_bytes)}"
-    yield "memory", f"{_size(host.memory_bytes)}, {_size(host.available_bytes)} available, {limit} on this container"
+    yield "memory", f"{_size(host.memory_bytes)}, {_size(host.available_bytes)} available, {limit} on this process"
     yield "/dev/shm", f"{_size(host.shm_bytes)}, {_size(host.shm_free_bytes)} free"
     yield "locked memory", "unlimited" if host.locked_bytes is None else f"at most {format_bytes(host.locked_bytes)}"
     yield "huge pages", f"{host.huge_pages or 'unknown'} (transparent)"
     nodes = f", memory of node {host.allowed_nodes} allowed" if host.allowed_nodes else ""
-    yield "processors", f"{host.cores} cores, {host.numa_nodes or 'unknown number of'} NUMA node(s){nodes}"
+    numa = "an unknown number of NUMA nodes" if not host.numa_nodes else counted(host.numa_nodes, "NUMA node")
+    yield "CPU", f"{counted(host.cores, 'core')}, {numa}{nodes}"
     if report.cpu_bytes is not None:
         yield "wanted", format_bytes(report.cpu_bytes)
     checked = report.checked
-    seen = f"{checked.jobs:,} random jobs, {format_bytes(checked.num_bytes)}, and chains of conflicts beside compute"
-    yield "copies", f"{seen}: {checked.wrong or 'every byte right'}"
+    seen = f"{counted(checked.jobs, 'random job')}, {format_bytes(checked.num_bytes)}, and conflicts during compute"
+    yield "copies", f"{seen}: {checked.wrong or 'every byte is right'}"
 
 
 def _size(number: int | None) -> str:
@@ -220,15 +250,15 @@ def _page_table(report: Report) -> Table:
 def _figures(report: Report) -> Iterator[str]:
     if report.job_s is not None and report.side_by_side_job_s is not None:
         yield (
-            f"Processor time of the engine's thread for 64 scattered blocks of 64 layers: {report.job_s * 1e3:.2f} ms "
-            f"for 4,096 copies; {report.side_by_side_job_s * 1e3:.2f} ms for 64, with the layers of a block side "
-            "by side (kv_cache_layout)."
+            f"CPU time of the engine's thread for 64 scattered blocks of 64 layers: {report.job_s * 1e3:.2f} ms "
+            f"for 4,096 copies; {report.side_by_side_job_s * 1e3:.2f} ms for 64 copies, if the layers of a block are "
+            "side by side (kv_cache_layout)."
         )
     if report.pinned_bytes_per_s is not None:
         means = ""
         if report.cpu_bytes is not None:
             seconds = report.cpu_bytes / report.pinned_bytes_per_s
-            means = f": {seconds:.1f} s at the start of each rank for {format_bytes(report.cpu_bytes)}"
+            means = f", so each rank needs {seconds:.1f} s at startup for {format_bytes(report.cpu_bytes)}"
         yield f"Pinning: {report.pinned_bytes_per_s / 1e9:.1f} GB/s{means}."
     if report.matmul_slowdown is not None:
-        yield f"Matrix product beside copies both ways: {report.matmul_slowdown:+.1%} time."
+        yield f"A matrix product takes {report.matmul_slowdown:+.1%} longer during copies in both directions."

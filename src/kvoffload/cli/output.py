@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the subcommands write: tables and JSON on stdout, progress on stderr, files."""
+"""Output of the subcommands: tables and JSON on stdout, progress on stderr, and files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvoffload.errors import ConfigError
+from kvoffload.units import format_bytes
 
 if TYPE_CHECKING:
     from kvoffload.sim.table import Table
 
-Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead.")]
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file, as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print all figures as JSON instead of text.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all figures to this file as JSON.")]
 DrawnOut = Annotated[
     list[Path] | None,
-    typer.Option("--out", metavar="FILE", help="Also write to this file: .json, .html or .png. Repeat for several."),
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        help="Also write to this file (.json, .html or .png). Repeat the option for several files.",
+    ),
 ]
 
+_LEAST_BYTES = 1 << 20
 _LINES = 10
 """Lines per task where the output is not a terminal."""
 
@@ -87,6 +93,15 @@ def positive(value: float, option: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{option} must be positive, not {value:g}.")
     return value
+
+
+def check_unit(name: str, size_bytes: int) -> None:
+    """Raise ``ConfigError`` for a size that is too small for a block of any model: somebody forgot the unit."""
+    if size_bytes < _LEAST_BYTES:
+        raise ConfigError(
+            f"{name} is {format_bytes(size_bytes)}, too little for a block of any model. A number without a unit is in "
+            "bytes: write for example '8GiB'."
+        )
 
 
 def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:

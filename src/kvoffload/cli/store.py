@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,10 @@ _Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for sc
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
 
 
+_ID_DIGITS = 8
+_LEAST_NAME = 20
+
+
 store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
 
 
@@ -43,11 +49,17 @@ def ls(root: _Root, as_json: Json = False) -> None:
     if not found:
         print("No blocks yet.")
         return
-    rows = [
-        [one.name, f"{one.num_blocks:,}", format_bytes(one.size_bytes), _ago(one.oldest_use_ns), _ago(one.last_use_ns)]
-        for one in found
-    ]
-    print_table(Table(["namespace", "blocks", "on disk", "oldest use", "last use"], rows), is_wide=True)
+    rows = []
+    for one in found:
+        model, number = _parts_of(one.name)
+        size, times = format_bytes(one.size_bytes), (_ago(one.oldest_use_ns), _ago(one.last_use_ns))
+        rows.append([model, number, f"{one.num_blocks:,}", size, *times])
+    headings = ["model", "id", "blocks", "on disk", "oldest use", "last use"]
+    wide = sum(max(map(len, column)) for column in zip(headings[1:], *(row[1:] for row in rows), strict=True))
+    room = max(_LEAST_NAME, shutil.get_terminal_size().columns - wide - 2 * len(headings[1:]))
+    for row in rows:
+        row[0] = row[0] if len(row[0]) <= room else f"{row[0][: room - 3]}..."
+    print_table(Table(headings, rows), is_wide=True)
 
 
 @store.command()
@@ -72,7 +84,7 @@ def verify(
     keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
     secrets += [EncryptionKey(key) for key in keys]
     tier: Any = _open(root, secrets)  # both kinds of roots have blocks of their own kind
-    directories = tier.directories() if namespace is None else [tier.directory(namespace)]
+    directories = tier.directories() if namespace is None else [_directory(tier, namespace)]
     sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
     blocks = [block for one in directories if one not in sealed for block in tier.files(one)]
     size_bytes = sum(block.size_bytes for block in blocks)
@@ -140,16 +152,18 @@ def gc(
     """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     tier = _open(root)
-    _, used_bytes = tier.shrink(None)
-    excess_bytes = 0 if limit is None else max(0, used_bytes - limit)
+    blocks, freed_bytes, used_bytes = tier.would_shrink(limit)
     if dry_run:
         if as_json:
-            print_json({"bytes": used_bytes, "excess_bytes": excess_bytes})
+            print_json({"bytes": used_bytes, "would_free_bytes": freed_bytes, "would_delete": blocks})
         else:
-            print(f"{format_bytes(used_bytes)} in use; blocks of {format_bytes(excess_bytes)} would be deleted.")
+            print(
+                f"{format_bytes(used_bytes)} are in use. {counted(blocks, 'block')} would be deleted, which would free "
+                f"{format_bytes(freed_bytes)}."
+            )
         return
-    if excess_bytes:
-        _ask(f"Delete blocks of {format_bytes(excess_bytes)} from {root}?", yes)
+    if freed_bytes:
+        _ask(f"Delete {counted(blocks, 'block')} and free {format_bytes(freed_bytes)} in {root}?", yes)
     dead = tier.sweep()
     evicted, used_bytes = tier.shrink(limit)
     is_exceeded = limit is not None and used_bytes > limit
@@ -184,7 +198,7 @@ def clear(
     if (namespace is None) != everything:
         raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
     tier = _open(root)
-    only = None if namespace is None else tier.directory(namespace)
+    only = None if namespace is None else _directory(tier, namespace)
     found = [one for one in tier.usage() if only is None or one.directory == only]
     blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
     what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {counted(len(found), 'namespace')}"
@@ -214,6 +228,23 @@ def _ask(question: str, is_answered: bool) -> None:
 
 def _open(root: Path, secrets: Sequence[bytes] = ()) -> StoreRoot | DiskRoot:
     return DiskRoot(root, secrets) if is_disk_root(root) else StoreRoot(root, secrets)
+
+
+def _parts_of(name: str) -> tuple[str, str]:
+    """Split a namespace into its readable part and the beginning of its hash, which is enough to name it."""
+    found = re.fullmatch(r"(?:(.*)-)?([0-9a-f]{32})(.*)", name)
+    if found is None:
+        return name, "-"
+    return f"{found[1] or 'unnamed'}{found[3]}", found[2][:_ID_DIGITS]
+
+
+def _directory(tier: StoreRoot | DiskRoot, namespace: str) -> str:
+    """The directory of a namespace, given by its name or by its id as ``ls`` shows it."""
+    if len(namespace) >= _ID_DIGITS:
+        found = [each for each in tier.directories() if _parts_of(display_name(each))[1] == namespace[:_ID_DIGITS]]
+        if len(found) == 1 and re.fullmatch("[0-9a-f]+", namespace):
+            return found[0]
+    return tier.directory(namespace)
 
 
 def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:

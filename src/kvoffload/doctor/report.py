@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor saw, as plain values. ``None`` means that it could not be seen here."""
+"""The doctor's measurements, as plain values. ``None`` means that a fact could not be found here."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ class Versions:
     kernel: str
     torch: str | None
     vllm: str | None
+    sglang: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This machine, or the container in which the doctor runs."""
+    """This machine, or the container that the doctor runs in."""
 
     cores: int
     memory_bytes: int | None
     available_bytes: int | None
-    """What can be allocated now, a container's limit included."""
+    """Memory that can be allocated, limits of control groups included."""
     limit_bytes: int | None
-    """A container's limit. ``None`` also where there is none."""
+    """The lowest limit of this process's control groups. ``None`` also if there is none."""
     shm_bytes: int | None
     """Of ``/dev/shm``, in all."""
     shm_free_bytes: int | None
@@ -51,16 +52,16 @@ class Device:
     pci_bus_id: str
     numa_node: int | None
     link: str | None
-    """As the kernel sees it now. An idle device lowers the speed of its link."""
+    """As the kernel reports it. An idle GPU lowers the speed of its link."""
     link_bytes_per_s: float | None
-    """Most that the widest and fastest link of this device gives in one direction."""
+    """Highest speed in one direction that the link of this GPU supports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     bytes_per_s: float
     ratio: float
-    """To large copies of the same kind, in the same rounds."""
+    """Relative to large copies of the same kind, in the same rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class PageSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Copies compared byte for byte with what they should be."""
+    """Copies compared byte by byte with the expected bytes."""
 
     jobs: int
     num_bytes: int
     wrong: str | None
-    """What went wrong first; ``None`` if all was right."""
+    """The first mistake; ``None`` if all bytes were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +90,17 @@ class Report:
     versions: Versions
     host: Host
     cpu_bytes: int | None
-    """Host memory that the user wants to offload to."""
+    """Host memory that the user wants for offloaded KV."""
     device: Device | None
     no_device: str | None
-    """Why there is no device, in one sentence."""
+    """Why there is no GPU, in one sentence."""
     checked: Checked
     pages: tuple[PageSpeed, ...]
-    """Between the device and host memory, or within host memory where there is no device."""
+    """Between the GPU and host memory, or within host memory if there is no GPU."""
     job_s: float | None
-    """Processor time of the engine's thread for a job of 64 scattered blocks of 64 layers, each a page."""
+    """CPU time of the engine's thread for a job of 64 scattered blocks of 64 layers, each a page."""
     side_by_side_job_s: float | None
-    """The same where the layers of a block lie side by side: 64 pages."""
+    """The same if the layers of a block are side by side: 64 pages."""
     pinned_bytes_per_s: float | None
     matmul_slowdown: float | None
-    """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3 %."""
+    """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3%."""

