@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
 
 # Shared machines are slow at times: a deadline per example would fail for that alone.
-# The quick size draws the same examples each time: what chance finds belongs to the thorough one, and stops no landing.
+# The quick size draws the same examples each time, so that chance stops no landing. The thorough size explores.
 settings.register_profile(
     "quick", max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -99,7 +99,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def _split(script: str) -> Iterator[tuple[str, ...]]:
-    """The words of each command of a script: one that ends with its line, at ``&&`` or at ``|``."""
+    """Yield the words of each command of a script. A command ends with its line, at ``&&`` or at ``|``."""
     line = ""
     for each in script.splitlines(keepends=True):
         if each.endswith("\\\n"):
@@ -108,7 +108,7 @@ def _split(script: str) -> Iterator[tuple[str, ...]]:
         line += each
         try:
             words = shlex.split(line, comments=True)
-        except ValueError:  # a quotation goes on in the next line
+        except ValueError:  # a quotation continues in the next line
             continue
         line = ""
         command: list[str] = []

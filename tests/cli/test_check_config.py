@@ -245,7 +245,7 @@ def test_a_tier_without_a_bound_is_smaller_than_no_disk(tmp_path: Path, capsys: 
 
 
 def test_a_path_that_this_user_may_not_see_is_a_problem() -> None:
-    """Of the home of root, seen by nobody, in a process of its own."""
+    """The path is in the home of root, and the command runs as the user nobody in its own process."""
     if Path("/root").stat().st_mode & 0o001:
         pytest.skip("everybody may look into the home of root here")
     options = DiskOptions(type="disk", path="/root/kvoffload-unseen/tier", max_bytes="1GiB")
@@ -286,7 +286,7 @@ def test_a_small_mount_for_shared_memory_matters_to_several_processes_alone(
 
 def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # not listening, and nobody else can
+        held.bind(("127.0.0.1", 0))  # not listening, and no other process can listen here
         tier = {"type": "redis", "url": f"redis://127.0.0.1:{held.getsockname()[1]}/0"}
         file = tmp_path / "c.json"
         file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}))

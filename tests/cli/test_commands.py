@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every subcommand has a module that registers it, and help texts that are phrases of their own."""
+"""Test that every subcommand has a module that registers it, and its own help texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -
 
 
 def loaded_by(*arguments: str) -> set[str]:
-    """The modules that a process has in the end."""
+    """Return the modules that a process has loaded when it ends."""
     script = (
         "import sys\nfrom kvoffload.cli import main\ntry:\n    main()\n"
         "except SystemExit:\n    print(*sys.modules, file=sys.stderr)"

@@ -30,7 +30,7 @@ SMALL = {
     "--threads": 1,
 }
 PAGE_BYTES = 2 * 2 * 16 * 2 * 64 * 4
-"""Of a GPU block of this model: layers, keys and values, tokens, heads, head size, float32."""
+"""The bytes of a GPU block of this model: layers, keys and values, tokens, heads, head size, float32."""
 
 
 def demo(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
@@ -118,7 +118,7 @@ def test_a_model_from_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_one_wrong_block_is_caught(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong_load: int
 ) -> None:
-    """The first GPU block of one load gets the bytes of the last: 16 of some hundred tokens are wrong."""
+    """The first GPU block of one load gets the bytes of the last one, so 16 of a few hundred tokens are wrong."""
     monkeypatch.setattr(host, "copy_to_device", wrong_once(host.copy_to_device, wrong_load))
     code, out, _ = demo(capsys, out=tmp_path / "out.json", users=1)
     assert code == 1, out

@@ -159,7 +159,7 @@ def test_the_device_is_that_of_the_trace(
 
 @pytest.mark.long
 def test_processes_do_not_change_results(trace: Path) -> None:
-    """In a process of its own, as users run it: workers are spawned from the real entry point."""
+    """The command runs in its own process, as for users: workers are spawned from the real entry point."""
     found = []
     for processes in ("1", "2"):
         options = ["--cpu", "10%,40%", "--processes", processes, "--json"]
@@ -231,7 +231,7 @@ def test_synthetic_traffic(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def rows(out: str) -> list[list[str]]:
-    """The cells of the one table in ``out``."""
+    """Return the cells of the only table in ``out``."""
     lines = out.splitlines()
     (rule,) = [at for at, line in enumerate(lines) if line.startswith("─")]
     widths = [len(part) for part in lines[rule].split()]

@@ -30,7 +30,7 @@ MODEL = "org/model@[bf16]"
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FileSystemStore]:
-    """A store in use: ten blocks of a model, three without a namespace, and it stays open."""
+    """Yield an open store with ten blocks of a model and three blocks without a namespace."""
     plain = FileSystemStore(tmp_path, SIZE)
     plain.write(keys_of(1, 2, 3), [memoryview(bytes(SIZE))] * 3)
     plain.close()

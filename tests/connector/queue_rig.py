@@ -32,7 +32,7 @@ COPY_S = 1e-4
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """A request as the engine has it. ``document`` names its tokens but for the last ``own_tokens``."""
+    """A request in the engine's form. ``document`` names its tokens except for the last ``own_tokens``."""
 
     request_id: str
     document: str
@@ -125,7 +125,7 @@ class QueueRig:
         self.running: list[Prompt] = []
         self._outputs: dict[Prompt, int] = {}
         self._ends: list[tuple[float, TransferJob]] = []
-        """Of transfers between host memory and the GPU."""
+        """The seconds of transfers between host memory and the GPU."""
         self._next_block = 0
         self.tokens = {"computed": 0, "loaded": 0}
 
@@ -163,7 +163,7 @@ class QueueRig:
         self._sort()
 
     def _sort(self) -> None:
-        """By priority, and then by arrival, as vLLM does."""
+        """Sort requests by priority and then by arrival, as vLLM does."""
         self.waiting = deque(sorted(self.waiting, key=lambda prompt: (prompt.priority, prompt.arrival_s)))
 
     def _abort(self, prompt: Prompt) -> None:
@@ -177,7 +177,7 @@ class QueueRig:
         self.scheduler.request_finished(prompt)
 
     def step(self, start_s: float, most_s: float = math.inf) -> None:
-        """One step: schedule, compute, collect."""
+        """Make one step: schedule, compute, collect."""
         scheduled, left = [], self.budget
         for prompt in self.running:
             count = min(left, max(prompt.num_prompt_tokens - prompt.computed, 1))

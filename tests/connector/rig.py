@@ -31,7 +31,7 @@ STATE = KVGroupLayout(GroupKind.SINGLE_STATE, BT, 64)
 
 @dataclass
 class Request:
-    """A request as an engine has it. Its block hashes stand for tokens."""
+    """A request in an engine's form. Its block hashes replace tokens."""
 
     request_id: str
     num_tokens: int
@@ -192,7 +192,7 @@ class Rig:
     def run(
         self, request: Request, *ids: Iterable[int], computed: int = 0, tokens: int | None = None, new: bool = True
     ):
-        """A ``ScheduledRequest`` that computes up to ``tokens`` (default: all tokens)."""
+        """Return a ``ScheduledRequest`` that computes up to ``tokens`` (default: all tokens)."""
         tokens = request.num_tokens if tokens is None else tokens
         return ScheduledRequest(request.request_id, self.blocks(*ids), computed, tokens - computed, new)
 
@@ -204,7 +204,7 @@ class Rig:
         return self.step(self.run(request, *ids, computed=computed))
 
     def store_prefix(self, tokens: int, stem: str = "p", first_gpu_block: int = 100) -> None:
-        """Stores a prefix in the primary tier, through a request that computes it and finishes."""
+        """Store a prefix in host memory, through a request that computes it and finishes."""
         request = Request(f"seed-{stem}", tokens, stem)
         tables = [range(first_gpu_block, first_gpu_block + tokens // g.block_tokens) for g in self.groups]
         meta = self.admit(request, *tables)

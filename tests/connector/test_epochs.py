@@ -86,7 +86,7 @@ def test_a_reset_that_finds_the_old_name_trusts_no_block(tmp_path: Path) -> None
 
 
 def test_a_second_reset_before_any_request_keeps_the_new_name(tmp_path: Path) -> None:
-    """vLLM resets the connector when it pauses, and once more when it is asked to."""
+    """vLLM resets the connector when it pauses, and again when a client asks for a reset."""
     path = tmp_path / "version"
     epochs = Epochs(by_file(path, "one"))
     path.write_text("two")
@@ -122,7 +122,7 @@ def test_weights_that_changed_do_not_get_their_old_name_back(reset_tiers: bool, 
         begin()
         assert epochs.use().seed not in seen
         seen.add(epochs.current.seed)
-    for version in ("two", "one"):  # whoever writes a name after the update vouches for it
+    for version in ("two", "one"):  # a program that writes a name after the update vouches for it
         path.write_text(version)
         epochs.reset()
         assert epochs.current.seed == Epochs(config(weights_version=version)).current.seed
@@ -142,7 +142,7 @@ def test_a_name_may_come_before_the_weights_but_counts_once_it_is_said_again(tmp
     epochs.reset()
     assert epochs.current.seed == named
     epochs.change()
-    epochs.use()  # a request has computed with weights that nobody has named since
+    epochs.use()  # a request has computed with weights that no one has named since
     epochs.reset()
     assert epochs.current.seed != named
 
@@ -293,7 +293,7 @@ def test_events_have_the_engines_hashes_on_both_sides_of_a_reset() -> None:
 
 
 def test_an_update_in_many_chunks_resets_the_manager_once() -> None:
-    """Each of 30 chunks drained the tiers again, each until the tier's own time limit."""
+    """Draining the tiers for each of the 30 chunks would take each tier's time limit every time."""
     rig = Rig()
     resets = [0]
     reset = rig.manager.reset_cache

@@ -86,7 +86,7 @@ def test_a_request_that_only_prepares_another() -> None:
     ],
 )
 def test_an_orchestrator_says_it_in_an_envelope(kind: str, payload: dict[str, Any], use: NextUse) -> None:
-    """As a mapping, as an object, and through Dynamo's bridge."""
+    """The envelope is a mapping, an object, or arrives through Dynamo's bridge."""
     as_mapping = envelope(action(kind, **payload))
     as_object = SimpleNamespace(actions=[SimpleNamespace(**each) for each in as_mapping["actions"]])
     for params, kv_hints in ((None, as_mapping), (None, as_object), ({"kv_hint": as_mapping}, None)):
@@ -199,7 +199,7 @@ def test_malformed_envelopes_leave_counters_and_nothing_else() -> None:
 
 @dataclass
 class HintedRequest(Request):
-    """As vLLM has it: its envelope is a field of its own."""
+    """A request in vLLM's form, whose envelope is its own field."""
 
     kv_hints: Any = field(default=None, kw_only=True)
 

@@ -22,7 +22,7 @@ from kvoffload.metrics import Histogram
 
 @pytest.fixture
 def table() -> Iterator[JobTable]:
-    """Of two ranks."""
+    """Yield a table of two ranks."""
     table = JobTable(geometry_of(EngineLayout((FULL,), BT, "two"), DEFAULTS), num_ranks=2)
     yield table
     table.check_invariants()

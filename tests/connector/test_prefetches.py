@@ -34,7 +34,7 @@ class GatedOptions(MemoryOptions, frozen=True, kw_only=True):
 
 
 class Served:
-    """An engine with 16 slots of host memory above a tier that has every block ever stored."""
+    """An engine with 16 slots of host memory above a tier that keeps every stored block."""
 
     def __init__(self, family: str = "llama", **config: Any) -> None:
         options = EngineOptions(num_blocks=64, block_tokens=BT)
@@ -68,7 +68,7 @@ class Served:
         return request
 
     def below(self, first_token: int, num_blocks: int = BLOCKS) -> Request:
-        """A request whose blocks are in the tier, and not in host memory."""
+        """Make a request whose blocks are in the tier, but not in host memory."""
         request = self.serve(first_token, num_blocks)
         self.serve(100)
         self.serve(101, num_blocks=SLOTS - 1)
@@ -173,7 +173,7 @@ def test_a_prefetch_that_gives_way_for_too_long_is_dropped(make: MakeServed) -> 
     served.until(lambda: served.stat("promotions_in_flight") == 4)
     served.engine.prefetch(served.prompt(2, num_blocks=4))
     served.engine.step()
-    time.sleep(1.0)  # so that the next request has patience for longer than the prefetch
+    time.sleep(1.0)  # so that the next request's time limit is longer than the prefetch
     asked.append(served.add(3, num_blocks=4))
     served.until(lambda: served.prefetches() == (0, 1, 0), nap_s=0.05)
     served.until(lambda: all(request.is_done for request in asked), nap_s=0.05)

@@ -144,7 +144,7 @@ def test_an_explanation_has_all_tokens_of_its_prompt(factor: int, prompt_tokens:
 
 
 def ended(rig: Rig, *requests: Request) -> list[dict[str, dict[str, int]]]:
-    """The explanations of ``requests``, which were the last ones, once all have ended."""
+    """Return the explanations of ``requests``, which were the last ones, once all have ended."""
     for request in requests:
         rig.finish(request)
     rig.scheduler.shutdown()

@@ -34,7 +34,7 @@ class Session(Request):
         return [block_hash(stem, n) for n, stem in enumerate(stems)]
 
     def go_on(self, same_blocks: int, num_tokens: int) -> None:
-        """The next part of the input comes."""
+        """Let the next part of the input arrive."""
         self.parts.append((same_blocks, num_tokens))
         self.num_tokens = self.num_prompt_tokens = num_tokens
 

@@ -57,7 +57,7 @@ def test_blocks_that_come_after_a_load_are_no_second_admission() -> None:
 
 
 def test_tokens_at_which_no_hit_can_end_are_a_failed_load() -> None:
-    """An engine with room for fewer tokens than it was promised: two of the last ten would be in no loaded block."""
+    """An engine has room for fewer tokens than the hit: two of the last ten would not be in any loaded block."""
     rig = Rig()
     rig.store_prefix(12)
     request = rig.arrive(Request("r", 14))
@@ -189,7 +189,7 @@ def test_readmission_waits_although_the_hit_is_ready() -> None:
     rig.alloc(request, range(3))
     (store,) = rig.step(rig.run(request, range(3), computed=8)).stores
     rig.step(preempted=["r"])
-    # The hit of 8 tokens has nothing to do with the store; still never a load beside it.
+    # The hit of 8 tokens is independent of the store, but a load must not run at the same time.
     assert rig.ask(request) == (None, False)
     rig.end(store)
     assert rig.ask(request) == (8, True)
@@ -465,7 +465,7 @@ def test_hit_tokens_are_counted_once_an_admission() -> None:
 
 
 def with_a_stored_state() -> Rig:
-    """A model with states, and a finished request of 16 tokens whose blocks are stored."""
+    """Return a model with states, and a finished request of 16 tokens whose blocks are stored."""
     rig = Rig(groups=(FULL, STATE))
     seed = rig.arrive(Request("seed", 16))
     rig.ask(seed)

@@ -424,7 +424,7 @@ def test_the_block_that_the_last_step_fills_is_stored(
     rig = Rig()
     request = run_ahead(rig, prompt, new_tokens, [0, 1, 2], extra_steps=extra_steps)
     rig.finish(request)
-    # A step more is scheduled when the last token of the block is known, and stores it as ever.
+    # One more step is scheduled when the last token of the block is known, and stores the block as usual.
     assert rig.scheduler.has_pending_work() == (not extra_steps)
     meta = rig.step()
     assert sources(meta.final_stores) == ([] if extra_steps else [[last]])

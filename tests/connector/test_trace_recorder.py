@@ -209,7 +209,7 @@ def test_without_locks_each_process_has_its_own_name(tmp_path: Path, monkeypatch
 
 
 def test_a_line_that_did_not_fit_is_cut_off(tmp_path: Path) -> None:
-    """As on a full disk: the kernel takes the first part of a line, and refuses the rest."""
+    """As on a full disk, the kernel writes the first part of a line and rejects the rest."""
     code = (
         "import resource, signal, sys\n"
         "from pathlib import Path\n"

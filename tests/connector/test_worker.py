@@ -204,7 +204,7 @@ def test_reports_merge_in_order_and_can_be_sent_between_processes() -> None:
 
 @pytest.mark.parametrize("success", [True, False])
 def test_the_end_of_an_earlier_load_of_the_same_id_is_not_that_of_the_newest(success: bool) -> None:
-    """The engine used the id again while the load of the earlier request ran."""
+    """The engine reuses the id while the earlier request's load is running."""
     rank = Rank()
     rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1, "a"),)))
     rank.worker.start_step(ConnectorMeta(loads=(load(1, 6, 2, "a"),)))

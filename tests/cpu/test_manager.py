@@ -379,7 +379,7 @@ def test_what_is_remembered_of_a_long_request_is_bounded_by_the_tier() -> None:
 
 
 def test_a_block_whose_store_never_ends_is_a_miss_after_the_time_limit() -> None:
-    """Each later request with that prefix waited for it forever."""
+    """Later requests with that prefix must not wait for it forever."""
     clock = ManualClock()
     manager = CPUOffloadingManager(4, max_wait_s=5.0, clock=clock)
     context = ReqContext("r")

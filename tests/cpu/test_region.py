@@ -20,7 +20,7 @@ from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError, ConfigError
 
 SHM = Path("/dev/shm") / f"tests-of-kvoffload-{os.getpid()}"
-"""A mount of our own: engines of other people may be starting on the real one."""
+"""A mount of our own, because other users' engines may be starting on the real one."""
 LOCK = SHM / f"kvoffload-{os.geteuid()}.lock"
 
 
@@ -113,7 +113,7 @@ def test_processes_that_disagree_are_refused(name: str) -> None:
 
 
 def start_partner(name: str, processes: int, mark: int) -> Fork:
-    """A process that has mapped the region, and marked one of its eight blocks."""
+    """Start a process that maps the region and marks one of its eight blocks."""
     started = Fork(partner.join, name, processes, mark, str(SHM))
     assert started.pipe.recv() == "mapped"
     return started
@@ -152,7 +152,7 @@ def test_kill_9_in_the_middle_of_the_start_is_cleaned_up_by_the_next_one(name: s
 
 
 def start_stuck(name: str, where: str) -> Fork:
-    """A process that stops while it holds the start-up lock, or while it allocates pages."""
+    """Start a process that stops while it holds the start-up lock, or while it allocates pages."""
     started = Fork(partner.stop_at, name, str(SHM), where)
     assert started.pipe.recv() == "made"
     return started
@@ -187,7 +187,7 @@ def test_what_a_starting_engine_has_still_to_allocate_is_not_given_away(
     monkeypatch.setattr("kvoffload.cpu.memory_limits.available_bytes", lambda: None)
     stuck = start_stuck(name, "allocation")
     segment = next(path for path in SHM.iterdir() if not path.suffix)
-    os.truncate(segment, free // 2)  # as large as nobody here has memory for
+    os.truncate(segment, free // 2)  # larger than this machine's memory
     with pytest.raises(CapacityError, match="enlarge that mount"):
         join(name + "-other", 1, free * 3 // 4, num_processes=1)
     stuck.kill()
@@ -246,7 +246,7 @@ def test_a_lock_on_the_mount_stalls_nobody(name: str) -> None:
 @needs_root
 @pytest.mark.parametrize("kind", ["file", "link", "directory"])
 def test_a_lock_that_another_user_has_made_stops_nobody(name: str, kind: str) -> None:
-    """Nobody but that user may remove it from /dev/shm."""
+    """Only that user may remove it from /dev/shm."""
     taken, held = [LOCK, LOCK.with_name(f"{LOCK.stem}-1.lock")], list[int]()
     for path in taken:
         if kind == "directory":
@@ -322,7 +322,7 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
     link = LOCK if suffix == ".lock" else segment.with_suffix(suffix)
     other = os.open(os.devnull, os.O_RDONLY)
     if suffix in (".joined", ".draft"):
-        # Only beside a segment in use is it not just removed.
+        # It is only kept beside a segment in use; otherwise it is removed.
         os.close(other)
         other = os.open(segment, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(other, fcntl.LOCK_SH)

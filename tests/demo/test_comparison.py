@@ -43,7 +43,7 @@ def test_only_the_first_difference_of_a_conversation_counts() -> None:
 
 
 def test_rounding_is_not_learned_from_a_way_that_differs() -> None:
-    """A wrong block moves logits before it flips a token: taken for rounding, that would excuse the flip."""
+    """A wrong block changes logits before it flips a token. If this counted as rounding, it would excuse the flip."""
     first = way("a", turn(0, 0, [1, 2]))
     wrong = way("wrong", turn(0, 0, [1, 9], logit=3.4))
     assert judge([first, wrong]).largest_rounding is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy of ``deploy/`` before two servers that are none of vLLM's, and clients that leave."""
+"""Test the proxy of ``deploy/`` in front of two servers that are not vLLM, with clients that disconnect."""
 
 from __future__ import annotations
 
@@ -140,6 +140,6 @@ def test_decode_stops_when_the_client_leaves(path: str, proxy: int, servers: tup
 
 
 def test_a_decode_that_does_not_answer_is_said(proxy: int, servers: tuple[Upstream, Upstream]) -> None:
-    servers[1].server_close()  # for good: this test is the last one
+    servers[1].server_close()  # permanently, because this test is the last one
     servers[1].shutdown()
     assert ask(proxy, "/whole").getresponse().status == 502

@@ -197,7 +197,7 @@ class _Spoiled(OffloadingHandler):
 
 
 class _Spoil:
-    """The ``at``-th job of several blocks has the first of its slots where the second should be."""
+    """A fault: the ``at``-th job of several blocks uses its first slot in place of its second one."""
 
     def __init__(self, at: int) -> None:
         self._left = at

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From plain values to a verdict."""
+"""Test the verdict for plain values."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def _write(model_class: Any, config: Any, directory: Path, seed: int = SEED) -> 
 
 
 def write_tokenizer(directory: Path) -> None:
-    """One word per token: ``w0 w1 …``, so that texts and token ids convert without loss."""
+    """Write a tokenizer with one word per token (``w0 w1 …``), so that texts and token ids convert without loss."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -42,7 +42,7 @@ class Colour(Enum):
 
 
 class ModelConfiguration(Base):
-    """As in transformers: a dataclass that may have more than its fields."""
+    """A configuration as in transformers: a dataclass that may have additional attributes."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -87,7 +87,7 @@ def test_other_files_do_not_count(model: Path) -> None:
 
 
 def write_tensors(file: Path, sizes: dict[str, int]) -> dict[str, int]:
-    """A safetensors file full of zeroes, which takes no room; where its tensors begin."""
+    """Write a sparse safetensors file full of zeroes, and return the offsets of its tensors."""
     header, offset = dict[str, Any](), 0
     for name, size in sizes.items():
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [offset, offset + size]}
@@ -300,13 +300,13 @@ def test_a_file_that_changes_while_an_engine_loads_is_named(model: Path, change:
 
 
 def replace_directory(model: Path) -> None:
-    """By one that is as old as it was."""
+    """Replace the directory by one with the same time."""
     model.rename(model.parent / "old")
     (model.parent / "next").rename(model)
 
 
 def set_back(file: Path) -> None:
-    """To the time that it had, with other content of the same size."""
+    """Restore the file's old time after changing its content but not its size."""
     times = file.stat()
     write_at(file, 0, b"new!")
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

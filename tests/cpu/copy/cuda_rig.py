@@ -70,18 +70,18 @@ class CudaRig(HandlerRig):
     # --------------------------------------------------------------------------- for tests of the order of things
 
     def start(self, job_id: int, handler: OffloadingHandler, block: int, slot: int) -> None:
-        """A transfer of one GPU block of the first group, submitted when this returns."""
+        """Submit a transfer of one GPU block of the first group before returning."""
         self.submit(job_id, handler, [block], [slot])
 
     def submit(self, job_id: int, handler: OffloadingHandler, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """A transfer of GPU blocks of the first group, submitted when this returns: only the device orders it."""
+        """Submit a transfer of GPU blocks of the first group before returning, so that only the device orders it."""
         self.put(job_id, handler, blocks, slots)
         open_jobs = handler._open  # type: ignore[attr-defined]
         if open_jobs and open_jobs[-1].job_id == job_id:
             handler._lane.hurry(open_jobs[-1])  # type: ignore[attr-defined]
 
     def put(self, job_id: int, handler: OffloadingHandler, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """A transfer of GPU blocks of the first group, submitted when its lane's thread does so."""
+        """Queue a transfer of GPU blocks of the first group, which the lane's thread submits."""
         gpu, cpu = GPULoadStoreSpec(blocks, [len(blocks), 0], [0, 0]), CPULoadStoreSpec(slots)
         handler.transfer_async(job_id, (gpu, cpu) if handler is self.store else (cpu, gpu))
 

@@ -60,7 +60,7 @@ def compiled() -> Path:
         with tempfile.TemporaryDirectory(dir=BUILD) as folder:
             library = Path(folder) / LIBRARY
             subprocess.run(["cc", *options, f"-I{headers}", "-o", library, SOURCE, "-lpthread"], check=True)
-            library.replace(kept)  # whole, whoever else compiles it now
+            library.replace(kept)  # atomically, because another process may be compiling it
     return kept
 
 
@@ -70,7 +70,7 @@ def build(folder: Path) -> Path:
 
 
 class FakeCuda:
-    """The fake driver of this process, from both sides: ``driver`` is the code under test's."""
+    """The fake driver of this process, seen from both sides. ``driver`` is the tested code's side."""
 
     def __init__(self, library: Path) -> None:
         self.calls = ctypes.CDLL(str(library))
@@ -122,7 +122,7 @@ class FakeCuda:
             self.calls.fake_disown(tensor.data_ptr())
 
     def copy_on_device(self, to: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """As compute that reads ``source``."""
+        """Copy on the device, like compute that reads ``source``."""
         code = self.calls.cuMemcpyDtoDAsync_v2(to.data_ptr(), source.data_ptr(), source.numel(), stream)
         assert code == 0
 
@@ -172,7 +172,7 @@ class FakeCuda:
         self.calls.fake_limit_registrations(largest_bytes, most_bytes)
 
     def limit_queue(self, stream: Stream, longest: int) -> None:
-        """The stream takes so many operations; who brings one more waits."""
+        """Limit the operations that the stream accepts. A caller who submits another one waits."""
         self.calls.fake_limit_queue(stream, longest)
 
     def limit_batch(self, largest: int) -> None:

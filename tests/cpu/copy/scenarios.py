@@ -119,7 +119,7 @@ def compute_waits_on_the_device_for_flushed_stores(rig: CudaRig) -> None:
 
 @scenario
 def compute_reads_the_blocks_that_a_flushed_load_writes(rig: CudaRig) -> None:
-    """A hit that is served within the step: the step's own kernels read it."""
+    """For a hit that is served within the step, the step's own kernels read the blocks."""
     rig.slots[2] = 6
     seen = torch.zeros(PAGES[0], dtype=torch.uint8)
     rig.cuda.adopt(seen)
@@ -196,7 +196,7 @@ def a_store_of_a_gpu_block_waits_for_the_load_into_it(rig: CudaRig) -> None:
 
 @scenario
 def a_source_is_read_when_its_stream_comes_to_it(rig: CudaRig) -> None:
-    """In order, although the calls return long before: each load's slot is written by an open store."""
+    """Reads are in order, although the calls return long before: an open store writes each load's slot."""
     for round_ in range(12):
         rig.tensors[0][1] = round_ + 1
         rig.tensors[0][2] = round_ + 101

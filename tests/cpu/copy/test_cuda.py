@@ -171,7 +171,7 @@ def test_an_error_of_a_wait_waits_all_the_same(cuda: FakeCuda) -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The memory that the process keeps because copies may still use it."""
+    """Return the memory that the process keeps because copies may still use it."""
     memory: list[object] = []
     monkeypatch.setattr(backend, "_MEMORY_OF_HUNG_DEVICES", memory)
     return memory
@@ -356,7 +356,7 @@ def test_a_capture_of_the_engine_survives_the_lanes_calls(cuda: FakeCuda, monkey
         rig.put(1, rig.store, range(0, 16, 2), range(8))
         while cuda.count("batches") < before + lane.OPEN_PIECES:
             time.sleep(0.001)
-        time.sleep(0.02)  # the lane polls meanwhile
+        time.sleep(0.02)  # the lane polls in this time
     assert collect(rig.store, [1])[1].success
     assert cuda.count("invalidated") == 0
     rig.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam to CUDA's driver."""
+"""Test the interface to CUDA's driver."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_is_lru_until_it_has_learned() -> None:
     capacity, generator = 300, random.Random(7)
     density, lru = (Cache(kind(capacity), capacity) for kind in (DensityCachePolicy, LRUCachePolicy))
     for step in range(450):
-        # Fewer blocks come back than a fit takes.
+        # Fewer blocks are reused than a fit needs.
         number = generator.randrange(step + 1) if generator.random() < 0.2 else step
         density.use([number])
         lru.use([number])
@@ -307,7 +307,7 @@ def test_is_lru_until_it_has_learned() -> None:
 
 
 def test_learns_to_keep_what_comes_back_late_over_a_flood() -> None:
-    """A loop longer than an LRU can hold, between blocks that are used once and never again."""
+    """The loop is longer than an LRU can hold, and is mixed with blocks that are used only once."""
     capacity = 400
     density, lru = (Cache(kind(capacity), capacity) for kind in (DensityCachePolicy, LRUCachePolicy))
     hits = {density: 0, lru: 0}
@@ -413,7 +413,7 @@ def test_remembers_uses_of_evicted_blocks_and_forgets_failed_stores() -> None:
 
 
 def test_a_head_never_falls_behind_its_tail() -> None:
-    """In a path that is used whole and in part, evicted from its tail and stored again."""
+    """The path is used as a whole and in part, evicted from its tail and stored again."""
     rng, path = random.Random(0), keys(*range(40))
     driver = PolicyDriver(DensityCachePolicy(40))
     policy, blocks = driver.policy, driver.blocks
@@ -491,7 +491,8 @@ class TestHitDensity:
         assert found[1, 0] == pytest.approx(found[0, 0], rel=0.05)
 
     def test_what_was_not_used_yet_counts_up_to_its_age(self) -> None:
-        """Of 100 blocks seen up to age 2, half were used there; 1,000 younger ones say nothing about that age."""
+        """Half of 100 blocks that were seen up to age 2 were used there. 1,000 younger blocks are no evidence for that
+        age."""
         used, left = np.zeros((2, NUM_USES, 10))
         used[0, 2] = left[0, 2] = 50
         before = values_of(used, left, np.ones(10), prior=1e-6)
@@ -510,7 +511,7 @@ class TestHitDensity:
         assert found[1, 5] > 2 * found[0, 5]
 
     def test_learns_that_a_class_does_not_come_back_without_waiting_for_the_horizon(self) -> None:
-        """A cache sees four of its capacities go by: loops come back twice each, and a flood never does."""
+        """In four capacities of uses, each loop is reused twice, and the flood never."""
         stream, fresh = Stream(1000), 10_000
         for turn in range(80):
             stream.use(keys(*range(fresh, fresh + 25)), class_=0)
@@ -592,7 +593,7 @@ class TestHitDensity:
 
     @pytest.mark.parametrize("hint", [NextUse.SOON, NextUse.NEVER])
     def test_learns_what_a_hint_means(self, hint: NextUse) -> None:
-        """Whatever its name says: blocks with this hint come back, and others of the same class never do."""
+        """Whatever the hint's name means, blocks with it are reused, and other blocks of the same class never are."""
         stream, fresh = Stream(1000), 10_000
         for turn in range(80):
             stream.use(keys(*range(fresh, fresh + 25)), 1, NextUse.LATER)
@@ -643,7 +644,7 @@ class TestHitDensity:
         assert values[NextUse.NEVER * NUM_USES + 1][0] > values[NextUse.SOON * NUM_USES + 1][0]
 
     def test_a_hint_that_replaces_another_is_followed_from_then_on(self) -> None:
-        """Two of three sessions are closed by a message after their last use, and never come back."""
+        """Two of three sessions are closed by a message after their last use, and never return."""
         driver = PolicyDriver(DensityCachePolicy(1000))
         policy = driver.policy
         assert isinstance(policy, DensityCachePolicy)
@@ -717,7 +718,7 @@ class TestHintScore:
 
 
 def test_a_hint_keeps_what_comes_back() -> None:
-    """Sessions of one turn beside sessions that return, all alike but for the hint. Only with hints they differ."""
+    """Sessions of one turn are mixed with sessions that return. They differ only in their hints."""
     rates = {}
     for hinted in (False, True):
         rng, cache, hits = random.Random(1), Cache(DensityCachePolicy(400), 400), 0

@@ -34,7 +34,7 @@ def end_step(engine: Engine) -> None:
 
 
 def take_reports(engine: Engine) -> None:
-    """Of transfers that ended, without a step."""
+    """Take the reports of transfers that ended, without a step."""
     connector, worker = sides_of(engine)
     engine._scheduler.take_outcome(connector.update_connector_output(worker.get_report()))
 
@@ -58,7 +58,7 @@ def tables_of(engine: Engine) -> dict[str, tuple[list[int], ...]]:
 
 
 def pools_of(engine: Engine) -> tuple[torch.Tensor, ...]:
-    """The GPU blocks of each group."""
+    """Return the GPU blocks of each group."""
     return engine._runner.pools
 
 

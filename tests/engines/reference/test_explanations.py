@@ -185,7 +185,7 @@ def test_requests_that_wait_for_all_that_may_be_claimed(make: MakeRecorded) -> N
 
 
 def test_a_prompt_that_evicts_its_own_blocks_is_too_long(make: MakeRecorded) -> None:
-    """It stores six blocks a step, the third time instead of its own, and offers no more."""
+    """It stores six blocks per step. The third step evicts its own blocks, and it offers no more."""
     recorded = make(max_batch_tokens=6 * BLOCK_TOKENS, secondary_tiers=[], spec_name="CPUOffloadingSpec")
     recorded.ask(1, num_blocks=2 * SLOTS)
     (asked,) = recorded.ask(1, num_blocks=2 * SLOTS)

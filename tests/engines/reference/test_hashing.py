@@ -16,7 +16,7 @@ def hashes_of(tokens: list[int], block_tokens: int = 4, salt: str = "") -> list[
 
 
 def test_hashes_are_the_same_in_every_process_and_version() -> None:
-    # Blocks on disk are found by them: whoever changes these must change the version in hashing.py.
+    # Blocks on disk are found by these hashes. If you change them, change the version in hashing.py.
     assert [each.hex()[:16] for each in hashes_of(list(range(9)))] == ["92607fea73308151", "9d3dc1e10c1f61cc"]
 
 

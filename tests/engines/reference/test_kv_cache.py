@@ -33,7 +33,10 @@ def nothing(groups: int) -> PrefixHit:
 
 
 def needed(group: KVGroupLayout, num_tokens: int) -> range:
-    """The blocks to which a token after ``num_tokens`` attends, by listing its keys one by one; of states, the last."""
+    """Return the blocks to which a token after ``num_tokens`` attends, by listing its keys.
+
+    For states, that is the last one.
+    """
     if group.kind is GroupKind.SINGLE_STATE:
         return range(max(0, num_tokens // BLOCK - 1), num_tokens // BLOCK)
     window = group.sliding_window_tokens
@@ -89,7 +92,7 @@ def test_only_the_state_at_the_last_full_block_of_a_step_is_kept() -> None:
     cache.name_computed(request)
     # It hits at 16 tokens and nowhere else, however many blocks of attention are there.
     assert [cache.find_prefix(make_request(list(range(count)))).num_tokens for count in (16, 17, 40)] == [0, 16, 16]
-    # The state at 18 tokens is written over until 20, and the step goes on to 27.
+    # The state at 18 tokens is overwritten until 20, and the step continues to 27.
     fresh = cache.grow(request, 27)
     assert fresh is not None and [block == NO_BLOCK for block in fresh[1]] == [False, False]
     assert cache.boundary_states(request, 27)[0].num_tokens == 24

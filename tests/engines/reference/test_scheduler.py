@@ -26,7 +26,7 @@ ONE = SamplingParams(max_tokens=1)
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[EngineStep]:
-    """The steps that the connector gets."""
+    """Return the list of the steps that the connector receives."""
     steps: list[EngineStep] = []
     build = OffloadingConnectorScheduler.build_connector_meta
     monkeypatch.setattr(
@@ -119,7 +119,7 @@ def scheduler_of(num_blocks: int, max_batch_tokens: int = 8, max_requests: int =
 
 
 def compute(scheduler: Scheduler) -> list[tuple[str, int]]:
-    """One step without a model; the tokens that each request computes in it."""
+    """Make one step without a model, and return the number of tokens that each request computes in it."""
     plan = scheduler.schedule()
     for each in plan.scheduled:
         scheduler.advance(each)

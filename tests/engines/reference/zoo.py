@@ -50,7 +50,7 @@ FAMILIES = tuple(_OWN)
 
 
 def tiny_model(family: str, seed: int = 0) -> Any:
-    """A float32 model with the plain (eager) attention of transformers, the caller's own."""
+    """Return a new float32 model with the plain (eager) attention of transformers."""
     return copy.deepcopy(_made(family, seed))
 
 

@@ -39,11 +39,11 @@ class HostPool:
         return addresses, [size] * len(addresses)
 
     def indices(self, *pages: int) -> torch.Tensor:
-        """The tokens of these pages."""
+        """Return the token indices of these pages."""
         return torch.tensor([page * TOKENS + token for page in pages for token in range(TOKENS)], dtype=torch.int64)
 
     def page(self, number: int) -> torch.Tensor:
-        """A copy of a page's content."""
+        """Return a copy of a page's content."""
         return self._at(number).clone()
 
     def _at(self, number: int) -> torch.Tensor:
@@ -75,7 +75,8 @@ def hashes(*numbers: int) -> list[str]:
 
 
 def open_storage(kind: str, model: str, pool: Any, extra: dict[str, Any]) -> Any:
-    """A storage of ``kind`` (``"dynamic"``, ``"file"``) for the pages of ``pool``, as SGLang's factory makes it."""
+    """Return a storage of ``kind`` (``"dynamic"``, ``"file"``) for the pages of ``pool``, as SGLang's factory makes
+    it."""
     from sglang.srt.managers import cache_controller  # noqa: F401 - as in a scheduler's process
     from sglang.srt.managers.scheduler_components import weight_updater  # noqa: F401
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig

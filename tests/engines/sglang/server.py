@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang serve`` on a CPU, as people run it: a process of its own, driven over HTTP, with kvoffload's metrics."""
+"""Run ``sglang serve`` on a CPU as people do: in its own process, driven over HTTP, with kvoffload's metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).parents[3]
 PAGE_TOKENS = 16
 PAGE_BYTES = 4 * 2 * PAGE_TOKENS * 2 * 64 * 4
-"""Of ``write_llama``: layers, keys and values, tokens, heads, and their width in float32."""
+"""The bytes per page of ``write_llama``: layers, keys and values, tokens, heads, and their width in float32."""
 DEVICE_TOKENS, HOST_RATIO = 2048, 2.0
 """The host pool has room for a third of the pages of ``families()`` and its answers, and the device for a sixth."""
 PATIENCE_S = 1200.0
@@ -161,7 +161,8 @@ class Server:
         return {prompt.name: _answer(each) for prompt, each in zip(prompts, found, strict=True)}
 
     def generate_in_turn(self, prompts: Sequence[Prompt], at_once: int = 4) -> dict[str, Answer]:
-        """The same, a few at a time: SGLang reads pages for those requests only that fit into half of its host pool."""
+        """Do the same, a few prompts at a time, because SGLang reads pages only for requests that fit into half of its
+        host pool."""
         answers: dict[str, Answer] = {}
         for begin in range(0, len(prompts), at_once):
             answers |= self.generate(prompts[begin : begin + at_once])
@@ -185,7 +186,7 @@ class Server:
         )
 
     def detach(self) -> None:
-        """As soon as SGLang allows it: after its last write has ended."""
+        """Detach the storage as soon as SGLang allows it, after its last write has ended."""
 
         def is_detached() -> bool:
             try:
@@ -199,7 +200,7 @@ class Server:
         self.wait_until(is_detached, "the storage is detached")
 
     def update_weights(self, model: str, version: str | None = None) -> None:
-        """In place, from the directory of another model of the same architecture."""
+        """Update the weights in place, from the directory of another model of the same architecture."""
         named = {} if version is None else {"weight_version": version}
         answer = json.loads(self._call("POST", "/update_weights_from_disk", {"model_path": model} | named))
         assert answer["success"], answer["message"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables name every setting of the SGLang that is installed, and nothing that is gone."""
+"""Test that the tables name every setting of the installed SGLang, and no removed ones."""
 
 from __future__ import annotations
 

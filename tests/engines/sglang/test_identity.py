@@ -127,7 +127,7 @@ def test_two_ranks_never_share_and_replicas_do() -> None:
 
 @pytest.mark.parametrize("name", sorted(STORAGE_CHANGES))
 def test_a_rank_that_cannot_be_read_is_refused(name: str) -> None:
-    """A renamed ``tp_rank`` gave two ranks one namespace."""
+    """A renamed ``tp_rank`` would give two ranks the same namespace."""
     with pytest.raises(ConfigError, match=f"storage configuration.*it has no {name}"):
         ranks_of(storage(without=name))
 

@@ -36,7 +36,7 @@ def baseline(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
 
 @pytest.fixture(scope="module")
 def running(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server to which each test attaches a storage of its own."""
+    """Yield a server to which each test attaches its own storage."""
     server = Server(llama, tmp_path_factory.mktemp("running")).wait_until_ready()
     yield server
     server.kill()
@@ -63,7 +63,7 @@ def from_storage(answers: Mapping[str, Answer]) -> int:
 
 
 def assert_all_found(prompts: list[Prompt], answers: Mapping[str, Answer]) -> None:
-    """All full pages, but that SGLang computes the last token of a prompt at least."""
+    """Assert that all full pages were found, except that SGLang computes at least the last token of a prompt."""
     assert {name: sum(each.cached.values()) for name, each in answers.items()} == {
         prompt.name: (len(prompt.token_ids) - 1) // PAGE_TOKENS * PAGE_TOKENS for prompt in prompts
     }

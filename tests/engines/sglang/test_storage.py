@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of SGLang's host pools go down and come back, in every layout, whatever the store."""
+"""Test that pages of SGLang's host pools are written and read back, in every layout, with any store."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.tier import StoreTier
 
 BYTES = 1000
-"""Of a page, in pieces of 300 and 700."""
+"""The bytes of a page, in pieces of 300 and 700."""
 PATIENT_S = 120.0
 
 
 class Gated(StoreOptions, frozen=True, kw_only=True):
-    """A store whose calls the test holds up."""
+    """A store whose calls the test delays."""
 
     is_persistent: ClassVar[bool] = False
     stores: ClassVar[dict[str, GatedStore]] = {}
@@ -217,7 +217,7 @@ def test_a_read_that_ends_late_never_touches_the_callers_pages(make) -> None:
     store.open_gate()
     deadline_s = time.monotonic() + PATIENT_S
     others = Pages(12)
-    while tiers.load(keys, others.all()) != [True] * 12:  # the slots of the late reads come back
+    while tiers.load(keys, others.all()) != [True] * 12:  # the slots of the late reads become free again
         assert time.monotonic() < deadline_s
     assert pages.is_untouched
 

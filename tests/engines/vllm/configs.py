@@ -86,7 +86,7 @@ def stub(name: str, **values: Any) -> Any:
 
 
 class HFConfig:
-    """A model's configuration, as transformers has it."""
+    """A model's configuration in the form of transformers."""
 
     def __init__(self, theta: float = 1.0, **more: Any) -> None:
         self.values = {"model_type": "small", "rope_theta": theta, "transformers_version": "5.19.0", **more}
@@ -132,7 +132,7 @@ def model_config(total_heads: int, **more: Any) -> Any:
 
 
 def vllm_config(**changes: Any) -> Any:
-    """A configuration that works; ``part__attribute=value`` changes one attribute of one part."""
+    """Return a working configuration. ``part__attribute=value`` changes one attribute of one part."""
     parts = {
         "kv_transfer_config": {
             "kv_load_failure_policy": "recompute",
@@ -242,7 +242,7 @@ _BASES = {
 
 @functools.cache
 def _plain_spec(name: str) -> Any:
-    """A dataclass with the fields of vLLM's class ``name``, by ``FIELDS``."""
+    """Return a dataclass with the fields of vLLM's class ``name``, by ``FIELDS``."""
     base = [_plain_spec(_BASES[name])] if name in _BASES else []
     row = FIELDS.get(name, {})
     fields = [(field, Any, None) for reason in row for field in row[reason].split()]
@@ -289,7 +289,7 @@ def chunked() -> Any:
 
 
 def ring() -> Any:
-    """A request's own buffer, which is not in the prefix cache."""
+    """Return the spec of a request's own buffer, which is not in the prefix cache."""
     return _spec("CircularBufferSpec", "unknown", **SHAPE)
 
 

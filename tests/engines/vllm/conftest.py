@@ -68,7 +68,7 @@ def llama_baseline(llama: SmallModel) -> Baseline:
 
 @pytest.fixture(scope="session")
 def other_llama(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
-    """The Llama with other weights."""
+    """Return the Llama with other weights."""
     return write_llama(tmp_path_factory.mktemp("other-llama"), seed=SEED + 1)
 
 
@@ -112,7 +112,7 @@ def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
 
 
 def next_sources() -> Path:
-    """The next version's Python files, fetched on first use."""
+    """Return the next version's Python files, fetched on first use."""
     home = Path(sys.prefix) / f"vllm-{NEXT}-sources"
     if not (home / "complete").exists():
         home.mkdir(exist_ok=True)

@@ -48,7 +48,7 @@ class Speculation:
 
 
 def write_drafts(directory: Path) -> dict[str, Speculation]:
-    """By method. All targets answer alike, but for that with windows."""
+    """Write the models and return them by method. All targets answer alike, except the one with windows."""
     import torch
 
     generator = torch.Generator().manual_seed(_SEED)

@@ -21,9 +21,9 @@ from kvoffload.cpu.spec import CPUOffloadingSpec
 
 LONGEST_PAUSE_US = 1000
 MARKS: list[None] = []
-"""One for each call of ``mark_compute``."""
+"""One entry for each call of ``mark_compute``."""
 _STORAGES: dict[int, torch.Tensor] = {}
-"""By address, a tensor of each part of the KV cache."""
+"""A tensor of each part of the KV cache, by address."""
 
 
 class FakeCudaSpec(CPUOffloadingSpec):
@@ -44,7 +44,7 @@ class FakeCudaSpec(CPUOffloadingSpec):
 
 
 def sleep_and_wake(connector: Any) -> None:
-    """As vLLM 0.33 does: the KV cache is unmapped, under no copy, and comes back with other bytes."""
+    """Sleep and wake up as vLLM 0.33 does: the KV cache is unmapped without copies, and returns with other bytes."""
     fake = fake_cuda.load()
     connector.unregister_kv_caches()
     for address, tensor in _STORAGES.items():

@@ -44,7 +44,7 @@ class Plan:
     corrupt_loads: int = 0
     """This many of the next loads succeed with wrong bytes in their first GPU block."""
     corrupt_blocks: int = 1
-    """In so many GPU blocks of each group, instead of the first alone."""
+    """The number of GPU blocks of each group to damage, instead of only the first."""
     corrupt_layers: slice = field(default_factory=lambda: slice(None))
     """The indices of the group's stretches of memory to damage: one stretch per layer if layers are separate."""
     corrupt_from_group: int = 0

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 CONNECTOR = {
     "kv_connector": "KVOffloadConnector",
-    "kv_connector_module_path": "kvoffload.engines.vllm",  # the server test goes by the bare name
+    "kv_connector_module_path": "kvoffload.engines.vllm",  # the server test uses the bare name
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def core(self) -> Any:
-        """The engine core; only with the engine in this process."""
+        """The engine core, which exists only with the engine in this process."""
         return self.llm.llm_engine.engine_core.engine_core
 
     @property

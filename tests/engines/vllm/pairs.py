@@ -18,7 +18,7 @@ CACHED = 992
 
 
 def over_one_store(directory: Path, **more: Any) -> dict[str, Any]:
-    """A ``kv_connector_extra_config`` with a disk tier in ``directory``; ``more``: other keys."""
+    """Return a ``kv_connector_extra_config`` with a disk tier in ``directory``. ``more`` contains other keys."""
     return {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": "64MiB",

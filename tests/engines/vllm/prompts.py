@@ -10,7 +10,7 @@ BLOCK_TOKENS = 32
 """GPU block size in the lane: small, so that short prompts have many blocks."""
 
 BLOCK_BYTES = 4 * 2 * BLOCK_TOKENS * 2 * HEAD_DIM * 4
-"""Of the Llama's block: layers, keys and values, tokens, KV heads, head size, float32."""
+"""The bytes of the Llama's block: layers, keys and values, tokens, KV heads, head size, float32."""
 
 
 def long_prompts(count: int = 8, length: int = 1000) -> list[Prompt]:

@@ -227,7 +227,7 @@ def _reset_in_the_middle(engine: Engine) -> int:
 
 
 def faults(model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """A corrupted block, to see that the comparison notices; then loads and stores that fail at random."""
+    """Load a corrupted block, to check that the comparison notices; then make loads and stores fail at random."""
     from tests.engines.vllm.faulty_spec import PLAN
 
     prompts = long_prompts(4)
@@ -255,7 +255,7 @@ def faults(model: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """Gemma: sliding windows beside full attention, over the same tensors."""
+    """Serve Gemma, which has sliding windows and full attention over the same tensors."""
     from tests.engines.vllm.faulty_spec import PLAN
 
     prompts = _family("gemma")
@@ -287,7 +287,7 @@ def hybrid(model: str, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def states(model: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """A model with recurrent states: evicted and brought back, beside failures, aborts and preemption."""
+    """Serve a model with recurrent states: evictions and loads, failures, aborts and preemption."""
     from tests.engines.vllm.faulty_spec import PLAN
 
     prompts = state_prompts()
@@ -390,7 +390,7 @@ def two_ranks(model: str, extra: dict[str, Any], family: str = "long", **options
 
 
 def return_once(model: str, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Some long prompts, and all of them again when the device has forgotten them."""
+    """Serve some long prompts, and all of them again after the device has evicted them."""
     prompts = long_prompts(4)
     engine = Engine(model, extra=extra, gpu_blocks=200, **options)
     result: dict[str, Any] = {}
@@ -471,7 +471,8 @@ def two_nodes(
 
 
 def adapter(model: str, extra: dict[str, Any] | None, path: str, prompts: int = 2) -> dict[str, Any]:
-    """The first long prompts with the LoRA adapter at ``path``, one after the other; without ``extra`` vLLM alone."""
+    """Serve the first long prompts with the LoRA adapter at ``path``, one after the other; without ``extra``, with vLLM
+    alone."""
     from vllm.lora.request import LoRARequest
 
     engine = Engine(model, extra=extra, gpu_blocks=100, enable_lora=True, max_lora_rank=8)
@@ -510,7 +511,8 @@ WITHOUT_KVOFFLOAD = {"max_offload_tokens": 0, "max_load_tokens": 0}
 
 
 def speculate(model: str, extra: dict[str, Any], speculative_config: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts in several ways, with their acceptance; a crowd; and loads that spoil the drafter's KV alone."""
+    """Serve the same prompts in several ways, with their acceptance; then many at once; then with loads that only
+    damage the drafter's KV."""
     from tests.engines.vllm.faulty_spec import PLAN
 
     flood = long_prompts(12)[4:]
@@ -607,7 +609,7 @@ def _load_with_a_function(worker: Any, path: str) -> None:
 
 
 def _replace_weights(engine: Engine, path: str, version_file: str | None, version: str) -> None:
-    """Pause, new weights, reset, resume. Requests that share prefixes with later ones run meanwhile."""
+    """Pause, load new weights, reset and resume. Requests that share prefixes with later ones run at the same time."""
     llm, numbers = engine.llm.llm_engine, itertools.count()
     states: set[str] = set()
     # vLLM does not reset while a load is in flight.

@@ -53,7 +53,7 @@ class ScriptedSpec(CPUOffloadingSpec):
 
 
 Content = tuple[int, ...]
-"""The tokens up to a position, and those behind it that its KV depends on."""
+"""The tokens up to a position, and the later tokens on which its KV depends."""
 GARBAGE: Content = (-1,)
 ZEROES: Content = (0,)
 PROMOTED: Content = ()
@@ -82,12 +82,12 @@ class Worker:
         self._computed: dict[str, int] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._device: dict[tuple[int, int], Content] = {}
-        """By GPU block and position in it; all groups share one pool of GPU blocks, as in vLLM."""
+        """The contents by GPU block and position in it. All groups share one pool of GPU blocks, as in vLLM."""
         self.slots: dict[int, list[Content]] = {}
         self._ended: list[TransferJob] = []
 
     def take_ended(self) -> list[TransferJob]:
-        """The transfers that ended since the last call."""
+        """Return the transfers that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -119,7 +119,7 @@ class Worker:
             self._run(job)
 
     def _move_states(self, output: Any) -> None:
-        """Each state goes on in the block that this step ends in."""
+        """Move each state to the block in which this step ends."""
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             first = self._computed[request_id]
             for group in self._state_groups if first else ():

@@ -41,7 +41,7 @@ class SecondNode:
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
 
     def close(self) -> None:
-        """As a machine that is switched off: nothing there is asked to end."""
+        """Kill everything, like a machine that is switched off."""
         for pid in [self._process.pid, *_below(self._process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ class SecondNode:
                             file.write(bytes([data[at] ^ 1]))
 
     def refuse_writes(self) -> None:
-        """From now on each write to a file fails there, as on a full disk."""
+        """Make each later write to a file fail there, as on a full disk."""
         for pid in _below(self._process.pid):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (100, 100))
 
@@ -75,7 +75,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()  # until whoever has the other end has ended
+    sys.stdin.read()  # until the process at the other end has ended
     os._exit(1)  # the workers end by themselves then
 
 

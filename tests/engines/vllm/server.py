@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm serve`` as people run it: a process of its own, driven over HTTP, with metrics scraped."""
+"""Run ``vllm serve`` as people do: in its own process, driven over HTTP, with metrics scraped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 CPU_SLOTS = 200
-"""The CPU tier has room for six of the eight prompts, so that blocks are also removed."""
+"""Host memory has room for six of the eight prompts, so that blocks are also removed."""
 
 
 def connector_arguments(options: dict[str, Any], directory: Path) -> tuple[list[str], dict[str, str]]:
@@ -100,7 +100,7 @@ class Server:
             return str(response.read().decode())
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        """Of vLLM's calls for development, which need ``VLLM_SERVER_DEV_MODE``, and those for RL."""
+        """Call one of vLLM's endpoints for development, which need ``VLLM_SERVER_DEV_MODE``, or for RL."""
         data, headers = json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers, method="POST")
         with urllib.request.urlopen(request, timeout=300) as response:
@@ -124,7 +124,7 @@ class Server:
         return series_in(self.get("/metrics"), ("engine", "model_name"))
 
     def kill(self) -> None:
-        """As a power cut does: no process of the server does anything more."""
+        """Kill all processes of the server at once, like a power cut."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=30)
 
@@ -143,7 +143,7 @@ class Server:
 
 
 def client_of(url: str, **more: Any) -> Any:
-    """A client of the server at ``url`` that tries each request once."""
+    """Return a client of the server at ``url`` that tries each request once."""
     import openai
 
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, **more)

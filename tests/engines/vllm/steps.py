@@ -24,7 +24,7 @@ STOP = 499
 
 
 def attention(window: int | None = None, block: int = BLOCK, dtype: str = "float32") -> Any:
-    """A KV group of vLLM: full attention, or a sliding window."""
+    """Return a KV group of vLLM: full attention, or a sliding window."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
@@ -36,7 +36,7 @@ def attention(window: int | None = None, block: int = BLOCK, dtype: str = "float
 
 
 def latent() -> Any:
-    """A KV group of vLLM: latent attention, the same on all ranks."""
+    """Return a KV group of vLLM: latent attention, the same on all ranks."""
     import torch
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -45,7 +45,7 @@ def latent() -> Any:
 
 
 def ring() -> Any:
-    """A KV group of vLLM: one block for each request, which is not in the prefix cache."""
+    """Return a KV group of vLLM: one block for each request, which is not in the prefix cache."""
     import torch
     from vllm.v1.kv_cache_interface import CircularBufferSpec
 
@@ -54,7 +54,7 @@ def ring() -> Any:
 
 
 def replayed_window(window: int) -> Any:
-    """A KV group of vLLM: a window that is not in the prefix cache, and is computed again after each hit."""
+    """Return a KV group of vLLM: a window that is not in the prefix cache and is computed again after each hit."""
     import torch
     from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
@@ -63,7 +63,7 @@ def replayed_window(window: int) -> Any:
 
 
 def states() -> Any:
-    """A KV group of vLLM: recurrent states."""
+    """Return a KV group of vLLM: recurrent states."""
     import torch
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
