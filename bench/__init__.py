@@ -19,7 +19,6 @@ BENCHES: tuple[str, ...] = (
     "fs_store",
     "single_blocks",
     "remote_store",
-    "two_tiers",
     "seals",
     "lmcache_adapters",
     "placement",

@@ -16,7 +16,7 @@ from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering import promotions
 from kvoffload.tiering.load_policy import PROBE_INTERVAL_S, BlockWorth
-from kvoffload.tiering.plans import PATIENCE
+from kvoffload.tiering.plans import FIRST_READ
 
 TOKENS = 10
 COMPUTE_S = 1.0
@@ -143,7 +143,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
             waited_s = self.rig.clock() - since_s
             if knows_speed and waited_s > 0:
                 # Of speeds that are measured by whole steps, here without an error.
-                assert waited_s <= PATIENCE * (queue_s + len(blocks) * COMPUTE_S) + 1e-6 or self._began_unmeasured
+                assert waited_s <= FIRST_READ * (queue_s + len(blocks) * COMPUTE_S) + 1e-6 or self._began_unmeasured
             return None
         hit = answers.index(False) if False in answers else len(answers)
         if hit:

@@ -74,7 +74,7 @@ class Tier(SecondaryTierManager):
         return self.known.get(key)
 
     def progress(self):
-        for key in [key for key, at_s in self.open.items() if at_s <= self.clock()]:
+        while self.open and self.open[key := next(iter(self.open))] <= self.clock():
             del self.open[key]
             self.known[key] = key in self.blocks
             self.num_answers += 1

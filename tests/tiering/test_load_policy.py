@@ -258,7 +258,7 @@ def test_blocks_that_no_tier_has_are_not_late() -> None:
     machine.step()
     while machine.tier.jobs:
         machine.read()
-    machine.clock.advance(plans.PATIENCE * 12)
+    machine.clock.advance(plans.FIRST_READ * 12)
     for _ in range(2):
         assert machine.ask(blocks, context) == [True] * 12 + [False]
         machine.step()
@@ -276,7 +276,7 @@ def test_each_block_that_is_late_counts_once_however_many_prefixes_a_request_ask
         machine.below(blocks)
         assert machine.ask(blocks, context) == [None] * len(blocks)
     machine.step()
-    machine.clock.advance(plans.PATIENCE * 10)
+    machine.clock.advance(plans.FIRST_READ * 10)
     for _ in range(3):
         for blocks in ranges:
             assert machine.ask(blocks, context) == [False]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.sizes import by_size
 
-from kvoffload.tiering.worth import Choice, Pace, Run, choose
+from kvoffload.tiering.worth import Choice, Pace, Run, assign, choose
 
 SECONDS = st.one_of(st.just(0.0), st.integers(0, 40).map(lambda n: n / 8), st.floats(0, 5))
 PACES = st.builds(Pace, st.one_of(SECONDS, st.just(math.inf)), SECONDS)
@@ -134,3 +134,9 @@ def test_blocks_behind_the_last_end_before_a_slow_run_save_nothing() -> None:
     runs = [Run((0,), 8), Run((1,), 4)]
     assert choose(runs, sources, block_compute_s=1.0, ends=[5, 10]).num_blocks == 10
     assert choose(runs, sources, block_compute_s=1.0, ends=[7, 12]).num_blocks == 7
+
+
+def test_a_run_comes_from_the_source_that_ends_it_first_after_the_runs_before_it() -> None:
+    paces = [Pace(0.0, 1.0), Pace(2.0, 0.5)]
+    runs = [Run((0, 1), 3), Run((0, 1), 8), Run((), 1), Run((1,), 2), Run((0, 1), 1)]
+    assert assign(runs, paces) == [Run((0,), 3), Run((1,), 8), Run((), 1), Run((1,), 2), Run((0,), 1)]

@@ -95,7 +95,8 @@ class Places:
         absent = b"\1" * len(blocks)
         if blocks.count(None) < len(blocks):
             absent = bytes(map(operator.is_, blocks, itertools.repeat(None)))
-        at, are_here = 0, True
+        at, are_here, claimed = 0, True, self._waits.claimed
+        own: Collection[OffloadKey] = request.wait.claims if request.wait is not None else ()
         while at < len(keys) and (are_here or at < most or found[-1].place.is_unknown):
             # Few may be claimed, but after an unknown block there are mostly more.
             least = _RUN if found and found[-1].place.is_unknown else 1
@@ -108,14 +109,15 @@ class Places:
             else:
                 stop = absent.find(1, at)
                 stop = len(keys) if stop < 0 else stop
+                num_here = 0
+                if are_here:
+                    num_here = next((n for n, block in enumerate(blocks[at:stop]) if block.pins < 0), stop - at)  # type: ignore[union-attr]
+                    are_here = num_here == stop - at
+                if not are_here:
+                    # Blocks that others claim already take no room.
+                    most += sum(key in claimed and key not in own for key in keys[at + num_here : stop])
+                    stop = max(min(stop, int(min(most, len(keys)))), at + num_here + 1)
                 part = self._here(keys[at:stop], blocks[at:stop])
-                if are_here and any(place != HERE for place, _ in part):
-                    are_here = False
-                    num_here = part[0].num_blocks if part[0].place == HERE else 0
-                    stop = max(min(stop, limit), at + num_here + 1)
-                elif not are_here:
-                    stop = min(stop, limit)
-                part = _first(part, stop - at)
             found += part
             count = sum([num_blocks for _, num_blocks in part])
             if count < stop - at:
@@ -304,16 +306,6 @@ class _View:
         if others.isdisjoint(rest):
             return self.stop
         return at + next(number for number, each in enumerate(rest) if each is not answer)
-
-
-def _first(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
-    """The first ``num_blocks``."""
-    found: list[Segment] = []
-    for place, count in segments:
-        if num_blocks > 0:
-            found.append(Segment(place, min(count, num_blocks)))
-        num_blocks -= count
-    return found
 
 
 @cache

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from kvoffload.tiering.segments import HERE, MOST_PIECES, Place, Segment, gathered, scattered, side_by_side
-from kvoffload.tiering.worth import Choice, Pace, Run, choose, spread
+from kvoffload.tiering.segments import HERE, Place, Segment, joined, side_by_side
+from kvoffload.tiering.worth import Choice, Pace, Run, assign, choose
 
 LEAST_GAIN = 0.1
 """A load must be at least 10 % faster than recomputing: a request waits only if that saves this share of computing the
@@ -21,9 +21,9 @@ blocks that are not there. Estimates have errors, a tie gains nothing, and while
 it, which no estimate knows of."""
 RISK_SHARE = 0.05
 RISK_S = 0.04
-"""How far a wait may fall behind computing: this share of computing the prompt, and so many seconds. No first token
-comes later by more than that, whatever a tier does, but for what ``PATIENCE`` allows."""
-PATIENCE = 1.25
+"""The time budget of a wait: it may fall behind computing by this share of computing the prompt, and so many seconds.
+Whatever a tier does, no first token comes later by more than that and ``FIRST_READ``."""
+FIRST_READ = 1.25
 """By this factor the first read of a wait may be slower than expected: its latency and queue, and one block, which
 counts no more than computing it."""
 _LEAST_READ_S = RISK_S / 16
@@ -121,85 +121,102 @@ class Plan(NamedTuple):
     """No read takes longer than this."""
 
 
+class _Budget(NamedTuple):
+    """How long a wait may still last, in seconds from now."""
+
+    answers_s: float
+    """For answers: what has been earned, and what every wait may lose."""
+    reads_s: float
+    """For reads: no more than they can bring, of a short prompt."""
+    rest_s: float
+    """For blocks that make those of use which are here already: a state, say."""
+    portion_s: float
+    """For one read: what is left is enough for four of them, whatever has been earned."""
+
+
 def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None = None, so_far: SoFar = NOTHING) -> Plan:
-    """The number of leading blocks for which the first token comes earliest, and their sources (``worth.choose``).
+    """The number of leading blocks for which the first token comes earliest (``worth.choose``), and their sources.
 
     With ``ends``, which rise, a part of the hit is of use only if it has that many blocks; all of it always is. Blocks
     in host memory are never declined.
 
-    A wait must not cost what it may not bring. It falls behind computing by no more than a request can afford
-    (``RISK_SHARE``): each leading block that has arrived pays for the time that computing it would take, and so do
-    blocks in host memory behind what is read. What is expected later than that is not begun, even if all of it would
-    save time: a tier that stands still before the end would make all of it vain.
+    A wait must not cost more than it may bring, so it has a time budget (``RISK_SHARE``): it falls behind computing by
+    no more than that. Each leading block that has arrived pays for the time that computing it would take, and so do
+    blocks in host memory behind the blocks that are read. What is expected later than that is not begun, even if all of
+    it would save time: a tier that stands still before the end would make all of it vain.
     """
     total = sum([num_blocks for _, num_blocks in survey])
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
-    compute_s = max(so_far.num_blocks, total) * speeds.block_compute_s
     num_paid = so_far.num_paid
     if num_paid is None:
         num_paid = 2 * here - sum([num_blocks for place, num_blocks in survey if place == HERE])
-    earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * speeds.block_compute_s
-    afford_s = earned_s + RISK_SHARE * compute_s + RISK_S
-    reads_s = min(afford_s, earned_s + LEAST_GAIN * compute_s)
-    rest_s = speeds.queue_s - so_far.spent_s + here * speeds.block_compute_s + RISK_SHARE * compute_s + RISK_S
-    """For what makes the blocks that are here of use: a state, say."""
+    budget = _budget(max(so_far.num_blocks, total), here, num_paid, speeds, so_far)
     if here == total:
-        return Plan(total, 0.0, rest_s, (), tuple(survey), num_paid=num_paid)
+        return Plan(total, 0.0, budget.rest_s, (), tuple(survey), num_paid=num_paid)
     useful = None if ends is None else [*ends[: bisect_left(ends, total)], total]
-    begun = sum(segment.num_blocks for segment in itertools.takewhile(lambda each: not each.place.is_below, survey))
-    pieces = survey
-    if len(survey) > MOST_PIECES:
-        pieces, useful = gathered(survey, (here, begun), useful)
-    # What is left brings four reads, whatever has been earned.
-    portion_s = max(min(max(reads_s, so_far.granted_s), RISK_SHARE * compute_s + RISK_S) / 4, _LEAST_READ_S)
     # The first read may take its latency, and one block if the tier is faster than computing, whatever that costs.
     begins = not any(place.is_arriving for place, _ in survey)
     pace = _first_read(survey, speeds.links)
     latency_s = pace.first_s if begins else 0.0
-    first_s = max(afford_s, PATIENCE * min(pace.block_s, speeds.block_compute_s)) + PATIENCE * latency_s
+    first_s = max(budget.answers_s, FIRST_READ * min(pace.block_s, speeds.block_compute_s)) + FIRST_READ * latency_s
     slack_s = first_s - here * speeds.block_compute_s if begins or so_far.num_paid is None else math.inf
-    options = _Options(pieces, speeds, useful, so_far, slack_s)
-    waited: tuple[int, ...] = ()
-    best = options.choose(waited)
+    options = _Options(survey, speeds, useful, so_far, slack_s)
+    best = options.choose(())
     for answer_s, tier in options.unknown():
-        if answer_s > max(afford_s, best.wait_s):
-            continue
-        choice = options.choose((*waited, tier))
-        share = speeds.links[tier].found_share
-        if share * (choice.saved_s - best.saved_s) > (1 - share) * max(0.0, answer_s - best.wait_s):
-            waited, best = (*waited, tier), choice
-    stop = max(best.num_blocks, here)
-    segments = options.sources(waited, stop, best.wait_s, portion_s)
-    deadline_s = max(afford_s, so_far.granted_s)
+        if answer_s <= max(budget.answers_s, best.choice.wait_s):
+            other = options.choose((*best.waited, tier))
+            share = speeds.links[tier].found_share
+            gained_s = other.choice.saved_s - best.choice.saved_s
+            if share * gained_s > (1 - share) * max(0.0, answer_s - best.choice.wait_s):
+                best = other
+    stop = max(best.choice.num_blocks, here)
+    segments = options.sources(best, stop)
+    deadline_s = max(budget.answers_s, so_far.granted_s)
     if stop > here:
         first = next(segment.place for segment in segments if segment.place != HERE)
         link = speeds.links[(first.tiers or first.unknown)[0]]
         if first.tiers or link.answer_s is None:
-            deadline_s = max(reads_s, so_far.granted_s)
+            deadline_s = max(budget.reads_s, so_far.granted_s)
         if first.tiers and link.pace is not None and not first.is_arriving and deadline_s > 0:
-            due_s = PATIENCE * (latency_s + min(max(portion_s, link.pace.block_s), link.portion_s))
-            if due_s > deadline_s and best.saved_s < due_s + so_far.spent_s:
+            due_s = FIRST_READ * (latency_s + min(max(budget.portion_s, link.pace.block_s), link.portion_s))
+            if due_s > deadline_s and best.choice.saved_s < due_s + so_far.spent_s:
                 stop = here
             deadline_s = max(deadline_s, min(due_s, first_s))
     is_late = stop > here and deadline_s <= 0
     if is_late or stop == here:
-        stop, segments, deadline_s = here, tuple(survey[:1]) if here else (), rest_s
+        stop, segments, deadline_s = here, tuple(survey[:1]) if here else (), budget.rest_s
     declined: list[tuple[int, Declined, Sequence[int], tuple[int, ...]]] = []
     if stop - here > 1 and useful is None and (probed := options.unmeasured(stop - 1)) is not None:
         stop -= 1
         declined = [(probed, "unmeasured", range(stop, stop + 1), (probed,))]
-        segments = options.sources(waited, stop, best.wait_s, portion_s)
-    is_lost = so_far.num_paid is not None and (is_late or stop < begun)
+        segments = options.sources(best, stop)
+    num_begun = sum(num_blocks for _, num_blocks in itertools.takewhile(lambda each: not each.place.is_below, survey))
+    is_lost = so_far.num_paid is not None and (is_late or stop < num_begun)
     return Plan(
         stop,
-        best.wait_s if stop > here else 0.0,
+        best.choice.wait_s if stop > here else 0.0,
         deadline_s,
         (*declined, *_declined(survey, stop + len(declined), speeds, is_lost=is_lost, is_late=is_late)),
-        segments if pieces is survey else scattered(survey, pieces, segments),
+        segments,
         num_paid,
         is_lost,
         options.chosen(segments),
-        portion_s,
+        budget.portion_s,
+    )
+
+
+def _budget(num_blocks: int, here: int, num_paid: int, speeds: Speeds, so_far: SoFar) -> _Budget:
+    """For a prompt of ``num_blocks``, of which the first ``here`` are in host memory."""
+    compute_s = num_blocks * speeds.block_compute_s
+    risk_s = RISK_SHARE * compute_s + RISK_S
+    earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * speeds.block_compute_s
+    answers_s = earned_s + risk_s
+    reads_s = min(answers_s, earned_s + LEAST_GAIN * compute_s)
+    return _Budget(
+        answers_s,
+        reads_s,
+        speeds.queue_s - so_far.spent_s + here * speeds.block_compute_s + risk_s,
+        max(min(max(reads_s, so_far.granted_s), risk_s) / 4, _LEAST_READ_S),
     )
 
 
@@ -211,9 +228,19 @@ def _first_read(survey: Sequence[Segment], links: Sequence[LinkState]) -> Pace:
     return min([pace for pace in paces if pace is not None], default=Pace())
 
 
+class _Option(NamedTuple):
+    """One way to load a hit."""
+
+    waited: tuple[int, ...]
+    """The tiers whose answers it waits for. It takes them to have all blocks that they do not know of."""
+    runs: list[Run]
+    """The survey, each run with its source."""
+    choice: Choice
+
+
 class _Options:
-    """What may be loaded of a survey. Sources are the tiers, by number, then what arrives from each of them, then host
-    memory."""
+    """The ways to load the blocks of a survey. Sources are the tiers, by number, then the blocks that arrive from each
+    of them already, then host memory."""
 
     def __init__(
         self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, so_far: SoFar, slack_s: float
@@ -221,8 +248,8 @@ class _Options:
         self._survey, self._speeds, self._ends, self._slack_s = survey, speeds, ends, slack_s
         links = speeds.links
         self._begun = 2 * len(links) if so_far.num_paid is None else len(links)
-        """The first source that needs no new wait. For a request that waits already that is what arrives, for another
-        one host memory."""
+        """The first source that needs no new wait. For a request that waits already that is the first arriving one, for
+        another one host memory."""
         self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - so_far.spent_s) for link in links]
         answered = {tier for segment in survey for tier in segment.place.tiers if segment.place.is_below}
         self._late = {tier for segment in survey for tier in segment.place.unknown} - answered
@@ -242,7 +269,7 @@ class _Options:
     def _pace(self, tier: int) -> Pace:
         pace = self._speeds.links[tier].pace or Pace()
         if tier in self._late:
-            pace = pace._replace(first_s=max(pace.first_s, pace.first_s + self._answer_s[tier]))
+            pace = pace._replace(first_s=pace.first_s + self._answer_s[tier])
         return pace
 
     def unknown(self) -> list[tuple[float, int]]:
@@ -250,10 +277,9 @@ class _Options:
         tiers = {tier for segment in self._survey for tier in segment.place.unknown}
         return sorted((self._answer_s[tier] if tier in self._late else 0.0, tier) for tier in tiers)
 
-    def _runs(self, waited: Sequence[int]) -> list[Run]:
-        """The survey, if the tiers ``waited`` for have all that they do not know of, and the other ones nothing."""
+    def _runs(self, waited: tuple[int, ...]) -> list[Run]:
         links, runs = self._speeds.links, list[Run]()
-        rooms = {tier: link.room_blocks for tier, link in enumerate(links)}
+        rooms = [link.room_blocks for link in links]
         for place, num_blocks in self._survey:
             if place.is_arriving:
                 runs.append(Run(() if place.is_overdue else (len(links) + place.tiers[0],), num_blocks))
@@ -263,17 +289,14 @@ class _Options:
                 names = place.tiers
                 if place.unknown:
                     names = tuple(sorted({*names, *(tier for tier in place.unknown if tier in waited)}))
-                measured = [tier for tier in names if links[tier].pace is not None]
-                alone_s = {tier: self._paces[tier].seconds(num_blocks) for tier in measured}
-                if alone_s or not names:
-                    # One that is so much slower than another is of no use beside it.
-                    most_s = min(alone_s.values(), default=0.0) / LEAST_GAIN
-                    runs.append(Run(tuple(tier for tier in names if alone_s.get(tier, math.inf) <= most_s), num_blocks))
+                measured = tuple(tier for tier in names if links[tier].pace is not None)
+                if measured or not names:
+                    runs.append(Run(measured, num_blocks))
                     continue
                 free = min(rooms[names[0]], num_blocks)
                 rooms[names[0]] -= free
                 runs += [Run(names[:1], free)] * bool(free) + [Run((), num_blocks - free)] * (free < num_blocks)
-        return runs
+        return assign(runs, self._paces)
 
     def unmeasured(self, block: int) -> int | None:
         """A tier that was never measured and has this block, as another one has: it is measured with it in the
@@ -288,29 +311,28 @@ class _Options:
                 return next(new, None)
         return None
 
-    def choose(self, waited: Sequence[int]) -> Choice:
-        """The best choice, or what is begun already if waiting for more gains too little."""
+    def choose(self, waited: tuple[int, ...]) -> _Option:
+        """The best choice, or the blocks that are on their way already if waiting for more gains too little."""
         runs = self._runs(waited)
         pick = partial(
             choose,
-            sources=self._paces,
+            paces=self._paces,
             block_compute_s=self._speeds.block_compute_s,
             queue_s=self._speeds.queue_s,
             slack_s=self._slack_s,
+            ends=self._ends,
         )
-        best = pick(runs, ends=self._ends)
-        if not best.wait_s:
-            return best
-        num_begun = next(
-            (at for at, run in enumerate(runs) if not run.sources or run.sources[0] < self._begun), len(runs)
-        )
-        begun = pick(runs[:num_begun], ends=self._ends)
-        reachable = sum(run.num_blocks for run in itertools.takewhile(lambda run: run.sources, runs))
-        least_s = LEAST_GAIN * (reachable - begun.num_blocks) * self._speeds.block_compute_s
-        return best if best.saved_s - begun.saved_s >= least_s or best.num_blocks <= begun.num_blocks else begun
+        best = pick(runs)
+        if best.wait_s:
+            begun = pick([*itertools.takewhile(lambda run: run.sources and run.sources[0] >= self._begun, runs)])
+            reachable = sum(run.num_blocks for run in itertools.takewhile(lambda run: run.sources, runs))
+            least_s = LEAST_GAIN * (reachable - begun.num_blocks) * self._speeds.block_compute_s
+            if best.num_blocks > begun.num_blocks and best.saved_s - begun.saved_s < least_s:
+                best = begun
+        return _Option(waited, runs, best)
 
     def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
-        """What ``segments`` begin to read."""
+        """The reads that ``segments`` begin."""
         counts, others, links = Counter[int](), dict[int, set[int]](), self._speeds.links
         for place, source, num_blocks in side_by_side(self._survey, segments):
             if place.is_below and source.tiers:
@@ -327,36 +349,16 @@ class _Options:
             for tier, count in counts.items()
         )
 
-    @property
-    def _num(self) -> int:
-        return len(self._speeds.links)
-
-    def sources(self, waited: Sequence[int], stop: int, wait_s: float, portion_s: float) -> tuple[Segment, ...]:
-        """The first ``stop`` blocks, each from one source."""
-        links = self._speeds.links
-        runs, left = list[Run](), stop
-        for run in self._runs(waited):
-            count = min(run.num_blocks, left)
-            left -= count
-            if count:
-                runs.append(Run(run.sources, count))
-        portions = [
-            max(1, int(min(portion_s, link.portion_s) / pace.block_s) if pace.block_s else stop)
-            for link, pace in zip(links, self._paces)
-        ]
-        chosen = spread(
-            runs,
-            self._paces,
-            wait_s,
-            [*portions, *[stop] * (self._num + 1)],
-            self._late,
-            block_compute_s=self._speeds.block_compute_s,
-            slack_s=self._slack_s,
-        )
-        return tuple(
-            Segment(_from(place, names[0]) if place.is_below else place, num_blocks)
-            for place, names, num_blocks in side_by_side(self._survey, chosen)
-        )
+    def sources(self, option: _Option, stop: int) -> tuple[Segment, ...]:
+        """The first ``stop`` blocks, each run from one source."""
+        found: list[tuple[Place, int]] = []
+        for place, sources, num_blocks in side_by_side(self._survey, option.runs):
+            num_blocks = min(num_blocks, stop)
+            stop -= num_blocks
+            if not num_blocks:
+                break
+            found.append((_from(place, sources[0]) if place.is_below else place, num_blocks))
+        return tuple(joined(found))
 
 
 def _from(place: Place, tier: int) -> Place:
