@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ def test_each_way_is_a_line_that_ends_with_its_name_and_last_turn() -> None:
     assert [end.text for end in ends] == ["none: 400 ms", "device: 390 ms", "offloading: 70 ms"]
     heights = sorted(float(end.attrib["y"]) for end in ends)
     assert all(below - above >= 20 for above, below in pairwise(heights))
+
+
+def test_lines_have_colors_of_their_own_without_css_variables() -> None:
+    """Programs other than browsers ignore variables, and draw no line then."""
+    text = chart(figures(a=[0.1, 0.2], b=[0.3, 0.4]))
+    assert "var(" not in text
+    strokes = re.findall(r"\.w(\d) \.way,[^{]*\{stroke:(#\w+)\}", text.partition("@media")[0])
+    assert dict(strokes).keys() >= {"0", "1"}
+    assert len(dict(strokes)) == len(set(dict(strokes).values()))
 
 
 def test_all_of_it_is_within_the_picture() -> None:

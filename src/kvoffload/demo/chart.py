@@ -10,14 +10,25 @@ from typing import Any
 
 _WIDTH, _HEIGHT = 760, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 210, 62, 56
-_STYLE = """
-text{font:14px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#495057}
-.paper{fill:#ffffff;stroke:#dee2e6}.title{font-size:17px;font-weight:600;fill:#212529}.grid{stroke:#dee2e6}
-.way{fill:none;stroke-width:3;stroke-linejoin:round}.end{font-weight:600}
-.w0{--c:#868e96}.w1{--c:#d9730d}.w2{--c:#1f6fb4}.w3{--c:#2f9e44}
-.way,.dot{stroke:var(--c)}.dot{fill:var(--c)}.end{fill:var(--c)}
-@media(prefers-color-scheme:dark){text{fill:#ced4da}.paper{fill:#1b1f24;stroke:#343a40}.title{fill:#f1f3f5}
-.grid{stroke:#343a40}.w0{--c:#adb5bd}.w1{--c:#ffa94d}.w2{--c:#74c0fc}.w3{--c:#8ce99a}.end{fill:var(--c)}}
+_LIGHT = ("#868e96", "#d9730d", "#1f6fb4", "#2f9e44")
+_DARK = ("#adb5bd", "#ffa94d", "#74c0fc", "#8ce99a")
+
+
+def _colors(colors: Sequence[str]) -> str:
+    """Return the style rules of the lines. They use no CSS variables, which many programs ignore."""
+    return "".join(
+        f".w{number} .way,.w{number} .dot{{stroke:{color}}}.w{number} .dot,.w{number} .end{{fill:{color}}}"
+        for number, color in enumerate(colors)
+    )
+
+
+_STYLE = f"""
+text{{font:14px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#495057}}
+.paper{{fill:#ffffff;stroke:#dee2e6}}.title{{font-size:17px;font-weight:600;fill:#212529}}.grid{{stroke:#dee2e6}}
+.way{{fill:none;stroke-width:3;stroke-linejoin:round}}.end{{font-weight:600}}
+{_colors(_LIGHT)}
+@media(prefers-color-scheme:dark){{text{{fill:#ced4da}}.paper{{fill:#1b1f24;stroke:#343a40}}.title{{fill:#f1f3f5}}
+.grid{{stroke:#343a40}}{_colors(_DARK)}}}
 """
 _GAP = 22.0
 """The least distance between the names of two ways."""
