@@ -12,8 +12,10 @@ __all__ = ["disk_bytes"]
 
 
 def disk_bytes(root: Path) -> int:
-    """The size of all files under ``root`` that its quota bounds: all but a disk store's bulletin, which has 4 KiB. One
-    that a store's own thread removes meanwhile does not count."""
+    """Return the size of all files under ``root`` that count towards its quota.
+
+    Excludes a disk store's bulletin of 4 KiB, and files that a store's own thread removes during the count.
+    """
     total = 0
     for path in root.rglob("*"):
         try:

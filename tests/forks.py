@@ -52,7 +52,7 @@ class _Process:
 
 
 class Command(_Process, subprocess.Popen[bytes]):
-    """A program instead."""
+    """A process that runs a program instead."""
 
     @property
     def is_alive(self) -> bool:
@@ -100,7 +100,7 @@ def output_of(script: str, *arguments: object) -> str:
 
 
 def output_of_module(name: str, *arguments: object) -> str:
-    """As ``python -m NAME ARGUMENTS`` would print it."""
+    """Return the output of ``python -m NAME ARGUMENTS``."""
     return output_of(f"import runpy; runpy.run_module({name!r}, run_name='__main__')", *arguments)
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fake-gcs-server, an emulator of Google's storage, of this machine and for one test, behind TLS.
+"""Run fake-gcs-server, an emulator of Google's storage, on this machine for one test, behind TLS.
 
-The emulator takes uploads by Google's JSON interface only, obstore uploads by the XML one. So requests go through a
-translator, which turns an upload of the one kind into the other, condition included, and passes on all others as they
-are: what is stored, compared, found, listed and deleted is the emulator's doing. ``KVOFFLOAD_GCS_SERVER`` names its
-program.
+The emulator accepts uploads only through Google's JSON interface, but obstore uploads through the XML interface. So
+requests pass through a translator, which converts uploads, including their conditions, and forwards all other requests
+unchanged. The emulator itself stores, compares, finds, lists and deletes. ``KVOFFLOAD_GCS_SERVER`` names its program.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _ask(
 def _upload(
     port: int, bucket: str, name: str, value: bytes, condition: str = ""
 ) -> tuple[int, list[tuple[str, str]], bytes]:
-    """In two parts, since only then the emulator looks at the condition."""
+    """Upload in two parts, because the emulator checks the condition only then."""
     border = os.urandom(16).hex().encode()
     meta = b"Content-Type: application/json\r\n\r\n" + json.dumps({"name": name}).encode()
     parts = (meta, b"Content-Type: application/octet-stream\r\n\r\n" + value)
@@ -108,7 +107,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that does not trust the certificate hangs up."""
+        """Ignore clients that disconnect because they do not trust the certificate."""
 
 
 class _Translator(BaseHTTPRequestHandler):

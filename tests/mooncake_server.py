@@ -76,7 +76,7 @@ class MooncakePool:
 
     @property
     def data_port(self) -> int:
-        """Where the donor's memory is read and written, as clients learn it when they first need it."""
+        """Return the port through which clients read and write the donor's memory, as they learn it at first use."""
         return int(self._described()["tcp_data_port"])
 
     @data_port.setter

@@ -10,8 +10,10 @@ import time
 
 
 class Proxy:
-    """Listens on a port of its own and passes everything on to ``port``, until told otherwise. ``host``: where it
-    listens; ``""`` is everywhere."""
+    """A proxy that listens on its own port and passes everything on to ``port`` until the test changes that.
+
+    ``host`` is the address to listen on, or ``""`` for all.
+    """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self._target = port

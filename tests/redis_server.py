@@ -27,7 +27,7 @@ PATIENCE_S = 120.0
 PATIENT = Timeouts(connect_s=30.0, window_s=60.0)
 """The time limits of a store whose test is not about deadlines, because a loaded machine may stall for a while."""
 PATIENT_OPTIONS = {"connect_timeout_s": PATIENT.connect_s, "window_timeout_s": PATIENT.window_s}
-"""The same for a tier."""
+"""The same time limits for a tier."""
 
 
 def program() -> str:
@@ -61,7 +61,7 @@ class RedisServer:
         self.start()
 
     def client(self, **options: Any) -> redis.Redis:
-        """A side door: the library's own client, with short patience."""
+        """Return the library's own client, which bypasses the store, with short time limits."""
         known = {"port": self.port, "socket_timeout": 10, "retry": Retry(NoBackoff(), 0), "protocol": 2}
         return redis.Redis(**(known | options))
 
@@ -119,8 +119,10 @@ DOWN_AFTER_MS = 60_000
 
 
 class RedisSentinel(RedisServer):
-    """A sentinel that watches ``primary`` as ``service``, and lets a replica take over when it fails.
-    ``lines`` are more of its configuration."""
+    """A sentinel that watches ``primary`` as ``service``, and promotes a replica when it fails.
+
+    ``lines`` are additional lines of its configuration.
+    """
 
     def __init__(self, directory: Path, primary: RedisServer, service: str, lines: Sequence[str] = ()) -> None:
         self._file = directory / "sentinel.conf"
@@ -178,7 +180,7 @@ class RedisCluster:
             client.close()
 
     def add_replica(self, directory: Path, primary: RedisServer) -> RedisServer:
-        """A replica of ``primary`` that has all of its blocks. It takes over only when a test says so."""
+        """Start a replica of ``primary`` with all of its blocks. It becomes the primary only when a test says so."""
         place = directory / "replica"
         place.mkdir()
         options = {name: value for name, value in primary.options.items() if name != "port"}

@@ -94,7 +94,7 @@ def test_the_sdist_is_the_checkout_without_what_was_built_in_it(dist: Path) -> N
 
 
 def closure(wheel: Path, extra: str) -> dict[str, Distribution]:
-    """By name, the installed distributions that ``pip install 'WHEEL[extra]'`` would bring: no others."""
+    """Return, by name, exactly the installed distributions that ``pip install 'WHEEL[extra]'`` would install."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())

@@ -69,7 +69,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def headings_of(page: Path) -> set[str]:
-    """The anchors of a page's headings, as Markdown renderers make them."""
+    """Return the anchors of a page's headings, as Markdown renderers make them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in found}
 
@@ -211,7 +211,7 @@ def inputs(tmp_path: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch) -> A
 
 
 def _trace() -> str:
-    """In the form of Mooncake, two turns of many chats."""
+    """Return a trace in the form of Mooncake, with two turns of many chats."""
     rows = [
         {"timestamp": 1000 * turn + chat, "input_length": 512 * (turn + 1), "output_length": 8, "hash_ids": ids}
         for turn in range(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tree of exceptions, and the hints in its messages."""
+"""Test the tree of exceptions, and the hints in its messages."""
 
 from __future__ import annotations
 

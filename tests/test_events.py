@@ -38,7 +38,7 @@ def test_without_need_every_change_is_kept_in_order() -> None:
 
 
 def test_memory_is_bounded_by_what_the_medium_held_and_holds() -> None:
-    """A medium of ten blocks that nobody asks, over thousands of changes."""
+    """The medium has ten blocks, and nobody takes its events during thousands of changes."""
     pending, resident = PendingEvents("CPU", min_keys=16), set[OffloadKey]()
     pending.add(keys(*range(10)), removed=False)
     fold(resident, pending)

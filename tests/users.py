@@ -17,9 +17,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 
 
 def as_user(uid: int, work: Callable[[], Any], *, gid: int | None = None, umask: int = 0o022) -> Any:
-    """What ``work`` returns when user ``uid`` runs it, who has no group but ``gid`` (default: a group of its own).
+    """Run ``work`` as user ``uid``, who has only the group ``gid`` (default: its own group), and return its result.
 
-    An exception is raised here.
+    Its exceptions are raised here.
     """
     reader, writer = os.pipe()
     child = os.fork()

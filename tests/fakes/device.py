@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of some tokens and everything before them."""
+    """Return the hash of some tokens and everything before them."""
     return hashlib.blake2b(parent + repr(tuple(tokens)).encode(), digest_size=16).digest()
 
 
@@ -71,7 +71,7 @@ class DevicePool:
         return ids
 
     def share(self, block_id: int) -> None:
-        """One more reader of a cached block."""
+        """Add a reader of a cached block."""
         self._free.pop(block_id, None)
         self._refs[block_id] += 1
 

@@ -158,7 +158,7 @@ class FakeEngine:
     # ---------------------------------------------------------------------------------------------- step
 
     def step(self) -> None:
-        """One engine step, in the order of real ones: schedule, send to the workers, compute, collect."""
+        """Make one engine step, in the order of real engines: schedule, send to the workers, compute, collect."""
         undelivered, self._undelivered = self._undelivered, []
         preempted: set[str] = set()
         scheduled = self._schedule_running(preempted)
@@ -298,7 +298,7 @@ class FakeEngine:
         return tuple(tuple(table) for table in request.tables)
 
     def _device_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
-        """The longest prefix in the device's cache, by trying all: (tokens, tables)."""
+        """Return the longest prefix in the device's cache as (tokens, tables), by trying all."""
         unit = int(np.lcm.reduce([group.gpu_block_tokens for group in self.groups]))
         for hit in range((request.num_tokens - 1) // unit * unit, 0, -unit):
             tables = [self._cached_table(request, group, hit) for group in self.groups]
@@ -377,7 +377,7 @@ class FakeEngine:
         request.extend_hashes()
 
     def _generate_ahead(self, request: FakeRequest) -> None:
-        """The device has the next token at once, and the scheduler does not."""
+        """Generate the next token on the device, before the scheduler receives it."""
         if request.is_complete:
             return  # the step too many
         if len(request.tokens) - request.num_prompt_tokens < request.max_new_tokens:

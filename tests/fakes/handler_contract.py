@@ -29,10 +29,10 @@ class HandlerRig:
     load: OffloadingHandler
     factor: int
     group_pages: Sequence[Sequence[int]]
-    """By group, the tensor index of each page of its GPU blocks."""
+    """The tensor index of each page of a group's GPU blocks, by group."""
 
     def read_page(self, tensor_idx: int, gpu_block: int) -> Bytes:
-        """A copy of one page's bytes."""
+        """Return a copy of one page's bytes."""
         raise NotImplementedError
 
     def fill(self, seed: int) -> None:
@@ -156,7 +156,10 @@ class HandlerContract:
         rig.close()
 
     def test_jobs_that_touch_the_same_blocks_run_in_order(self) -> None:
-        """A chain through two slots and back: any reordering of two neighbours leaves other bytes at its end."""
+        """The test copies a chain through two slots and back.
+
+        Any reordering of consecutive jobs leaves wrong bytes at its end.
+        """
         rig = self.make_rig()
         for round_ in range(20):
             rig.fill(seed=round_)

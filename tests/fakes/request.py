@@ -73,7 +73,7 @@ class FakeRequest:
             self.all_hashes.append(chain_hash(parent, self.tokens[n * step : (n + 1) * step]))
 
     def prefix_hash(self, num_tokens: int) -> bytes:
-        """The hash of the first ``num_tokens`` tokens: the block hash, if a block ends there."""
+        """Return the hash of the first ``num_tokens`` tokens: the block hash, if a block ends there."""
         full, rest = divmod(num_tokens, self.hash_tokens)
         parent = self.all_hashes[full - 1] if full else b""
         return chain_hash(parent, self.tokens[num_tokens - rest : num_tokens]) if rest else parent

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills processes that store to and load from a pool. ``pool_killer ROOT KILLS``, which test_pool runs (``-m``).
+"""Kill processes that store to and load from a pool: ``pool_killer ROOT KILLS``, which test_pool runs (``-m``).
 
-Two processes at a time work on the pool, and are killed at random times. Each says which blocks it has stored. Then
-another process looks for all of them. After KILLS kills this goes on until more than half of the blocks were stored;
-where processes store nothing, later ones live longer. Exit code 0: no wrong byte, and each block was found again.
+Two processes at a time work on the pool and are killed at random times. Each reports the blocks that it has stored, and
+another process then looks for all of them. After KILLS kills, this continues until more than half of the blocks were
+stored. If processes store nothing, later ones live longer. Exit code 0 means that no byte was wrong and each block was
+found.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills writers of a store, again and again, and checks what they leave. test_store_kill runs it (``-m``).
+"""Kill writers of a store repeatedly, and check the files that they leave. test_store_kill runs it (``-m``).
 
-``store_killer KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work,
-and in the middle of each of those that writes. ``store_killer KIND random ROOT BLOCK_BYTES KILLS`` kills two writers
-that share the root, at random times. KIND is ``fs`` or ``disk``, or one of them and ``-encrypted``. Exit code 0 means
-that nothing was wrong, or that this host does not permit tracing, which it prints.
+``store_killer KIND steps ROOT BLOCK_BYTES STRIDE`` kills one writer before every STRIDE-th system call of its work, and
+in the middle of each such call that writes. ``store_killer KIND random ROOT BLOCK_BYTES KILLS`` kills two writers that
+share the root, at random times. KIND is ``fs`` or ``disk``, optionally with the suffix ``-encrypted``. Exit code 0
+means that nothing was wrong, or that this host does not permit tracing, which it prints.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if IS_SLAB:
 
 
 def aligned(data: bytes) -> memoryview:
-    """``data`` in page-aligned memory, like the primary tier's slots, so that direct I/O is used where possible."""
+    """Return ``data`` in page-aligned memory, like slots of host memory, so that direct I/O is used where possible."""
     block = mmap.mmap(-1, len(data))
     block[:] = data
     return memoryview(block)
@@ -95,7 +95,8 @@ def tear(root: Path, before: dict[Path, bytes]) -> None:
 
 
 def check_root(root: Path, rng: random.Random) -> None:
-    """The next store on the root finds right blocks or none, a kept quota and nothing of dead writers, and works."""
+    """Check that the next store on the root finds only right blocks, a kept quota and no remains of dead writers, and
+    works."""
     # Files beyond the quota go when the batch that wrote them has ended, or with the next one.
     most_bytes = MAX_BYTES if IS_SLAB else MAX_BYTES + 2 * 9 * BlockFormat("", SIZE).file_bytes
     assert disk_bytes(root) <= most_bytes, f"{disk_bytes(root)} bytes after a crash"

@@ -46,7 +46,7 @@ class Recorded:
         self._ids = itertools.count()
 
     def ask(self, first_token: int, **of_request: Any) -> None:
-        """A request, from its arrival to its end."""
+        """Serve a request from its arrival to its end."""
         engine = self.served.engine
         engine.preempt_all()
         request = FakeRequest(f"r{next(self._ids)}", prompt(first_token, BLOCKS), 1, BLOCK_TOKENS)
@@ -62,7 +62,7 @@ class Recorded:
             self.ask(100 + other)
 
     def last(self) -> Explanation:
-        """The explanation of the last request, after a look at the sums of all."""
+        """Return the explanation of the last request, after a check of all sums."""
         self.served.close()
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         for line in lines:
@@ -93,7 +93,7 @@ def make(tmp_path: Path) -> Iterator[MakeRecorded]:
 
 
 def files_tier(root: Path, **options: Any) -> Callable[..., SecondaryTierManager]:
-    """A tier of plain files called ``fs``."""
+    """Return a factory of a tier of plain files called ``fs``."""
     values = {"type": "fs", "path": str(root / "blocks"), "max_bytes": "unlimited", "exclusive": True} | options
     return lambda view, lost: build_tier(values, view, lost=lost)
 
@@ -276,7 +276,7 @@ def test_blocks_that_others_removed_or_damaged(make: MakeRecorded, tmp_path: Pat
 
 @pytest.mark.parametrize("removed", ["slabs", "directory"])
 def test_slabs_that_others_removed(make: MakeRecorded, tmp_path: Path, removed: str) -> None:
-    """An idle tier learns of it by itself, and so does the explanation of the very next request."""
+    """An idle tier notices it by itself, and the explanation of the very next request includes it."""
     recorded = make(make_tier="disk")
     recorded.ask(1)
     recorded.fill()

@@ -57,7 +57,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakePool]:
 
 @pytest.fixture(params=["redis", "object", pytest.param("mooncake", marks=needs_mooncake)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """The options of a tier that all engines of a test share."""
+    """Return the options of a tier that all engines of a test share."""
     if request.param == "redis":
         server = request.getfixturevalue("shared_redis")
         own = {"type": "redis", "url": server.url, "prefix": tmp_path.name, "seal_key": "0123456789abcdef"}
@@ -132,7 +132,7 @@ def test_engines_that_differ_never_mix(tier: dict[str, Any], changes: dict[str, 
 
 
 class Mortal(NamedTuple):
-    """A store of its own for a test that ends it."""
+    """A store for a single test that ends it."""
 
     tier: dict[str, Any]
     kill: Callable[[], None]

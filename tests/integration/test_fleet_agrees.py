@@ -135,7 +135,8 @@ def served(
 
 
 def served_apart(trace: Trace, kind: str, cpu_blocks: int, gpu_blocks: int, url: str) -> list[tuple[int, int, int]]:
-    """The same of an engine that prefills and one that decodes, both for each request."""
+    """Serve the trace with one engine that prefills and one that decodes, both for each request, and return the
+    hits."""
     one_token = replace(trace, output_tokens=np.ones(len(trace), dtype=np.int64))
     found = []
     with engines_over(url, kind, 2, cpu_blocks, gpu_blocks) as engines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cascade`` on the real thing: a bounded file store below a real primary tier, real bytes, real threads."""
+"""Test ``cascade`` with real parts: a bounded file store below host memory, real bytes and real threads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_trace_under_load_with_real_bytes() -> None:
 
 
 def test_on_evict_writes_less_to_a_disk_that_is_never_late() -> None:
-    """The same chat in the simulator, where it does not depend on the machine."""
+    """The test runs the same chat in the simulator, where the result does not depend on the machine."""
     trace = synthesize("chat", 150, seed=3).whole_blocks()
     num_blocks = trace.num_unique // 20
     written = {
@@ -128,7 +128,7 @@ class Setup:
 
 
 def test_no_eviction_waits_for_a_store_that_does_not_come_back(tmp_path: Path) -> None:
-    """The gate is shut: if anything waited for the write, this would not end."""
+    """The gate is closed. If anything waited for the write, this test would not end."""
     setup = Setup(tmp_path)
     setup.put(prefix(64))
     setup.step()  # asks whether they are below

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator and an engine that really computes, stores and loads find the same hits, block for block."""
+"""Test that the simulator and an engine that really computes, stores and loads find the same hits, block by block."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine over two nodes, with a directory on each: the tokens are those without tiers, whatever fails on a node."""
+"""Test an engine over two nodes, with a directory on each: tokens equal those without tiers, whatever fails on a
+node."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def start(model: Any, tmp_path: Path) -> Start:
 
 
 def ask(engine: TwoNodeEngine, count: int = len(PROMPTS)) -> list[list[int]]:
-    """Each prompt on its own, with nothing left on the device."""
+    """Serve each prompt alone, with an empty device cache."""
     answers = []
     for prompt in PROMPTS[:count]:
         answers += engine.generate([prompt], TOKENS)

@@ -67,7 +67,7 @@ class AgentProcess:
 
     def send(self, packets: tuple[Packet, ...]) -> None:
         if packets:
-            with suppress(OSError):  # full, or nobody is there: lost
+            with suppress(OSError):  # the packet is lost if the socket is full or nobody listens
                 self._connection.send(pickle.dumps(packets))
 
     def received(self) -> list[Packet]:

@@ -29,7 +29,7 @@ SERVER = SimConfig(
     chunk_tokens=32,
     policy="lru",
 )
-"""A second to compute a block of 16 tokens, a tenth of that to load it."""
+"""The times: a second to compute a block of 16 tokens, and a tenth of that to load it."""
 
 
 def asked(trace_of: TraceOf, prompts: list[list[int]], times_s: list[float], outputs: list[int] | None = None) -> Trace:

@@ -258,7 +258,7 @@ def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
     def transfer_s(num_blocks: int) -> float:
         return latency_s + num_blocks * server.block_bytes / bytes_per_s
 
-    # A chunk's blocks are in host memory when the next chunk has been computed, and then go down in one job.
+    # A chunk's blocks are in host memory when the next chunk has been computed, and are then written in one job.
     speed, chunk_tokens = server.prefill_tokens_per_s, chunk_blocks * tokens
     ends_s = [min(end, prompt) / speed for end in range(chunk_tokens, prompt + chunk_tokens, chunk_tokens)]
     first_token_s = ends_s[-1]

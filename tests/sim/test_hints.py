@@ -43,7 +43,7 @@ EVICTED = {
     ("mooncake_conversation", 5): "7b4a0c965b6da782",
     ("mooncake_conversation", 10): "0d82f9470086b3fe",
 }
-"""The beginning of the SHA-256 of all keys that ``density`` evicted, in order, before it knew hints."""
+"""The start of the SHA-256 of all keys that ``density`` without hints evicts, in order."""
 
 
 def hints_of(trace: Trace) -> list[NextUse]:

@@ -109,7 +109,8 @@ def test_a_threshold_writes_less(shared_trace: Callable[..., Trace]) -> None:
 def test_equals_libcachesim_to_the_last_hit(
     shared_trace: Callable[..., Trace], trace_name: str, policy: str, name: str, share: int
 ) -> None:
-    """An outside oracle on the same flat stream: every block of every request from tail to head, hit by hit."""
+    """The test compares with an outside oracle on the same flat stream: every block of every request from tail to head,
+    hit by hit."""
     oracle = pytest.importorskip("libcachesim", reason="libcachesim (GPL, optional) is not installed: nothing to ask")
     trace = shared_trace(trace_name)
     capacity = trace.num_unique * share // 100

@@ -20,14 +20,14 @@ from kvoffload.engines.reference import Engine, EngineOptions, Request, Sampling
 __all__ = ["HANG_S", "MAX_WAIT_S", "ReferenceServer", "Server", "Turn", "make_turns", "offloading"]
 
 BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
-"""Of four tokens: layers, keys and values, tokens, KV heads, head size, float32."""
+"""The bytes of four tokens: layers, keys and values, tokens, KV heads, head size, float32."""
 OPTIONS = EngineOptions(num_blocks=64, block_tokens=4, max_batch_tokens=64, max_requests=6)
 CONVERSATIONS, TURNS, REPLY_TOKENS = 24, 4, 6
 MAX_WAIT_S = 2.0
 HANG_S = 120.0
 """No request may finish for so long before the run is called hung."""
 LEAST_MARGIN = 1e-2
-"""Where the two best tokens are closer than this, the order of additions may decide; such turns are not asked."""
+"""If the two best tokens are closer than this, the order of additions may decide. Such turns are not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Server(ABC):
     quotas_bytes: tuple[int, ...]
     """Quotas of each disk tier, from far too small to large enough."""
     rss_share = 1.05
-    """By how much memory may differ between the second third of a run and the last."""
+    """The factor by which memory may differ between the second third of a run and the last."""
 
     def __init__(self, root: Path, turns: list[Turn], chance: random.Random, quota_bytes: int) -> None:
         self.root, self.turns, self.chance = root, turns, chance

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves traffic for minutes or hours while everything around the disk goes wrong: ``make soak MINUTES=60``.
+"""Serve traffic for minutes or hours while everything around the disk fails: ``make soak MINUTES=60``.
 
-A reference engine (or vLLM) serves conversations over a host memory and two disk tiers that are too small for them.
-Every token that it generates is compared with that of an engine that offloads nothing. A second engine, a process of
-its own, works on the same directories. By chance, and again and again: that neighbour is killed or stopped, files are
-damaged, cut short, replaced or deleted, the directories go away, reads and writes fail or take seconds (a C library in
-front of the real one), quotas change, requests are aborted, caches reset, the engine restarted.
+A reference engine (or vLLM) serves conversations over host memory and two disk tiers that are too small for them. Every
+generated token is compared with an engine that offloads nothing. A second engine in its own process works on the same
+directories. At random and repeatedly, that neighbour is killed or stopped; files are damaged, cut short, replaced or
+deleted; the directories disappear; reads and writes fail or take seconds (through a C library in front of the real
+one); quotas change; requests are aborted; caches are reset; and the engine is restarted.
 
-The exit code is 0 if no token was wrong, nothing raised into a step, no request was put off for longer than
-``max_wait_s``, requests went on finishing, and memory, descriptors and threads stayed flat after the first third. The
-seed is printed; the same seed draws the same faults, although threads and the machine decide when they strike.
+The exit code is 0 if no token was wrong, no exception reached a step, no request was delayed for longer than
+``max_wait_s``, requests kept finishing, and memory, descriptors and threads stayed constant after the first third. The
+seed is printed. The same seed draws the same faults, although threads and the machine decide when they occur.
 """
 
 from __future__ import annotations

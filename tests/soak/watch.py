@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 0.5
 
 @dataclass(slots=True)
 class Wait:
-    """Of one request that was answered ``None`` so far."""
+    """The wait of one request that has only been answered ``None`` so far."""
 
     seconds: float = 0.0
     asked_s: float = 0.0

@@ -75,7 +75,7 @@ class Setup:
 
 
 class PolicyManager(CPUOffloadingManager):
-    """The primary tier, asking for one policy."""
+    """Host memory that asks for one offload policy."""
 
     def __init__(self, num_blocks: int, policy: OffloadPolicy) -> None:
         super().__init__(num_blocks, enable_events=True)
@@ -122,7 +122,7 @@ class Chaos:
         self.states_stored = 0
         self.states_loaded = 0
         self.flushed_for_copies = 0
-        """Jobs in flight whose GPU blocks the engine wrote by a copy of its own."""
+        """Jobs in flight whose GPU blocks the engine wrote with its own copy."""
         self._build_meta = self.engine.connector.build_connector_meta
         self.engine.connector.build_connector_meta = self._count_jobs  # type: ignore[method-assign]
         self.resident: dict[OffloadKey, None] = {}
@@ -141,7 +141,10 @@ class Chaos:
         return meta
 
     def arrive(self, stem: int, length: int, new: int, fork: int) -> None:
-        """A request of a small alphabet, so that prefixes are shared: stems differ at once, forks in the last token."""
+        """Add a request of a small alphabet, so that prefixes are shared.
+
+        Stems differ at once, and forks in the last token.
+        """
         tokens = [stem * 100 + n for n in range(length)]
         if fork:
             tokens[-1] = 1000 + fork
@@ -164,7 +167,7 @@ class Chaos:
         self.engine.abort(request)
 
     def end_some_jobs(self, chance: random.Random, lag: int, failures: float) -> None:
-        """Each pending transfer runs with probability 1 / ``lag``, in any order, and some of them fail."""
+        """Run each pending transfer with probability 1 / ``lag``, in any order, and let some of them fail."""
         pending = self.pending()
         chance.shuffle(pending)
         for rank, job in pending:
@@ -211,7 +214,7 @@ class Chaos:
                 self.orders_judged += len(ages) > 1
 
     def drain(self) -> None:
-        """With transfers that end, all requests end, and nothing is left: no jobs, states, pins or fences."""
+        """Let all transfers and requests end, and check that nothing is left: no jobs, states, pins or fences."""
         steps = 0
         while not self.engine.idle:
             for rank, job in self.pending():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector under an engine with real bytes: any order of arrivals, aborts, steps, ends and failures of jobs.
+"""Test the connector under an engine with real bytes, with any order of arrivals, aborts, steps, and ends and failures
+of jobs.
 
-The oracle is the bytes: each GPU block and each ready slot is a function of what it stands for. After every rule all
-blocks anybody believes in are judged, and all books recomputed. At the end everything must drain.
+The oracle is the bytes: each GPU block and each ready slot is a function of its meaning. After every rule, all blocks
+that count as valid are checked, and all bookkeeping is recomputed. At the end, everything must drain.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 
 
 class Neighbour:
-    """The other process. A stopped one goes on before it is asked again."""
+    """The other process. A stopped process is resumed before it is asked again."""
 
     def __init__(self, kind: str, root: Path, max_bytes: int, size: int = SIZE) -> None:
         self._fork = Fork(serve, kind, str(root), size, max_bytes)
@@ -107,7 +107,7 @@ class DiskMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def check_store(self) -> None:
-        """The store once nobody else is on its root."""
+        """Check the store when no other process uses its root."""
         raise NotImplementedError
 
     @initialize(num_blocks=st.integers(3, 8), cascade=st.sampled_from(["on_store", "on_evict"]))
@@ -168,7 +168,7 @@ class DiskMachine(RuleBasedStateMachine):
                 self.neighbour = self.start_neighbour()
 
     def offload(self, chosen: list[int]) -> None:
-        """A request whose blocks are computed, stored in host memory, and cascaded from there."""
+        """Serve a request whose blocks are computed, stored in host memory, and written to tiers from there."""
         context = self.start()
         keys = [KEYS[number] for number in chosen]
         output = self.manager.prepare_store(keys, context)
@@ -202,7 +202,7 @@ class DiskMachine(RuleBasedStateMachine):
                 with path.open("r+b") as file:
                     file.write(data)
             except (OSError, ZeroDivisionError):
-                continue  # evicted meanwhile
+                continue  # evicted in the meantime
 
     def start(self) -> ReqContext:
         context = ReqContext(f"r{next(self.num_requests)}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``load_policy="cost"`` with tiers whose speed jumps: nobody waits too long, and in calm times choices are right."""
+"""Test ``load_policy="cost"`` with tiers whose speed jumps: no request waits too long, and choices are right while
+speeds are stable."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from kvoffload.tiering.plans import FIRST_READ
 
 TOKENS = 10
 COMPUTE_S = 1.0
-"""Of a block."""
+"""The seconds to compute a block."""
 LENGTH = 6
 READ_S = (0.02, 0.3, 0.6, 1.6, 4.0, 50.0)
-"""Of a block, from a tier."""
+"""The possible seconds to read a block from a tier."""
 CLEAR = 1.4
 """A tier that differs from computing by this factor is on the right side of every caution."""
 
@@ -54,7 +55,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------------------------------------- the world
 
     def pass_time(self, seconds: float) -> None:
-        """In small steps, so that jobs end when they do."""
+        """Advance the clock in small steps, so that jobs end at the right times."""
         end_s = self.rig.clock() + seconds
         while True:
             due = {tier: self.left_s[tier] for tier in self.rig.tiers if tier.jobs}
@@ -186,7 +187,7 @@ class LoadPolicyMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, 1))
     def settle(self, tier: int) -> None:
-        """In calm times the choices are right within half a minute of use, whatever was before."""
+        """Check that choices are right within half a minute of use at stable speeds, whatever happened earlier."""
         chosen = self.rig.tiers[tier % len(self.rig.tiers)]
         self._end_everything()
         self.compute(4, 0)
@@ -243,7 +244,7 @@ TestLoadPolicyMachine.settings = settings(
 
 
 def test_an_engine_that_asks_rarely_waits_no_longer_than_patience() -> None:
-    """A tier becomes slow amid a wait, and each time the engine asks another block has just come."""
+    """A tier becomes slow during a wait, and each time the engine asks, another block has just arrived."""
     state = LoadPolicyMachine()
     state.begin(num_tiers=1, read_at=1024)
     state.settle(tier=0)

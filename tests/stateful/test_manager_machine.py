@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier's manager against an oracle that knows residents, transfers and slots, but no policy.
+"""Test the manager of host memory against an oracle that knows residents, transfers and slots, but no policy.
 
-The oracle takes each eviction's *choice* from the manager and checks that it was allowed; all else it predicts.
+The oracle takes each eviction's *choice* from the manager and checks that it was allowed. It predicts everything else.
 """
 
 from __future__ import annotations

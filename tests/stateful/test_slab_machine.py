@@ -141,7 +141,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(who=WHO)
     def crash(self, who: int) -> None:
-        """As ``kill -9`` leaves it: nothing more is written, and the kernel drops all locks."""
+        """Leave the store as after ``kill -9``: nothing more is written, and the kernel drops all locks."""
         upkeep = upkeep_of(self.stores[who])
         with patch.object(upkeep, "flush_uses"), patch.object(upkeep, "flush_changes"):
             self.close(who)

@@ -39,7 +39,7 @@ ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 
 @dataclass
 class Transfer:
-    """A store or load between device and primary tier."""
+    """A store or load between the device and host memory."""
 
     keys: list[OffloadKey]
     slots: list[int]
@@ -215,7 +215,10 @@ class TieringMachine(RuleBasedStateMachine):
         return self.manager.get_stats()["lookups_out_of_patience",]
 
     def pass_time(self, seconds: float) -> None:
-        """Without an ask. A request spends patience while something is on its way to it, and no more than that."""
+        """Advance the clock without a question.
+
+        A request's time limit runs only while something is on its way to it.
+        """
         for name, asked in self.asked.items():
             if any(map(self._is_in_flight, asked.on_their_way)):
                 self.least_spent_s[name] += seconds
@@ -461,7 +464,7 @@ class TieringMachine(RuleBasedStateMachine):
         return self.resident
 
     def _everybody_is_answered(self) -> None:
-        """Without any time passing: whoever asks and goes on asking gets an answer in a few steps of I/O."""
+        """Check, without any time passing, that each request that keeps asking gets an answer in a few steps of I/O."""
         waiting = {f"{req_id}{chain}": (context, chain) for req_id, context in self.live.items() for chain in CHAINS}
         for _ in range(2 * LENGTH):
             for name, (context, chain) in list(waiting.items()):

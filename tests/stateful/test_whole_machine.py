@@ -56,7 +56,7 @@ class Memory:
 
 
 class Engine(FakeEngine):
-    """One that can be asked not to read its prefix cache."""
+    """An engine that can be asked not to read its prefix cache."""
 
     def _device_hit(self, request: FakeRequest) -> tuple[int, list[list[int]]]:
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -319,7 +319,7 @@ class Whole:
                 assert right, f"wrong bytes: {group}, slice {index}, block {block}, GPU block {position}"
 
     def _judge_trace(self) -> None:
-        """Each token of a prompt was found somewhere or missed for a reason."""
+        """Check that each token of a prompt was found somewhere or missed for a reason."""
         lines = [json.loads(line) for line in self.trace.read_text().splitlines()]
         assert sum("story" in line for line in lines) > 0
         for line in lines:

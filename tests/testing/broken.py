@@ -7,7 +7,8 @@ from __future__ import annotations
 def failures_of(
     contract: type, prefix: str = "test_", raised: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> set[str]:
-    """The tests of ``contract`` that fail, of those whose names begin with ``prefix``: that raise one of ``raised``."""
+    """Return the failing tests of ``contract`` whose names start with ``prefix``: those that raise one of
+    ``raised``."""
     failed = set()
     for name in dir(contract):
         if name.startswith(prefix):
@@ -19,7 +20,7 @@ def failures_of(
 
 
 class EndsOnce:
-    """A second ``shutdown`` raises."""
+    """A manager whose second ``shutdown`` raises."""
 
     has_ended = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of managers fails managers that break it."""
+"""Test that the contract of managers fails managers that break it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Keys = Collection[OffloadKey]
 
 
 class Manager(CPUOffloadingManager):
-    """A right one."""
+    """A correct manager."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks, enable_events=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of cache policies fails policies that break it."""
+"""Test that the contract of cache policies fails policies that break it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class IsUnsound(LRUCachePolicy):
 
 
 def failures(policy: Callable[[int], LRUCachePolicy], prefix: str = "test_") -> set[str]:
-    """The tests of the contract that ``policy`` fails."""
+    """Return the tests of the contract that ``policy`` fails."""
 
     class Contract(CachePolicyContract):
         def make_policy(self, capacity: int) -> LRUCachePolicy:

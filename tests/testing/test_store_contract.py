@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of stores fails stores that break it."""
+"""Test that the contract of stores fails stores that break it."""
 
 from __future__ import annotations
 
@@ -205,8 +205,10 @@ class ClosesOnce(Resident):
 def failures(
     make: Callable[[MemoryStore], BlockStore], again: Callable[[MemoryStore], BlockStore] = Resident
 ) -> set[str]:
-    """The tests of the contract that ``make``'s stores fail. ``again`` opens one that was closed, and blocks can be
-    damaged, which it is told."""
+    """Return the tests of the contract that ``make``'s stores fail.
+
+    ``again`` opens a store that was closed. Blocks can be damaged, which the contract is told.
+    """
     opened: dict[Path, MemoryStore] = {}
 
     class Contract(BlockStoreContract):

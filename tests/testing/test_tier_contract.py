@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of tiers fails tiers that break it."""
+"""Test that the contract of tiers fails tiers that break it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request is given, and waits for, while the engine's own cache grows under it: ``python -m
-tests.tiering.declined``.
+"""Show the answers and waits of a request while the engine's own cache grows: ``python -m tests.tiering.declined``.
 
-Ten blocks of its prefix are in a fast tier. The next thirty are in one that was declined as slower than computing. In
-each step the request asks from one block later on.
+Ten blocks of its prefix are in a fast tier. The next thirty are in a tier that was declined as slower than computing.
+In each step, the request asks from one block later on.
 """
 
 from __future__ import annotations

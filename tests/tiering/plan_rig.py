@@ -32,11 +32,11 @@ class World:
 
     num_blocks: int
     has: list[frozenset[int]]
-    """By tier, the blocks that it has."""
+    """The blocks of each tier."""
     failing: list[frozenset[int]] = field(default_factory=list)
-    """By tier, the blocks whose reads fail at their end."""
+    """The blocks of each tier whose reads fail at their end."""
     changes: list[tuple[float, float]] = field(default_factory=list)
-    """By tier, (seconds, factor): from then on its blocks take so many times as long."""
+    """By tier, (seconds, factor): from that time on, its blocks take this many times as long."""
 
 
 class VirtualTier(SecondaryTierManager):
@@ -49,7 +49,7 @@ class VirtualTier(SecondaryTierManager):
         super().__init__(VirtualMemory().create_kv_memoryview(), name)
         self.block_s, self.answer_s = block_s, answer_s
         self.change: tuple[float, float] | None = None
-        """From this time on, blocks take this many times as long."""
+        """The time from which blocks take longer, and the factor, or ``None``."""
         self.keys: set[OffloadKey] = set()
         self.failing: set[OffloadKey] = set()
         self.num_read = 0
@@ -120,8 +120,12 @@ class Served(NamedTuple):
 
 
 class PlanRig:
-    """``paces``: by tier, the seconds of a block, and of an answer (``None``: it answers at once). With ``is_busy`` the
-    engine computes other prompts meanwhile: a request asks once in each step, whatever happens in between."""
+    """A manager over virtual tiers. ``paces`` contains, by tier, the seconds per block and per answer (``None``: it
+    answers at once).
+
+    With ``is_busy``, the engine also computes other prompts: a request asks once in each step, whatever happens in
+    between.
+    """
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class PlanRig:
                 self._learn(tier)
 
     def _learn(self, tier: int) -> None:
-        """The tier is read from, and asked, often enough that its speeds are known."""
+        """Read from the tier and ask it often enough that its speeds are known."""
         only = [frozenset(range(330)) if at == tier else frozenset[int]() for at in range(len(self.tiers))]
         other = [each.answer_s for each in self.tiers]
         for at, each in enumerate(self.tiers):
@@ -165,7 +169,7 @@ class PlanRig:
             each.answer_s = answer_s
 
     def ask(self, world: World) -> ReqContext:
-        """A request arrives, and asks once."""
+        """Let a request arrive and ask once."""
         self._count += 1
         keys = self.keys = [make_offload_key(f"{self._count}-{at:06}".encode(), 0) for at in range(world.num_blocks)]
         begin_s = self.clock()
@@ -180,7 +184,7 @@ class PlanRig:
         return context
 
     def serve(self, world: World) -> Served:
-        """One request, from its arrival to its first token, and until the tiers are idle again."""
+        """Serve one request from its arrival to its first token, and until the tiers are idle again."""
         begin_s, context, keys = self.clock(), self.ask(world), self.keys
         while None in (answers := self.manager.lookup_prefix(keys, context)):
             self.manager.on_schedule_end()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiering manager over real memory and fake tiers, and the few moves of an engine that the law tests need."""
+"""A tiering manager over real memory and fake tiers, and the actions of an engine that the tests of laws need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_BYTES = 16
 
 
 def content(key: OffloadKey) -> bytes:
-    """The only bytes that may ever be served as ``key``."""
+    """Return the only bytes that may ever be served as ``key``."""
     return hashlib.blake2b(key, digest_size=BLOCK_BYTES).digest()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ``StoreTier`` over a store that fails and waits as a test says, and the moves of a manager."""
+"""A ``StoreTier`` over a store that fails and waits as a test says, and the actions of a manager."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_scanned(tier: StoreTier) -> bool:
 
 
 class Region:
-    """Memory for a primary tier."""
+    """A region of host memory."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view

@@ -14,7 +14,7 @@ from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.wrappers import StoreWrapper
 
 BYTES_PER_S: dict[str, float] = {}
-"""The links by tier."""
+"""The bytes per second of each tier."""
 
 
 class Paced(StoreWrapper):

@@ -43,7 +43,7 @@ def _plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request(name: str, path: Sequence[int]) -> Any:
-    """A request whose n-th GPU block has the tokens ``path[n]``."""
+    """Return a request whose n-th GPU block has the tokens ``path[n]``."""
     return SimpleNamespace(
         request_id=name,
         block_hashes=[bytes(path[: n + 1]) for n in range(len(path))],
@@ -155,7 +155,7 @@ def test_a_tier_that_lost_changes_is_taken_back_but_for_what_it_has() -> None:
 
 
 class ScannedTier(FakeTier):
-    """A tier that announces all it has when it begins and whenever ``rescan`` is called, as a scanned store does."""
+    """A tier that announces all of its blocks at startup and when ``rescan`` is called, as a scanned store does."""
 
     def rescan(self) -> None:
         self._events += [OffloadingEvent([each], self.tier_type, removed=False) for each in self.blocks]
@@ -166,7 +166,7 @@ class ScannedTier(FakeTier):
 
 
 class AskedTier(ScannedTier):
-    """One that remembers a few of its blocks, and asks its store for all others."""
+    """A tier that remembers a few of its blocks, and asks its store for all others."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -199,7 +199,7 @@ class AskedTier(ScannedTier):
 
 
 class ExactTier(AskedTier):
-    """One whose store knows its keys, and whose events are dropped when there are many."""
+    """A tier whose store knows its keys, and whose events are dropped if there are many."""
 
     def make_index(self) -> PresenceIndex:
         return PresenceIndex(self.tier_type, 1, resident=self.blocks, enable_events=True)

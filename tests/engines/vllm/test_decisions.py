@@ -145,7 +145,7 @@ def test_limits_of_a_request(llama: SmallModel, asynchronous: bool) -> None:
 
 
 def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: SmallModel, asynchronous: bool) -> None:
-    """As ``reset_prefix_cache(reset_running_requests=True)`` does to all of them."""
+    """This happens to all requests with ``reset_prefix_cache(reset_running_requests=True)``."""
     steps = Steps(llama.path, asynchronous, 60, slots=60)
     requests = [steps.add(f"r{n}", tokens(100 * n, 3), 30) for n in range(3)]
     for count in range(4):
@@ -172,7 +172,7 @@ def test_a_request_that_is_preempted_and_admitted_in_one_step_goes_on(llama: Sma
 
 @pytest.mark.parametrize("window", [None, 6], ids=["full", "window"])
 def test_a_failed_load_is_recomputed(llama: SmallModel, asynchronous: bool, window: int | None) -> None:
-    """Of a window's load vLLM has nothing before its first block."""
+    """For a window's load, vLLM has nothing before the window's first block."""
     steps = Steps(llama.path, asynchronous, 60, groups=[attention(window)], slots=60)
     prompt = tokens(100, 3)
     run(steps, steps.add("first", prompt, 1))

@@ -27,7 +27,7 @@ CPU_BLOCKS, GPU_BLOCKS, CHUNK_TOKENS = 100, 70, 512
 
 
 class OneByOne:
-    """A vLLM engine in a process of its own, which is idle again when it has answered."""
+    """A vLLM engine in its own process, which is idle again when it has answered."""
 
     def __init__(self, lines: Any) -> None:
         self._lines = lines

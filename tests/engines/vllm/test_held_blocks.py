@@ -135,7 +135,7 @@ def test_a_request_waits_one_step_for_held_blocks(steps: Steps) -> None:
 
 
 def test_what_ends_while_others_run_is_not_waited_for(steps: Steps) -> None:
-    """A running request goes on in each step, and the next one is admitted as soon as the held blocks are enough."""
+    """A running request continues in each step, and the next one is admitted as soon as enough held blocks are free."""
     running = steps.add("running", [1, 2, 3], 24)
     ended = steps.add("ended", list(range(100, 116)), 1)
     until_ended(steps, ended)

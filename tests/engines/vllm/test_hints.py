@@ -19,7 +19,7 @@ from kvoffload.connector.hints import Hints
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 AGENTS, CHAT = range(3), 3
-"""By number of their prompt; the flood has the others."""
+"""The hints by the number of their prompt. The flood uses the other numbers."""
 FLOOD = 7
 WITHOUT, WITH = 1, 5
 """Rounds without hints, and with them."""
@@ -57,7 +57,7 @@ class Rounds:
         return details.cached_tokens or 0 if details else 0
 
     def run(self, name: str, hinted: bool) -> tuple[list[int], int]:
-        """The cached tokens of the second turns: of agents, and of the chat."""
+        """Return the cached tokens of the second turns, of agents and of the chat."""
         soon = "soon" if hinted else None
         self.answers.append({})
         for number in AGENTS:

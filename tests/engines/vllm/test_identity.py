@@ -73,7 +73,7 @@ class Engine:
     caches: Callable[[], Any] = lambda: kv_cache_config(attention())
     extra: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
-    """Of a newer vLLM: name, and whether it is at its default."""
+    """A field of a newer vLLM: its name, and whether it has its default."""
 
     def namespace(self) -> str:
         extra = NAMED | self.extra
@@ -86,7 +86,7 @@ class Engine:
 
 
 def of_newer_vllm(part: Any, value: Any) -> Any:
-    """The same with a field that kvoffload does not know, whose default is 1."""
+    """Return the same part with a field that kvoffload does not know, whose default is 1."""
     kind = dataclasses.make_dataclass(
         type(part).__name__,
         [("invented", Any, dataclasses.field(default=1, kw_only=True))],
@@ -143,7 +143,7 @@ def ranks(number: int, kv_heads: int = 2) -> Engine:
 
 
 def tensors(*records: list[str]) -> Engine:
-    """One group of four layers, with a tensor record for each set of layers that are alike."""
+    """Return one group of four layers, with a tensor record for each set of equal layers."""
 
     def caches() -> Any:
         config = kv_cache_config(attention(), layers=4)

@@ -29,9 +29,9 @@ PAGE_BYTES = HEADS * TOKENS * CONTENT * 4
 
 
 def layer_views(order: str, num_layers: int = 3, pad: int = 0) -> list[torch.Tensor]:
-    """Float tensors of logical shape (B, H, N, C), one per layer, laid out in memory by ``order`` of "LBHNC".
+    """Return float tensors of logical shape (B, H, N, C), one per layer, laid out in memory by ``order`` of "LBHNC".
 
-    ``pad``: floats of padding behind each block's page; only where the page lies in one piece.
+    ``pad`` is the number of padding floats behind each block's page, and is only possible if the page is contiguous.
     """
     sizes = {"L": num_layers, "B": NUM_BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
     strides: dict[str, int] = {}
@@ -47,7 +47,7 @@ def layer_views(order: str, num_layers: int = 3, pad: int = 0) -> list[torch.Ten
 
 
 def block_bytes(caches: CanonicalKVCaches, group: int, block: int) -> bytes:
-    """One GPU block of a group, as a transfer would copy it."""
+    """Return one GPU block of a group, as a transfer would copy it."""
     return b"".join(
         caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].numpy().tobytes()
         for ref in caches.group_data_refs[group]
@@ -225,8 +225,11 @@ def test_any_order_of_the_axes_copies_right(order: str, num_layers: int) -> None
 def rank_views(
     model: torch.Tensor, layout: str, part: int, num_parts: int, num_blocks: int, kernel_blocks: int, pad: int
 ) -> list[torch.Tensor]:
-    """What vLLM gives a rank for ``model``, (layers, blocks, heads, tokens, content): views (B, H, N, C), one per
-    layer, in memory by ``layout``, with padding after each block or, where heads are outside of blocks, none."""
+    """Return the parts that vLLM gives a rank for ``model``, of shape (layers, blocks, heads, tokens, content).
+
+    The views have shape (B, H, N, C), one per layer, in memory by ``layout``, with padding after each block. There is
+    no padding if heads are outside of blocks.
+    """
     num_layers, num_blocks, heads, tokens, content = model.shape
     mine = heads // num_parts
     sizes = {"L": num_layers, "B": num_blocks, "H": mine, "N": tokens, "C": content}
@@ -252,7 +255,7 @@ def rank_views(
 
 
 def slot_of(model: torch.Tensor, layout: str, blocks: list[int]) -> bytes:
-    """A slot by definition: the pages of an engine with one rank, each with its sub-blocks side by side."""
+    """Return a slot by its definition: the pages of an engine with one rank, each with its sub-blocks side by side."""
     inner = layout[layout.index("B") + 1 :]
     outer = [axis for axis in layout if axis not in inner]
     order = ["LBHNC".index(axis) for axis in (*[a for a in outer if a != "B"], "B", *inner)]
@@ -279,7 +282,7 @@ def shards(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=by_size(60, 1000))
 @given(shards(), st.randoms(use_true_random=False))
 def test_what_some_ranks_store_others_load(case: dict[str, Any], chance: random.Random) -> None:
-    """The slots have the bytes of the definition, whoever wrote them, and the reading engine has the tensors."""
+    """The slots contain the defined bytes, whichever rank wrote them, and the reading engine gets the tensors."""
     layout, factor, num_layers = case["layout"], case["factor"], case["layers"]
     kernel_blocks = case["kernel_blocks"]
     pad = 0 if kernel_blocks > 1 else case["pad"]

@@ -46,7 +46,7 @@ def test_a_request_that_ends_by_a_stop_token_has_them_too(steps: Steps, prompt: 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
 def test_an_aborted_request_stores_only_what_was_computed(steps: Steps, num_steps: int) -> None:
-    """As with a stop string, which the frontend finds."""
+    """This happens with a stop string, which the frontend finds."""
     request = steps.add("r", list(range(10, 13)), 20)
     for _ in range(num_steps):
         steps.step()

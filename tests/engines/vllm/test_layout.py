@@ -112,7 +112,7 @@ def test_engines_that_cannot_be_served_say_why_before_they_have_a_kv_cache(chang
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "of a newer transformers"])
 def test_rotary_frequencies_of_the_longest_request_of_a_batch_are_refused(kind: str) -> None:
-    """In transformers' code, unlike in vLLM's own."""
+    """This is the case in transformers' code, but not in vLLM's own."""
 
     def config(limit: int, module: str = "vllm.model_executor.models.transformers", **rope: int) -> Any:
         return vllm_config(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload's records in vLLM's log, with vLLM's own configuration of it, in a process of their own."""
+"""Test kvoffload's records in vLLM's log, with vLLM's own configuration, each case in its own process."""
 
 from __future__ import annotations
 

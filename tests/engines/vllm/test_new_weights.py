@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are replaced in place: pause, new weights, reset, resume. Blocks of the old ones serve nobody."""
+"""Test weights that are replaced in place: pause, load, reset, resume. Blocks of the old weights are never served."""
 
 from __future__ import annotations
 
@@ -111,8 +111,11 @@ def test_a_server_is_paused_gets_new_weights_is_reset_and_resumed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As training loops do, by vLLM's own calls: once with a request that is frozen and goes on, once with the pause
-    that aborts, which resets all caches by itself."""
+    """Update weights as training loops do, with vLLM's own calls.
+
+    One run freezes a request that continues later. The other run uses the pause that aborts requests and resets all
+    caches by itself.
+    """
     import openai
 
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")

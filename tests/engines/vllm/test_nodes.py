@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM over two nodes, with a disk on each: it answers as vLLM alone does, and finds its blocks again.
+"""Test vLLM over two nodes, with a disk on each: it answers as vLLM alone does, and finds its blocks again.
 
-Both nodes are processes of this machine that meet by TCP. Each has host memory, a directory and an agent of its own;
-and where this user may make them, a network namespace.
+Both nodes are processes of this machine that communicate over TCP. Each has its own host memory, directory and agent,
+and its own network namespace if this user may make one.
 """
 
 from __future__ import annotations

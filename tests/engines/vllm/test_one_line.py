@@ -66,7 +66,7 @@ def warnings() -> Iterator[list[str]]:
 def test_processes_without_the_variable_find_the_file(
     given: dict[str, Any] | None, llama: SmallModel, variable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Ray's actors, to which vLLM copies its configuration, and only some variables."""
+    """Ray's actors are an example: vLLM copies its configuration and only some variables to them."""
     monkeypatch.chdir(variable.parent)
     monkeypatch.setenv("KVOFFLOAD_CONFIG", variable.name)
     extra = transfer_of(llama, given).kv_connector_extra_config

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode apart, as docs/fleet.md has it: two ``vllm serve``, a Redis server between them, and the
-proxy of ``deploy/`` in front."""
+"""Test separate prefill and decoding, as in docs/fleet.md: two ``vllm serve``, a Redis server, and the proxy of
+``deploy/``."""
 
 from __future__ import annotations
 

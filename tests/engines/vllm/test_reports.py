@@ -327,7 +327,7 @@ def test_a_block_that_a_session_gave_up_is_described_from_the_request_that_still
 
 @BOTH
 def test_unknown_blocks_cost_one_look_at_the_live_requests_a_call() -> None:
-    """A disk tier that is scanned at start announces thousands of blocks that no request knows."""
+    """At startup, the scan of a disk tier announces thousands of blocks that no request knows."""
     looks = []
 
     class Counted(list[bytes]):
@@ -522,7 +522,7 @@ def test_prometheus_series_are_named_after_the_table_and_may_be_made_again() -> 
 
     types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = SimpleNamespace(kv_transfer_config=None)
-    for _ in range(2):  # the second engine of a process takes over the names
+    for _ in range(2):  # the second engine of a process reuses the names
         series = OffloadPromMetrics(config, types, ["engine"], {0: ["0"], 1: ["1"]})
         series.begin([])
     stats = OffloadStats({"counters": {"load_jobs\x1ffailed": 2}, "gauges": {"primary_blocks": 7}})

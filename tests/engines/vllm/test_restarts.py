@@ -54,7 +54,7 @@ def test_longrope_at_another_limit_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Baseline]:
-    """The Llama with other weights, and its answers."""
+    """Return the Llama with other weights, and its answers."""
     path = write_llama(tmp_path_factory.mktemp("other"), seed=SEED + 1).path
     return path, alone(path)
 

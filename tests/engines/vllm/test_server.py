@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm serve`` as people run it: a process of its own, driven over HTTP, with metrics scraped and events received."""
+"""Test ``vllm serve`` as people run it: in its own process, driven over HTTP, with metrics scraped and events
+received."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def cpu_events(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def fold(events: list[dict[str, Any]]) -> set[bytes]:
-    """The hashes that are in the CPU tier, going by the events alone."""
+    """Return the hashes in host memory according to the events alone."""
     resident: set[bytes] = set()
     for event in events:
         if event.get("medium") != "CPU":

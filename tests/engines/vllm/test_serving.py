@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 EXTRA = {"cpu_bytes_to_use": "64MiB"}
 PAGE_BYTES = 2 * 32 * 2 * 64 * 4
-"""Of one layer and GPU block: key/value heads, tokens, keys and values, head size, float32."""
+"""The bytes of one layer and GPU block: key/value heads, tokens, keys and values, head size, float32."""
 
 
 def assert_idle(state: dict[str, Any]) -> None:

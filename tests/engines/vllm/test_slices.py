@@ -44,13 +44,13 @@ def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_ranks(ranks: int, caches: Any, **changes: Any) -> list[RankSlice]:
-    """The slice of each of ``ranks`` ranks of tensor parallelism."""
+    """Return the slice of each of ``ranks`` ranks of tensor parallelism."""
     config = vllm_config(parallel_config__tensor_parallel_size=ranks, parallel_config__world_size=ranks, **changes)
     return [slice_of(config, caches, rank) for rank in range(ranks)]
 
 
 def heads_of_rank(rank: int, ranks: int, total: int) -> tuple[int, ...]:
-    """The KV heads that vLLM's ``QKVParallelLinear`` computes on a rank."""
+    """Return the KV heads that vLLM's ``QKVParallelLinear`` computes on a rank."""
     if total >= ranks:
         return tuple(range(rank * total // ranks, (rank + 1) * total // ranks))
     return (rank // (ranks // total),)

@@ -43,7 +43,7 @@ class Traced:
         self.served.drain()
 
     def spans_of(self, first_token: int) -> dict[str, Span]:
-        """Of the last request that began so, by name."""
+        """Return the spans of the last request with this first token, by name."""
         spans = list(self.collector.spans)
         root = [s for s in spans if s.attributes.get("kvoffload.request_id") == f"r{first_token}"][-1]
         return {span.name: span for span in spans if span.parent_id == root.span_id} | {root.name: root}

@@ -19,12 +19,12 @@ from tests.engines.vllm.prompts import BLOCK_TOKENS, crowd, long_prompts
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LAYER_BYTES = KV_HEADS * BLOCK_TOKENS * 2 * HEAD_DIM * 4
-"""Of one layer and GPU block, in float32."""
+"""The bytes of one layer and GPU block, in float32."""
 PROMPTS = {prompt.name: len(prompt.token_ids) for prompt in long_prompts(4) + crowd(8)}
 
 
 def full_hit(num_tokens: int, lookahead: int) -> int:
-    """The longest prefix in blocks that leaves one token to compute, with so many known tokens behind it."""
+    """Return the longest prefix in blocks that leaves one token to compute, with this many known tokens behind it."""
     known = num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     return min(num_tokens - 1, known - lookahead) // BLOCK_TOKENS * BLOCK_TOKENS
 

@@ -71,7 +71,7 @@ def test_what_is_stored_was_accepted_and_comes_back(steps: Steps) -> None:
             assert stored == list(range((len(tokens) - 1) // BLOCK))
         forget_device(steps)
 
-        # The same tokens again: as much comes back as vLLM's own prefix cache would give, and the worker checks it.
+        # Serve the same tokens again: the hit equals that of vLLM's own prefix cache, and the worker checks it.
         again = steps.add(f"again{number}", tokens, 6)
         loads = len(steps.loads())
         while not again.is_finished():
@@ -81,7 +81,7 @@ def test_what_is_stored_was_accepted_and_comes_back(steps: Steps) -> None:
         assert loaded == max(0, min(len(tokens) - 1, len(stored) * BLOCK - ahead)) // BLOCK
         forget_device(steps)
 
-        # A prompt that goes on otherwise after a whole block, whose drafter saw another next token.
+        # A prompt that continues differently after a whole block, whose drafter saw another next token.
         cut = chance.randrange(len(stored) + 1) * BLOCK
         fork = steps.add(f"fork{number}", [*tokens[:cut], 450, 451], 6)
         loads = len(steps.loads())

@@ -74,7 +74,7 @@ class Worker:
 
 
 class Executor:
-    """As vLLM's executors are."""
+    """An executor in vLLM's form."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -245,7 +245,7 @@ def test_requests_of_an_adapter_that_was_loaded_twice_are_left_out(
     # Unloaded and loaded again: the files may be others.
     assert adapters.leaves_out(of(adapter("b", "/b", 3)))
     assert adapters.leaves_out(of(adapter("b", "/b", 2)))
-    # From elsewhere: that is in the keys, but for vLLM 0.30.
+    # Loaded from elsewhere: the keys include that, except for vLLM 0.30.
     assert not adapters.leaves_out(of(adapter("c", "/c1", 4)))
     assert adapters.leaves_out(of(adapter("c", "/c2", 5))) is not keys_have_paths
 
@@ -379,7 +379,7 @@ def test_after_an_update_the_device_is_emptied_before_anything_is_stored(llama: 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_a_paused_engine_that_was_reset_goes_on_storing_after_the_update(llama: SmallModel) -> None:
-    """As training loops do: pause and clear, several calls that bring the weights, resume."""
+    """Update as training loops do: pause and clear, several calls that send the weights, resume."""
     steps = Steps(llama.path, False, 40, slots=40)
     prompt = tokens(100, 4)
     steps.add("first", prompt, 1)

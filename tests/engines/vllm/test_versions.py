@@ -64,7 +64,7 @@ def run_beside(version: str, directory: Path, code: str, **modules: str) -> subp
 
 
 def import_beside(version: str, directory: Path) -> str:
-    """The last line that an import of the connector says."""
+    """Return the last line that an import of the connector prints."""
     result = run_beside(version, directory, "from kvoffload.engines.vllm import KVOffloadConnector")
     return result.stderr.strip().splitlines()[-1]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes in one process: regions, agents and stores of their own, and a thread that steps."""
+"""Run two nodes in one process, each with its own region, agent and stores, and a thread that makes steps."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Emptied(StoreWrapper):
 
 
 def test_losses_come_in_parts_that_a_step_can_carry_and_not_all_are_kept() -> None:
-    """A disk that goes away while an engine is idle loses all blocks between two steps."""
+    """If a disk fails while an engine is idle, it loses all blocks between two steps."""
     store, nodes, sizes = Emptied(MemoryStore(SLOT_BYTES)), Nodes(1), list[int]()
     agent = NodeAgent(0, memory(2, SLOT_BYTES), [AgentTier("mem", store, LIMITS)])
 

@@ -87,7 +87,7 @@ def until(is_true: Callable[[], bool], tier: SecondaryTierManager) -> None:
 
 
 def test_reads_that_were_off_are_on_again_once_the_nodes_can_read() -> None:
-    """A probe reads into memory of its own, which other nodes do not have."""
+    """A probe reads into its own memory, which other nodes do not have."""
     clock, names, context = ManualClock(), keys_of(1, 2), ReqContext("r")
     stores = [FaultyStore(MemoryStore(64)) for _ in range(2)]
     tier = SteppedTier(memory(4, 64), stores, clock=clock)

@@ -25,7 +25,7 @@ FATES = st.lists(st.sampled_from(["arrives", "arrives", "is late"]), min_size=NU
 
 
 class Agent:
-    """The process of one node, which does its orders when the test says so."""
+    """The process of one node, which executes its orders when the test says so."""
 
     def __init__(self, node: int) -> None:
         self.link = AgentLink(node)
@@ -188,7 +188,7 @@ def test_what_was_not_acknowledged_goes_again_only_when_it_was_lost() -> None:
 
 
 def speak(nodes: Nodes, agent: AgentLink) -> list[Order]:
-    """One step without losses."""
+    """Make one step without lost packets, and return the orders."""
     orders = agent.receive(nodes.take_packets(), lambda: True)
     nodes.receive(agent.take_packets())
     return orders
