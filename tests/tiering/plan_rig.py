@@ -19,9 +19,9 @@ from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 
 COMPUTE_S = 0.01
-"""Of a block."""
+"""The seconds to compute a block."""
 TOKENS = 16
-"""Of a block."""
+"""The number of tokens in a block."""
 LATEST = 1.05, 0.05
 """No request may be later than this many times computing it, and as many seconds."""
 

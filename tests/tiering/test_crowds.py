@@ -56,7 +56,7 @@ def test_a_promotion_of_large_blocks_has_a_bounded_number_of_jobs() -> None:
 
 
 def claimed_or_pinned(policy: str, num_slots: int, state: str) -> Rig:
-    """Host memory that is full of blocks which are claimed, being promoted, or pinned."""
+    """Return host memory that is full of blocks that are claimed, being read from a tier, or pinned."""
     rig = Rig(num_slots, cache_policy=policy, promotion_share=1.0)
     blocks = prefix(num_slots, of="old")
     if state == "pinned":

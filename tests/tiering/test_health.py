@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a store that fails or hangs is no longer used for reading, or for writing, and how it comes back."""
+"""Test when a store that fails or hangs is no longer read or written, and how it recovers."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ class TestCallsThatHang:
         assert rig.is_in_use
 
     def test_a_block_that_is_parked_until_a_hung_read_ends_is_no_pending_work(self, rig: Rig) -> None:
-        """An idle engine went on stepping for as long as the read hung."""
+        """An idle engine must not keep making steps for as long as the read hangs."""
         (key,) = keys_of(1)
         rig.below([key])
         rig.store.stuck = {key}

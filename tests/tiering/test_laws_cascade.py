@@ -204,7 +204,7 @@ def test_a_block_the_request_itself_is_writing_is_not_sent_twice() -> None:
 
 
 def test_absent_blocks_are_skipped() -> None:
-    # The filter keeps a block out of the primary tier: it is neither stored nor resident nor in flight.
+    # The filter keeps a block out of host memory: it is neither stored nor resident nor in flight.
     rig = Rig(policies=(REQUEST,), primary_options={"store_threshold": 2})
     request = rig.start("r")
     assert rig.write(prefix(3), request) == []

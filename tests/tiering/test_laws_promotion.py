@@ -72,7 +72,7 @@ def test_a_prefetch_begins_no_read_while_tiers_read_for_others() -> None:
 
 @pytest.mark.parametrize("how", ["end", "patience", "reset"])
 def test_a_prefetch_gives_way_to_no_read_that_no_request_waits_for(how: str) -> None:
-    """One read that hung stopped every prefetch until it returned."""
+    """One hanging read must not stop every prefetch until it returns."""
     rig = Rig(num_blocks=16, max_wait_s=5.0)
     rig.below(keys(0, 1))
     waiting, other, ahead = rig.start("waiting"), rig.start("other"), ReqContext("ahead", is_prefetch=True)
@@ -444,7 +444,7 @@ def test_patience_is_one_budget_for_the_whole_request() -> None:
     rig.finish()
     assert rig.ask(keys(0), request) == [True]
     rig.load(keys(0), request)
-    rig.clock.advance(100.0)  # running costs no patience
+    rig.clock.advance(100.0)  # the time limit does not run while a request runs
     assert rig.ask(keys(1), request) == [None]
     rig.clock.advance(1.9)
     assert rig.ask(keys(1), request) == [None]
@@ -480,8 +480,8 @@ def test_claims_of_a_request_nobody_asks_for_any_more_end_with_its_patience() ->
 
 
 def test_claims_end_with_their_own_requests_patience_whoever_else_waits() -> None:
-    """A request with little patience left waits for the engine beside one that began to wait earlier, with all of its
-    own."""
+    """A request with little of its time limit left waits for the engine beside one that started to wait earlier, with
+    its full time limit."""
     rig = Rig(num_blocks=8, max_wait_s=5.0, promotion_share=0.5)
     for name in "abc":
         rig.below(prefix(2, of=name))
@@ -535,7 +535,7 @@ def waited_s(rig: Rig) -> float:
 
 @pytest.mark.parametrize("what", ["promotion", "failed promotion", "store", "lookup", "two groups"])
 def test_a_wait_ends_when_its_blocks_arrive_although_the_engine_asks_nobody(what: str) -> None:
-    """The engine's steps are full for ten seconds. Once that cost a request all its patience, and all its hits."""
+    """The engine's steps are full for ten seconds. That must not use up the request's time limit and cost its hits."""
     rig = Rig(num_blocks=16, max_wait_s=5.0)
     request, writer = rig.start("r"), rig.start("w")
     groups = [keys(0, 1), keys(2, 3)] if what == "two groups" else [keys(0, 1)]
@@ -612,7 +612,7 @@ def test_a_block_that_does_not_arrive_takes_the_patience_of_whom_nobody_asks_for
 
 @pytest.mark.parametrize("asks_first", [False, True])
 def test_a_step_of_ten_seconds_takes_no_patience(asks_first: bool) -> None:
-    """A tier that knows when its jobs ended says so: nothing polls it within the step."""
+    """A tier that knows when its jobs ended reports it, because nothing polls it within the step."""
     rig = Rig(num_blocks=16, max_wait_s=5.0)
     rig.below(keys(0, 1))
     request = rig.start("r")
@@ -630,7 +630,8 @@ def test_a_step_of_ten_seconds_takes_no_patience(asks_first: bool) -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_group_without_an_answer_keeps_patience_running(first: int) -> None:
-    """The engine asks once for each group, here one of host memory and one that a tier never answers for."""
+    """The engine asks once for each group: here, one group is in host memory, and a tier never answers for the
+    other."""
     rig = Rig(num_blocks=8, max_wait_s=5.0)
     rig.store(keys(0), rig.start("w"))
     (unknown,) = keys(1)
@@ -646,7 +647,7 @@ def test_a_group_without_an_answer_keeps_patience_running(first: int) -> None:
 
 
 def test_a_wait_for_a_read_that_had_ended_before_is_no_wait() -> None:
-    """It lasted less than nothing, and its request gained patience."""
+    """Such a wait had a negative duration, and must not extend its request's time limit."""
     rig = Rig(max_wait_s=5.0)
     rig.below(keys(0, 1))
     first, second = rig.start("first"), rig.start("second")

@@ -18,7 +18,7 @@ def make_link(clock: ManualClock, expected: float | None = None) -> Link:
 
 
 def begin(link: Link, num_blocks: int) -> JobMetadata:
-    """A read that is in the hands of the tier."""
+    """Start a read, which the tier then executes."""
     read = JobMetadata(0, keys(*range(num_blocks)), [*range(num_blocks)], True, ReqContext("r"))
     link.begin(num_blocks)
     link.submit(read)

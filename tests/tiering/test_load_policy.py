@@ -19,11 +19,11 @@ from kvoffload.tiering.load_policy import BlockWorth
 from kvoffload.tiering.manager import TieringOffloadingManager
 
 TOKENS = 10
-"""Of a block."""
+"""The number of tokens in a block."""
 
 
 class Machine(Rig):
-    """A block takes a second to compute once ``compute`` was called, and ``read_s`` to read."""
+    """A manager over a tier. Once ``compute`` was called, a block takes a second to compute, and ``read_s`` to read."""
 
     def __init__(self, num_blocks: int = 64, num_tiers: int = 1, **options: Any) -> None:
         policies = [OffloadPolicy.BLOCK_LEVEL] * num_tiers
@@ -71,7 +71,8 @@ class Machine(Rig):
         return hit
 
     def learn(self, read_s: float) -> None:
-        """The tier is known to read a block in ``read_s``, and the engine to compute one in a second."""
+        """Let the manager learn that the tier reads a block in ``read_s``, and that the engine computes one in a
+        second."""
         self.read_s = read_s
         self.below(prefix(3, of="learnt"))
         assert self.serve(3, of="learnt") == 3
@@ -579,8 +580,8 @@ def test_blocks_that_a_tier_must_find_out_about_are_not_counted_as_declined() ->
 
 
 def test_nothing_is_waited_for_after_the_blocks_that_are_worth_loading() -> None:
-    """A tier that must find out about a declined block began a wait for nothing, with claims that held until all of the
-    request's patience was spent."""
+    """A question about a declined block must not start a wait whose claims last until the request's time limit has
+    passed."""
     machine = Machine(block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,), 1e6, (1.0,)))
     blocks, context = prefix(6), machine.start("r")
     machine.store(blocks[:4], machine.start("writer"))

@@ -262,7 +262,7 @@ def test_a_prefix_ends_with_the_first_block_that_the_policy_has_no_room_for(
 
 
 class Asked:
-    """How many blocks were looked at since ``count`` was last called, in the primary tier and below."""
+    """Counts the blocks that were looked at since ``count`` was last called, in host memory and below."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._num_asked = 0

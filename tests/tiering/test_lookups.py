@@ -62,7 +62,7 @@ def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
 
 
 class Noting(FakeTier):
-    """A tier that notes which blocks it is asked for, each call apart."""
+    """A tier that records the blocks of each question."""
 
     def __init__(self, number: int, parts: Parts) -> None:
         super().__init__(parts.primary.kv_view, f"tier{number}")

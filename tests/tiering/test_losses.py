@@ -108,7 +108,7 @@ def test_a_block_evicted_by_the_next_of_its_own_job_is_not_present(make) -> None
     keys = keys_of(1, 2)
     rig.fill(range(2), keys)
     rig.submit(keys, range(2), load=False)  # a slice each
-    rig.tier.drain_jobs()  # so that one step takes in both results and the eviction between them
+    rig.tier.drain_jobs()  # so that one step handles both results and the eviction between them
     rig.step()
     assert rig.resident == {key for batch in rig.inner.scan() for key in batch}
     assert len(rig.resident) == 1

@@ -19,7 +19,7 @@ BATCH, ROUND = 16, 60
 
 
 def serve(manager: OffloadingManager, first: int) -> None:
-    """Requests with blocks that nobody asked for before, each written to all tiers before the next. No transfers."""
+    """Serve requests with new blocks, each written to all tiers before the next one, without transfers."""
     for begin in range(first, first + BATCH * ROUND, BATCH):
         context = ReqContext(f"r{begin}")
         manager.on_new_request(context)

@@ -235,7 +235,7 @@ def test_a_directory_that_hangs_keeps_no_check_from_ending(monkeypatch: pytest.M
 
 @pytest.fixture
 def bound(tmp_path: Path) -> Iterator[Path]:
-    """A directory that a bind mount shows at a second place."""
+    """Yield a directory that a bind mount also shows at a second place."""
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "kv").mkdir(parents=True)
     here.mkdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that peeks at a block and then looks it up has asked for it once."""
+"""Test that a request that peeks at a block and then looks it up has asked for it once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_reuse_filter_counts_what_a_request_peeks_at() -> None:
 
 
 def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tier takes microseconds for a key, and there may be a state for each 16 tokens of a prompt."""
+    """A large tier needs microseconds per key, and there may be a state for each 16 tokens of a prompt."""
     rig = Rig(16, [OffloadPolicy.BLOCK_LEVEL] * 3)
     rig.store(prefix(2), rig.start("r"))
     asked: list[list[OffloadKey]] = []

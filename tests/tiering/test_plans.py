@@ -76,7 +76,7 @@ def test_a_tier_that_has_become_slow_costs_two_requests_a_tenth(factor: int) -> 
 
 @pytest.mark.parametrize("answer_s", [0.05, 0.1, 0.13])
 def test_a_read_has_what_the_wait_for_an_answer_has_left(answer_s: float) -> None:
-    """The tier has become slow since it was read last. Its first read had 1.25 times as long as expected once more."""
+    """The tier has become slow since its last read. Its first read must not get 1.25 times the expected time twice."""
     rig = PlanRig([(0.3 * COMPUTE_S, answer_s)])
     world = World(200, [HEAD])
     assert rig.serve(world).num_hit == 200, "however little is left"
@@ -122,7 +122,10 @@ def test_a_tier_that_nobody_measured_costs_little(num_blocks: int, pace: float, 
 
 
 def test_a_request_that_asks_again_before_it_waits_still_ends_its_wait_in_time() -> None:
-    """Its first ask declines all of a slow tier and has it probed; the second one waits beside that probe."""
+    """Its first question declines all blocks of a slow tier and starts a probe.
+
+    The second question waits beside that probe.
+    """
     rig = PlanRig([(0.9 * COMPUTE_S, 0.027), (14.4 * COMPUTE_S, None)])
     served = rig.serve(World(97, [NONE, frozenset(range(37))]))
     assert served.first_token_s <= LATEST[0] * 97 * COMPUTE_S + LATEST[1]
@@ -130,13 +133,16 @@ def test_a_request_that_asks_again_before_it_waits_still_ends_its_wait_in_time()
 
 @pytest.mark.parametrize("num_blocks", [20, 300])
 def test_a_request_waits_for_no_read_of_others_that_gains_too_little(num_blocks: int) -> None:
-    """Its first ask declines a tier that saves it a twentieth, and has it probed. The second one waited for that."""
+    """Its first question declines a tier that saves a twentieth, and starts a probe.
+
+    The second question must not wait for it.
+    """
     rig = PlanRig([(0.95 * COMPUTE_S, None)])
     assert rig.serve(World(num_blocks, [frozenset(range(num_blocks))])).waited_s == 0.0
 
 
 def test_a_tier_that_has_become_slow_costs_few_plans() -> None:
-    """Each looks at every block, and each request that waits made one in every step."""
+    """A plan looks at every block, so waiting requests must not make one in every step."""
     rig = PlanRig([(COMPUTE_S / 10, None)], step_s=0.001)
     before = rig.manager.get_stats()["plans_made_again",]
     assert rig.serve(World(400, [ALL], changes=[(0.02, 4.0)])).num_hit == 400

@@ -84,7 +84,7 @@ def test_one_batch_per_request_reserves_at_once_and_publishes_what_arrives() -> 
 
 
 def test_a_job_is_gathered_block_by_block_without_copies_and_is_its_tiers_then() -> None:
-    """A prompt whose every second block is here copied all keys for each of the others: seconds for a long one."""
+    """If every second block of a prompt is present, the keys must not be copied for each of the others."""
     parts = Parts()
     request = parts.request("a")
     parts.begin(request, 1)

@@ -27,7 +27,7 @@ from kvoffload.tiering.tier import StoreTier, TierLimits
 
 
 def started(make) -> Rig:
-    """A tier whose scan finds nothing, so that each block must be asked for."""
+    """Return a tier whose scan finds nothing, so that each block must be asked for."""
     rig = make()
     rig.gate.close_gate("scan")
     return rig.start()
@@ -73,7 +73,7 @@ def test_a_prompt_that_is_present_is_asked_for_in_growing_chunks_within_one_step
 
 
 def test_the_rest_of_a_long_present_prefix_is_asked_for_by_all_threads(make) -> None:
-    """One thread would take so long for all of it with a slow store that the question counts as hung."""
+    """With a slow store, one thread would take so long for all of it that the question counts as hung."""
     rig = started(lambda: make(max_blocks=3000))
     prompt = keys_of(*range(2000))
     rig.below(prompt[:1900])
@@ -191,7 +191,7 @@ def test_each_block_that_the_store_has_is_found_within_two_answers(make, seed: i
 
 
 class Pair:
-    """A manager over two tiers that must ask, each with some blocks of a prompt."""
+    """A manager over two tiers that must ask their stores, each with some blocks of a prompt."""
 
     def __init__(self, make, rng: random.Random, prompt: Sequence[OffloadKey]) -> None:
         self.rig = make(num_blocks=400)

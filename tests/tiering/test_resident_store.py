@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier over a store that knows its own keys: no key is unknown, nothing is remembered twice, and all laws hold."""
+"""Test a tier over a store that knows its own keys: no key is unknown, nothing is remembered twice, and all laws
+hold."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Rig:
         return job.job_id
 
     def run(self, keys: Sequence[OffloadKey], *, load: bool) -> set[OffloadKey]:
-        """The keys that were stored, or loaded."""
+        """Run a job and return the keys that were stored or loaded."""
         job = self.submit(keys, load=load)
         self.until(lambda: job in self.results)
         result = self.results[job]
@@ -197,7 +198,10 @@ class TestEvents:
 
 @pytest.mark.long
 def test_store_and_tier_take_150_bytes_per_block(tmp_path: Path) -> None:
-    """Of a large store that was found at the start. Payloads are holes, as nobody reads them."""
+    """The blocks are in a large store that exists at startup.
+
+    Payloads are holes in files, because nothing reads them.
+    """
     num_slots, num_slabs, size = 16_000, 2, 65536
     layout = SlabFormat(directory_of(""), size)
     DiskStore(tmp_path, size, max_bytes=1 << 30).close()

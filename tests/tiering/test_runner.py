@@ -62,7 +62,7 @@ class Odd:
 
 
 def test_outcomes_are_foreign_and_end_no_thread(runner: TierRunner) -> None:
-    """A plug-in's numpy array of booleans once ended every thread that met it."""
+    """A plug-in's numpy array of booleans must not end the threads that handle it."""
     answers: list[object] = [np.array([True, False]), (1, 0), [Odd(), Odd()], None, 7]
     for _ in range(3):  # more often than there are threads
         for answer in answers:

@@ -26,7 +26,7 @@ from kvoffload.tiering.tier import TierLimits
 
 
 class Panic(BaseException):
-    """As a native client raises it: no ``Exception``."""
+    """An exception as a native client raises it, which is not an ``Exception``."""
 
 
 class PanickingStore(StoreWrapper):
@@ -138,7 +138,7 @@ def test_a_lookup_that_takes_in_the_last_failure_is_a_miss(make) -> None:
 
 
 def test_a_tier_that_goes_off_while_a_call_is_under_way_knows_more(make) -> None:
-    """Its lookups are misses from then on, and whoever waits is to ask again."""
+    """From then on, its lookups are misses, and waiting requests must ask again."""
     rig = make()
     rig.gate.close_gate("contains")
     rig.start()
@@ -187,7 +187,7 @@ def test_the_end_of_a_scan_is_news_of_all_blocks_that_are_asked_for(make) -> Non
 
 
 def test_a_request_with_a_block_in_the_store_is_put_off_twice(make) -> None:
-    """In the step that asks the store, and in the step that promotes the block."""
+    """It is delayed in the step that asks the store, and in the step that reads the block."""
     rig = make()
     rig.gate.close_gate("scan")
     (key,) = keys_of(1)
@@ -342,7 +342,8 @@ class OwnKeys(Collection[OffloadKey]):
 
 
 def test_what_raises_at_the_end_of_a_call_hides_no_other_end(make, caplog) -> None:
-    """The rest of the poll was dropped once, so that jobs never ended and their slots were never free again."""
+    """The rest of the poll must not be dropped, because jobs would never end and their slots would never be free
+    again."""
     rig = make()
     own = OwnKeys()
     rig.store.resident = own
@@ -426,7 +427,7 @@ def test_a_panic_in_a_store_ends_the_job_and_not_the_thread(
         assert stored.success is (method not in ("write", "take_lost"))
         assert rig.ask_until_answered(keys_of(50)) == [False]
         if stored.success:
-            # Lookups that panic again and again turn reading off.
+            # Lookups that panic repeatedly turn reading off.
             assert rig.load_blocks(keys).success is (method not in ("contains", "read_into", "take_lost"))
         rig.tier.touch(keys)
         rig.clock.advance(2)

@@ -159,7 +159,7 @@ def test_a_slice_has_four_mebibytes_at_most() -> None:
 
 
 def gathered(rig, jobs) -> list[int]:
-    """Jobs of these keys, in slots of their own, that are submitted in one step."""
+    """Submit jobs with these keys in one step, each in its own slots, and return their ids."""
     ids, slot = [], 0
     for keys in jobs:
         rig.fill(range(slot, slot + len(keys)), keys)

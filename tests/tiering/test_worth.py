@@ -19,7 +19,7 @@ PACES = st.builds(Pace, st.one_of(SECONDS, st.just(math.inf)), SECONDS)
 
 
 def arrivals_s(runs: list[Run], sources: list[Pace]) -> list[float]:
-    """By the definition: when so many leading blocks have arrived."""
+    """Return, by definition, the times at which this many leading blocks have arrived."""
     flat = [run.sources[0] for run in runs for _ in range(run.num_blocks)]
     arrived_s, taken = [0.0], [0] * len(sources)
     for source in flat:

@@ -37,7 +37,7 @@ def fill(rig: Rig, first: int, last: int) -> None:
 
 
 def settle(rig: Rig) -> None:
-    """A step that submits, and one that takes in the end."""
+    """Make a step that submits jobs, and a step that handles their ends."""
     rig.step()
     rig.finish()
 
@@ -118,7 +118,7 @@ def test_what_leaves_and_is_below_already_is_used_there_head_last() -> None:
 
 
 def test_many_blocks_go_down_in_small_jobs_the_first_to_be_evicted_first() -> None:
-    """A job's pins are held until all of it has ended."""
+    """A job's pins last until the whole job has ended."""
     rig = rig_of(num_blocks=8192)
     fill(rig, 0, 8192)
     rig.step()
@@ -270,7 +270,7 @@ def test_whole_requests_go_down_at_once_to_the_tiers_that_asked() -> None:
 
 
 def test_two_tiers_get_a_block_at_the_same_time() -> None:
-    """The pin of the first one's job was once taken for a use that keeps the block above."""
+    """The pin of the first tier's job must not count as a use that keeps the block in host memory."""
     rig = rig_of(policies=(BLOCK, BLOCK))
     fill(rig, 0, 64)
     rig.step()

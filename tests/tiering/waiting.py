@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request costs while it waits for a store that must be asked for all of its blocks, and does not answer:
+"""Measure the cost of a request that waits for a store that must be asked for all of its blocks, and does not answer:
 ``python -m tests.tiering.waiting [BLOCKS [TIERS]]``.
 
-Processor time of the scheduler's thread, the median of a thousand steps in each of which the request asks.
+The figure is the CPU time of the scheduler's thread, as the median of a thousand steps. The request asks in each step.
 """
 
 from __future__ import annotations

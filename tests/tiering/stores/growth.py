@@ -15,7 +15,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """By this process, now."""
+    """Return the resources that this process holds."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Held(
         len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), pages * os.sysconf("SC_PAGE_SIZE")

@@ -21,7 +21,7 @@ def write(store: FileSystemStore, *keys: OffloadKey, size: int = SMALL) -> list[
 
 
 def read(store: FileSystemStore, key: OffloadKey, size: int = SMALL) -> bytes | None:
-    buffer = mmap.mmap(-1, size)  # page-aligned, like the primary tier's slots
+    buffer = mmap.mmap(-1, size)  # page-aligned, like slots of host memory
     return bytes(buffer) if store.read_into([key], [memoryview(buffer)]) == [True] else None
 
 
@@ -30,7 +30,7 @@ def here(store: FileSystemStore, *keys: OffloadKey) -> set[OffloadKey]:
 
 
 def path_of(store: FileSystemStore, key: OffloadKey) -> str:
-    """Of a block's file, below the root."""
+    """Return the path of a block's file, below the root."""
     return store._layout.path_of(key)
 
 

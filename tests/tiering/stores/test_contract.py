@@ -153,7 +153,7 @@ class TestDiskStoreEncrypted(TestDiskStore):
 
 
 class TestRotatingDisk(TestDiskStore):
-    """The older key has nothing, so that all is as with one."""
+    """The older key has no blocks, so everything works as with one key."""
 
     def make_store(self, directory: Path) -> BlockStore:
         stores = [
@@ -179,7 +179,7 @@ class TestStripedDisks(TestDiskStore):
         return Striped([DiskStore(directory / str(number), self.block_bytes, max_bytes=1 << 22) for number in range(3)])
 
     def reopen(self, directory: Path) -> BlockStore | None:
-        """With the disks in another order, and one more."""
+        """Reopen the store with the disks in another order, and one more disk."""
         return Striped(
             [DiskStore(directory / str(number), self.block_bytes, max_bytes=1 << 22) for number in (2, 3, 0, 1)]
         )
@@ -199,7 +199,7 @@ class TestStripedDisksEncrypted(TestDiskStoreEncrypted):
 
 
 class TestStripedMemory(BlockStoreContract):
-    """Of stores that do not know their keys."""
+    """A striped store of stores that do not know their keys."""
 
     def make_store(self, directory: Path) -> BlockStore:
         return Striped([MemoryStore(self.block_bytes) for _ in range(2)])

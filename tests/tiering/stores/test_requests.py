@@ -17,7 +17,7 @@ from kvoffload.tiering.stores.requests import Requests
 
 @pytest.fixture
 def only_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function: so many more threads of stores can be started, as under a limit of processes."""
+    """Return a function that limits how many more threads stores can start, as a limit of processes does."""
     start, left = threading.Thread.start, 0
 
     def limited(thread: threading.Thread) -> None:

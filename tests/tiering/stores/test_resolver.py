@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are resolved by threads that may hang, and nobody waits for them beyond a deadline."""
+"""Test that threads that may hang resolve names, and that nothing waits for them beyond a deadline."""
 
 from __future__ import annotations
 

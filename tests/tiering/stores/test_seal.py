@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seal fits one block as one key of one namespace, and with a secret nobody else can make it, or read the block."""
+"""Test that a seal fits one block with one key in one namespace.
+
+With a secret, nobody else can make it or read the block.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,7 @@ def test_many_threads_seal_at_once(secret: bytes | None) -> None:
 
 
 def test_what_was_stored_with_checksums_stays_readable() -> None:
-    """By other stores than those with a format of their own, whose tests have it."""
+    """This applies to stores without their own format; the others have their own tests."""
     inner = MemoryStore(len(BLOCK) + Checksummed.OVERHEAD_BYTES)
     assert Checksummed(inner).write([ONE], [BLOCK]) == [True]
     found = memoryview(bytearray(len(BLOCK) + Checksummed.OVERHEAD_BYTES))

@@ -206,7 +206,7 @@ def test_a_store_of_an_old_key_that_fails_costs_its_own_blocks() -> None:
 
 
 def test_a_server_with_a_mistyped_key_finds_out_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """Of blocks on a server, whose names say nothing of the keys of others."""
+    """The blocks are on a server, whose names do not reveal other servers' keys."""
     inner, mark = MemoryStore(SIZE), MemoryStore(KeyMarker.MARK_BYTES)
 
     def opened(*ids: str) -> OtherKeys:
@@ -296,7 +296,7 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_touched(
 def test_what_others_write_into_a_mark_or_a_name_reaches_the_log_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mark lies on a server, and a directory's name below a shared root: others may choose both."""
+    """A mark is on a server, and a directory's name is below a shared root, so others may choose both."""
     evil = "evil\x1b[2J\nWARNING: all is well"
     noticed = OtherKeys(MemoryStore(SIZE), lambda: [evil], "tier 'kv'")
     with caplog.at_level(logging.WARNING, "kvoffload"):

@@ -213,7 +213,7 @@ def test_a_disk_that_was_busy_for_long_does_not_get_all_that_is_new(
 def test_a_disk_that_hangs_keeps_less_than_half_of_the_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """The others are answered, and lookups find its blocks absent until its calls end."""
+    """Calls for other disks are answered, and lookups treat its blocks as absent until its calls end."""
     monkeypatch.setattr(striped_module, "_STALL_S", 0.05)
     rig = Rig(tmp_path, threads=5)
     first, second = rig.fill()
@@ -423,7 +423,7 @@ def test_a_disk_that_hangs_at_the_start_is_left_out_and_alone_is_refused(
 def test_a_mount_that_tells_nothing_at_the_start_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: object
 ) -> None:
-    """As one does whose file system was shut down, or whose server has ended."""
+    """Examples are a mount whose file system was shut down, and one whose server has ended."""
     options, stat = tier([tmp_path / "a" / "kv", tmp_path / "b" / "kv"], max_bytes=max_bytes), os.stat
     (tmp_path / "a").mkdir()
     real = os.statvfs(tmp_path)

@@ -12,7 +12,8 @@ from kvoffload.tiering.stores.disk.store import DiskStore
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """In the quick size only tests of reads and writes take both times of a checksum, unless they say ``once``."""
+    """In the quick size, only tests of reads and writes run with both times of a checksum, unless they are marked
+    ``once``."""
     if "open_store" in metafunc.fixturenames:
         both = metafunc.module.__name__.endswith((".test_store", ".test_bad_days"))
         both = IS_THOROUGH or (both and metafunc.definition.get_closest_marker("once") is None)

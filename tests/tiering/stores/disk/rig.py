@@ -21,7 +21,7 @@ SMALL, PAGED = 1000, 8192
 
 
 def aligned(data: bytes) -> memoryview:
-    """``data`` in page-aligned memory, like the primary tier's slots."""
+    """Return ``data`` in page-aligned memory, like slots of host memory."""
     buffer = mmap.mmap(-1, len(data))
     buffer[:] = data
     return memoryview(buffer)
@@ -65,7 +65,7 @@ def slabs_of(store: DiskStore) -> Slabs:
 
 
 def may_grow(store: DiskStore) -> None:
-    """A store that found no room for a slab asks again at its next write, not in a second."""
+    """Let a store that found no room for a slab ask again at its next write, instead of in a second."""
     store._quota.not_before_s = 0.0
 
 
@@ -78,7 +78,7 @@ def payloads(root: Path) -> list[Path]:
 
 
 def slab_of(num_slots: int, size: int = SMALL) -> int:
-    """The bytes of a slab with so many slots."""
+    """Return the bytes of a slab with this many slots."""
     return SlabFormat("", size).slab_bytes(num_slots)
 
 
@@ -96,7 +96,8 @@ def damage(root: Path, key: OffloadKey, size: int = SMALL, at: int = -1) -> None
 
 
 def hold_open(pipe: Connection, root: str, size: int, max_bytes: int, first: int, last: int) -> None:
-    """In a process of its own: writes the blocks of these numbers, says how many it has, and keeps the store open."""
+    """Run in its own process: write the blocks with these numbers, report how many the store contains, and keep it
+    open."""
     store, keys = DiskStore(root, size, "", max_bytes), keys_of(*range(first, last))
     pipe.send(store.write(keys, [memoryview(block_of(key, size)) for key in keys]).count(True))
     pipe.recv()

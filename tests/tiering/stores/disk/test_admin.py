@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload store`` on the root of a ``disk`` tier, run as users run it, beside stores that are open."""
+"""Test ``kvoffload store`` on the root of a ``disk`` tier, as users run it, while stores are open."""
 
 from __future__ import annotations
 

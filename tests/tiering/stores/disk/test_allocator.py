@@ -36,7 +36,7 @@ def add(allocator: Allocator, slab: int, used_ns: np.ndarray) -> None:
 
 
 def full(num_slots: int, slab: int = 3) -> Allocator:
-    """An allocator whose slot ``i`` was used at time ``i + 1``."""
+    """Return an allocator whose slot ``i`` was used at time ``i + 1``."""
     allocator = Allocator()
     add(allocator, slab, np.arange(1, num_slots + 1, dtype=np.int64))
     return allocator

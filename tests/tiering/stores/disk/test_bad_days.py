@@ -199,7 +199,7 @@ class TestHung:
         assert rig.run(*K[10:16], load=True) == set(K[10:16])
 
     def test_a_poll_leaves_everything_else_alone(self, rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-        """The store's own thread, which looks after neighbours, hangs with a table of theirs."""
+        """The store's own thread, which watches neighbours, hangs with a table of theirs."""
         neighbour = DiskStore(rig.root, SIZE, max_bytes=2 * slab_of(24))
         assert write(neighbour, *K[20:22]) == [True] * 2
         neighbour.refresh()
@@ -254,7 +254,8 @@ class TestRoot:
 
 
 class TestOpenFiles:
-    """A process whose limit of open files is small for its slabs: a terabyte's worth, with the usual limit of 1,024."""
+    """A process whose limit of open files is small for its slabs, like a terabyte's slabs with the usual limit of
+    1,024."""
 
     MAX_BYTES = 32 << 20
     """16 slabs, which take 48 files."""
@@ -296,7 +297,7 @@ def say(store):
         assert percent >= 95
 
     def test_slabs_beyond_half_of_it_wait_and_that_is_said_once(self, tmp_path: Path) -> None:
-        """The files of others are closed later, and then all slabs are used."""
+        """Other files are closed later, and then all slabs are used."""
         self.run(tmp_path, 4096, 4096, "store = open_store(); fill(store); store.close()")
         others = "others = [os.open('/dev/null', os.O_RDONLY) for _ in range(50)]; store = open_store()"
         fewer = "say(store); [os.close(fd) for fd in others]; store.refresh(); say(store)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One slab's files, whatever the kernel makes of a call."""
+"""Test one slab's files, with any results of system calls."""
 
 from __future__ import annotations
 

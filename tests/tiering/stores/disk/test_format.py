@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout: another program that follows the docstring of ``format`` must find the same."""
+"""Test the layout: another program that follows the docstring of ``format`` must find the same data."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     sparse_root(tmp_path / "kv", NUM_SLABS, NUM_SLOTS, SMALL)
-    os.utime(tmp_path / "kv" / "=", ns=(0, 1_700_000_000_123_456_789))  # nobody has touched it for long
+    os.utime(tmp_path / "kv" / "=", ns=(0, 1_700_000_000_123_456_789))  # it was not touched for a long time
     return tmp_path / "kv"
 
 
 @contextmanager
 def opened(root: Path, *, max_bytes: int = MAX_BYTES) -> Iterator[DiskStore]:
-    """A store that knows all slabs, and whose own thread rests."""
+    """Yield a store that knows all slabs, and whose own thread is paused."""
     store = DiskStore(root, SMALL, max_bytes=max_bytes)
     try:
         assert upkeep_of(store).is_loaded.wait(120)
@@ -82,7 +82,7 @@ def test_a_poll_takes_few_calls_however_many_slabs_there_are(root: Path, calls: 
 
 
 def test_a_start_moves_no_cell_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index has room for all slabs that are there before the first of them is taken in."""
+    """The index has room for all existing slabs before the first one is added."""
     placed, place = list[int](), index_module._place
     monkeypatch.setattr(index_module, "_LEAST_CELLS", 8)
     monkeypatch.setattr(index_module, "_place", lambda array, cells: placed.append(len(cells)) or place(array, cells))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index against a plain dict."""
+"""Test the index against a plain dict."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_one_key_in_several_slots() -> None:
 
 
 class Counting:
-    """A lock that counts, and runs something whenever it is let go."""
+    """A lock that counts acquisitions, and calls a function at each release."""
 
     def __init__(self, between: Callable[[], object] = lambda: None) -> None:
         self.num_holds = 0

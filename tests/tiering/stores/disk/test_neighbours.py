@@ -106,7 +106,7 @@ def neighbour(tmp_path: Path):
 
 
 def two_slabs(size: int = SMALL) -> int:
-    """A quota of two slabs of a mebibyte."""
+    """Return a quota of two slabs of a mebibyte."""
     return 2 << 20
 
 
@@ -127,7 +127,7 @@ class TestReading:
         assert right(theirs, *KEYS[20:30]) == set(KEYS[20:30]), "also in a slab that was known before"
 
     def test_without_being_asked(self, open_store) -> None:
-        """The threads of the stores do it by themselves; how soon is not tested here."""
+        """The threads of the stores do this by themselves. The test does not check how soon."""
         mine, theirs = open_store(max_bytes=two_slabs()), open_store(max_bytes=two_slabs())
         write(mine, KEYS[0])
         for _ in range(10_000):
@@ -295,7 +295,7 @@ class TestAdoption:
     def test_a_server_that_can_make_no_slab_says_who_has_the_lock(
         self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A neighbour that was stopped while it made a slab, say."""
+        """An example is a neighbour that was stopped while it made a slab."""
         monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
         store = open_store()
         script = (
@@ -455,7 +455,7 @@ class TestSharing:
         assert right_large(mine, *other) == set(other)
 
     def test_who_gave_a_slab_away_writes_no_more_counters_of_it(self, open_store) -> None:
-        """Blocks of it were removed just before. Counters that go back hide changes from neighbours."""
+        """Blocks of the slab were removed just before. Counters that decrease would hide changes from neighbours."""
         mine = open_store(LARGE, max_bytes=6 << 20)
         keys = self.fill(mine, 0, 765)
         late = open_store(LARGE, max_bytes=6 << 20)

@@ -101,7 +101,7 @@ def test_a_copy_of_a_namespace_is_another_programs(tmp_path: Path) -> None:
 
 
 class TestMembers:
-    """Of the group that shares a root."""
+    """Test members of a group that shares a root."""
 
     @pytest.fixture
     def root(self, tmp_path: Path) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool: slabs on a memory file system, which the processes of a host share."""
+"""Test a pool: slabs on a memory file system that the processes of a host share."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestFiles:
         store.close()
 
     def test_a_file_that_was_cut_off_is_a_miss_and_kills_nobody(self, pool: Path) -> None:
-        """In a process of its own, which the kernel would end with SIGBUS."""
+        """The test runs in its own process, which the kernel would otherwise end with SIGBUS."""
         script = """
 import os, sys
 from pathlib import Path
@@ -114,7 +114,7 @@ for left in cuts:
         assert said == [word for left in cuts for word in (str(left // PAGED), "6", "6")]
 
     def test_a_file_with_holes_is_not_mapped(self, pool: Path) -> None:
-        """To touch a hole would kill the process on the day the file system is full."""
+        """Touching a hole would kill the process once the file system is full."""
         store = DiskStore(pool, PAGED, max_bytes=slab_of(8, PAGED))
         write(store, *KEYS[:1], size=PAGED)
         store.close()
@@ -181,7 +181,7 @@ class TestMemory:
             check_pool(max_bytes, 0, pool)
 
     def test_no_slab_is_made_for_which_there_is_no_memory(self, pool: Path, available: list[int]) -> None:
-        """Others took it meanwhile. The blocks that are here make room, and nothing is killed."""
+        """Other programs used the memory in the meantime. Existing blocks make room, and nothing is killed."""
         store, keys = DiskStore(pool, PAGED, max_bytes=4 << 20), keys_of(*range(400))
         write(store, *keys[:100], size=PAGED)
         available[0] = 10_000

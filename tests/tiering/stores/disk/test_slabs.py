@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slabs that a store has open: who may use one, and until when."""
+"""Test a store's open slabs: which process may use one, and until when."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_slab_is_closed_by_its_last_user(slabs: Slabs) -> None:
 def test_blocks_of_a_dropped_slab_of_which_nobody_will_hear_are_not_looked_at(
     slabs: Slabs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store of millions of blocks whose directory went looked at each of them."""
+    """A store of millions of blocks must not look at each of them when its directory disappears."""
     put(slabs, slabs.by_name["a"], 0, 1, 2, 3)
     monkeypatch.setattr(slabs_module, "_MAX_LOST", 2)
     monkeypatch.setattr(slabs_module, "_KEYS_AT_ONCE", 1)
@@ -126,7 +126,7 @@ def test_a_slab_that_cannot_be_taken_in_is_closed_whatever_the_reason(
 
 
 def test_slots_that_were_not_filled_are_free_again(slabs: Slabs) -> None:
-    """A write failed, all of it or in part, or ended with an exception."""
+    """A write failed completely or in part, or raised an exception."""
     for good, num_free in (([], 16), ([Run(1, 2)], 14)):
         runs = slabs.take([NewBlock(key, memoryview(b""), 1) for key in hashed(0, 1, 2, 3)])
         assert slabs.num_free == 12
@@ -173,7 +173,7 @@ def test_reads_wait_for_no_plan_of_evictions(slabs: Slabs, monkeypatch) -> None:
 def test_what_is_chosen_for_eviction_is_gone_before_others_have_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """A plan ends in the middle of a call, and the next one is made without the lock."""
+    """A plan ends in the middle of a call, and the next plan is made without the lock."""
     directory, slabs = os.open(tmp_path, os.O_RDONLY), Slabs(str(tmp_path), LAYOUT)
     slabs.register(SlabFile.create("a", LAYOUT, 6400, directory, Access()), is_own=True)
     (slab,) = slabs.snapshot()
@@ -233,7 +233,7 @@ def test_the_lock_is_let_go_between_blocks(slabs: Slabs) -> None:
 
 
 def test_to_list_keys_takes_no_longer_for_slots_that_are_empty(slabs: Slabs, tmp_path: Path) -> None:
-    """A probe lists some on the scheduler's thread, and a large disk may have few blocks."""
+    """A probe lists some keys on the scheduler's thread, and a large disk may contain few blocks."""
     directory = os.open(tmp_path, os.O_RDONLY)
     slabs.register(SlabFile.create("large", LAYOUT, 64_000, directory, Access()), is_own=True)
     os.close(directory)
@@ -263,7 +263,7 @@ def test_a_key_that_is_given_twice_is_discarded_once(slabs: Slabs) -> None:
 
 
 def test_times_of_use_of_a_slab_that_was_dropped_meanwhile_stay(slabs: Slabs) -> None:
-    """A writer drops it, whose table failed, while the store's own thread writes times of use down."""
+    """A writer whose table failed drops the slab while the store's own thread writes times of use."""
     slab = slabs.by_name["a"]
     (pinned,) = slabs.pin_used([slab])
     slabs.lose(slab, OSError("bad"))
@@ -282,7 +282,7 @@ def test_a_clock_beyond_the_times_that_a_table_has_is_written_down_as_the_last_o
 
 
 def test_entries_that_were_read_before_their_slab_became_ours_do_not_count(slabs: Slabs) -> None:
-    """A reader that found a neighbour's block bad looks at its entry, while the store's thread adopts the slab."""
+    """A reader that found a bad block of a neighbour reads its entry while the store's thread adopts the slab."""
     slab = slabs.by_name["a"]
     put(slabs, slab, 1)
     entries = bytes(slab.entries)
@@ -297,7 +297,10 @@ def test_entries_that_were_read_before_their_slab_became_ours_do_not_count(slabs
 def test_nor_do_those_that_were_read_before_it_was_read_to_become_ours(
     slabs: Slabs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot would be free, and hold a block: whoever removes that frees the slot again, and two writes get it."""
+    """Otherwise a slot would be free and contain a block.
+
+    Removing that block would free the slot again, and two writes would get it.
+    """
     slab = slabs.by_name["a"]
     put(slabs, slab, 1)
     first, times_of = bytes(slab.entries[:64]), slabs._times_of

@@ -370,7 +370,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("lost", [".table", ".slab"])
     def test_what_a_power_failure_loses_is_a_miss(self, open_store, tmp_path: Path, lost: str) -> None:
-        """One of the two files is as it was before the last blocks were written: those are misses."""
+        """One of the two files has its state from before the last blocks were written. These blocks are misses."""
         store = open_store()
         write(store, *KEYS[:8])
         store.close()
@@ -498,7 +498,7 @@ class TestBadMedia:
     def test_blocks_are_not_written_over_in_vain_where_every_write_needs_space(
         self, open_store, broken: Broken
     ) -> None:
-        """As on file systems that copy on write."""
+        """This is the case on file systems that copy on write."""
         store = open_store(max_bytes=slab_of(200))
         write(store, *KEYS)
         broken.slots, broken.error = set(range(200)), errno.ENOSPC
@@ -584,7 +584,7 @@ class TestBadMedia:
 
     @pytest.mark.once
     def test_tables_that_all_fail_cost_one_slab_for_a_write(self, open_store, monkeypatch) -> None:
-        """The disk may be back before the breaker has let through as many writes as there are slabs."""
+        """The disk may recover before the breaker has allowed as many writes as there are slabs."""
 
         def fail(file: SlabFile, *content: object) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -925,7 +925,7 @@ class TestRoot:
     def test_a_file_system_of_several_hosts_is_refused(
         self, tmp_path: Path, monkeypatch, number: int, mounted: str, named: str
     ) -> None:
-        """Where locks are one host's own, two hosts would own all slabs."""
+        """If locks are local to a host, two hosts would own all slabs."""
         monkeypatch.setattr(root_module, "file_system_number", lambda path: number)
         monkeypatch.setattr(root_module, "_mount_type", lambda path: mounted)
         with pytest.raises(ConfigError, match=f"is on {named}, .*type 'fs'"):
@@ -1033,7 +1033,7 @@ class TestRoot:
     def test_a_durable_slab_is_in_its_directory_before_a_block_is_in_it(
         self, open_store, tmp_path: Path, monkeypatch
     ) -> None:
-        """A power failure would lose its name otherwise, with all blocks."""
+        """Otherwise a power failure would lose the slab's name, with all blocks."""
         calls = list[tuple[str, str]]()
         for name in ("fsync", "fdatasync", "rename"):
             real = getattr(os, name)
@@ -1071,7 +1071,7 @@ class TestRoot:
         assert write(store, KEYS[0]) == [True]
 
     def test_a_file_system_that_cannot_preallocate_is_refused(self, tmp_path: Path) -> None:
-        """As ext2 cannot: a write there may lack space in the middle of a slab."""
+        """An example is ext2, where a write may run out of space in the middle of a slab."""
         (tmp_path / "disk").mkdir()
         with (tmp_path / "image").open("wb") as image:
             image.truncate(32 << 20)
@@ -1141,7 +1141,7 @@ class TestClock:
         store = open_store()
         assert right(store, *KEYS[:8]) == set(KEYS[:8])
         with upkeep_of(store).lock:
-            upkeep_of(store).flush_uses()  # which also takes in when neighbours have used our blocks
+            upkeep_of(store).flush_uses()  # which also reads when neighbours have used our blocks
         clock[0] += 60
         for number in range(20, 32):
             assert write(store, KEYS[number]) == [True]
@@ -1275,7 +1275,10 @@ def test_a_write_that_comes_after_the_close_makes_no_slab(tmp_path: Path, monkey
 class TestFullQuota:
     @pytest.mark.once
     def test_to_find_that_it_has_no_room_opens_no_slab_again(self, open_store, monkeypatch) -> None:
-        """It is found out up to once a second. A slab of another block size gives way as soon as nobody uses it."""
+        """The store checks this up to once a second.
+
+        A slab of another block size is released as soon as it is unused.
+        """
         other = open_store(500, max_bytes=4 << 20)
         other.write(KEYS[:5], [aligned(bytes(500))] * 5)
         store, keys = open_store(max_bytes=4 << 20), keys_of(*range(3800))
@@ -1301,7 +1304,7 @@ class TestFullQuota:
     def test_a_directory_that_is_replaced_while_a_slab_is_made_leads_nowhere_else(
         self, open_store, tmp_path: Path, monkeypatch
     ) -> None:
-        """The number of its descriptor may be another directory's a moment later."""
+        """The number of its descriptor may belong to another directory a moment later."""
         store, create = open_store(max_bytes=2 << 20), SlabFile.create.__func__
         (tmp_path / "precious").mkdir()
         held = list[int]()

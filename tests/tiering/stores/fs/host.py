@@ -138,7 +138,7 @@ def serve(
         return store.read_into(keys, [memoryview(buffer) for buffer in buffers]), [bytes(each) for each in buffers]
 
     def reopen(times: int) -> None:
-        """Opens stores beside the one that works, as engines that start and end."""
+        """Open other stores while one is working, as engines that start and end do."""
         for _ in range(times):
             open_store().close()
 

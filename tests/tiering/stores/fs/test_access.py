@@ -31,7 +31,7 @@ def mode(path: Path) -> int:
 
 
 def modes(root: Path) -> tuple[set[int], set[int]]:
-    """Of the directories and of the files, ``root`` included."""
+    """Return the modes of the directories and of the files, including ``root``."""
     every = [root, *root.rglob("*")]
     return {mode(path) for path in every if path.is_dir()}, {mode(path) for path in every if path.is_file()}
 
@@ -45,7 +45,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A directory into which everybody may write, as in /tmp."""
+    """Yield a directory in which everybody may write, as in /tmp."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o777)
     yield path
@@ -54,7 +54,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A directory with a file of somebody's, which no store may touch."""
+    """Yield a directory with another user's file, which no store may touch."""
     path = tmp_path / "victim"
     path.mkdir()
     (path / "precious").write_bytes(b"p" * 1128)
@@ -325,7 +325,7 @@ class TestOwners:
 
     @pytest.mark.parametrize("kind", [FileSystemStore, DiskStore])
     def test_a_root_of_the_administrator_is_used(self, public: Path, kind: type[FileSystemStore | DiskStore]) -> None:
-        """As a volume that a cluster mounts for a server."""
+        """An example is a volume that a cluster mounts for a server."""
         as_user(NOBODY, lambda: kind(public, SMALL, "", 1 << 20).close())
         assert (public / CONTROL_DIR).stat().st_uid == NOBODY
 

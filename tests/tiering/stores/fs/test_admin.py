@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maintenance of a root. ``tests/cli/test_store.py`` runs it from the command line, beside a server."""
+"""Test the maintenance of a root. ``tests/cli/test_store.py`` runs it from the command line while a server runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that the disk cannot read, or does not return from: one bad block costs one block.
+"""Test blocks that the disk cannot read, or whose reads hang: one bad block costs one block.
 
-The faults come from a C library in front of the real one, so these tests run in a process of their own.
+The faults come from a C library in front of the real one, so these tests run in their own process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_under_a_faulty_c_library(tmp_path: Path) -> None:
 
 
 class Rig:
-    """A tier over a real store of 12 blocks, and a plan of faults."""
+    """A tier over a real store of 12 blocks, with planned faults."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -107,7 +107,7 @@ class Rig:
         return [self.tier.lookup(key, CONTEXT) for key in keys]
 
     def runs(self, queue: IoQueue) -> bool:
-        """Some call of ``queue`` has begun: one that is only queued when the clock goes on would be cancelled."""
+        """Return whether a call of ``queue`` has started. A queued call would be cancelled when the clock advances."""
         runner = self.tier._runner
         with runner._lock:
             return any(part.task.queue is queue for part in runner._running)

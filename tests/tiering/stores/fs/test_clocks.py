@@ -35,7 +35,7 @@ def test_blocks_that_are_written_after_a_clock_was_wrong_stay(open_store, tmp_pa
         os.utime(path, (time.time() + days * DAY_S,) * 2)
     for first in range(100, 400, 20):
         fill(store, range(first, first + 20))
-        if first > 100:  # until the first listing nobody knows
+        if first > 100:  # unknown until the first listing
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
     assert not here(store, *keys_of(*range(80))), "the oldest went first"
 
@@ -53,7 +53,7 @@ def test_a_used_block_stays_longer_whatever_the_clock_says(open_store, tmp_path:
 
 
 def test_hosts_whose_clocks_are_a_day_apart_starve_nobody(tmp_path: Path) -> None:
-    """Where clients date files."""
+    """This applies where clients set the times of files."""
     hosts = [
         Host(tmp_path / "kv", SMALL, skew_s=skew_s, stamps_files=True, max_bytes=room_for(60))
         for skew_s in (-DAY_S, 0, DAY_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many hosts on one root: locks that lock nobody out, clocks minutes apart, caches seconds old, and ``kill -9``."""
+"""Test many hosts on one root: locks that exclude nobody, clocks minutes apart, caches seconds old, and ``kill -9``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOSTS = [
     {"skew_s": -7 * MINUTES_S, "stamps_files": True, "cache_s": 3.0},
     {"skew_s": 200 * MINUTES_S, "cache_s": 2.0},
 ]
-"""The last one's clock is hours ahead, where the server sets the times of files."""
+"""The hosts. The last one's clock is hours ahead, and the server sets the times of its files."""
 
 
 class TestOneHostOfMany(BlockStoreContract):
@@ -97,7 +97,7 @@ def temporaries(root: Path) -> list[Path]:
 
 @pytest.mark.long
 def test_a_host_that_opens_the_store_again_and_again_costs_another_no_write(tmp_path: Path) -> None:
-    """The locks of one are not seen by the other."""
+    """The hosts do not see each other's locks."""
     writer, other = (Host(tmp_path / "kv", PAGED, max_bytes=room_for(2000, PAGED)) for _ in range(2))
     try:
         keys = keys_of(*range(1600))

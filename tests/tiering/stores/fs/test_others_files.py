@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of other programs below a root, whatever they are called: they count for nothing, and nobody deletes them."""
+"""Test files of other programs below a root: they do not count and are never deleted, whatever their names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_blocks_name_alone_proves_nothing(open_store, tmp_path: Path) -> None:
 
 
 def test_a_block_without_content_goes_as_if_it_had_some(open_store, tmp_path: Path) -> None:
-    """A power failure leaves such files, as long as they should be, and they take room of the quota."""
+    """A power failure leaves such files, which have their full length and use up quota."""
     store = open_store(max_bytes=room_for(4))
     write(store, *keys_of(*range(4)))
     for path in files(tmp_path)[:2]:
@@ -83,7 +83,7 @@ def test_a_block_without_content_goes_as_if_it_had_some(open_store, tmp_path: Pa
 
 
 def test_a_copy_of_a_namespace_is_another_programs(open_store, tmp_path: Path) -> None:
-    """A backup beside it, say: its headers name another directory."""
+    """An example is a backup beside it, whose headers name another directory."""
     store, root = open_store(max_bytes=room_for(4)), tmp_path / "kv"
     write(store, *keys_of(*range(4)))
     shutil.copytree(root / "=", root / "backup")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of Mooncake's client: a pool in this process, whose transfers may end after their calls have."""
+"""A replacement for Mooncake's client: a pool in this process, whose transfers may end after their calls have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LateClient:
         self.pool: dict[str, bytes] = {}
         self.is_late = False
         self.is_mute = False
-        """The master answers nothing."""
+        """Whether the master has stopped answering."""
         self.num_registered = 0
         self._late: list[_Write] = []
 

@@ -67,7 +67,7 @@ def load(tier: StoreTier, slot: int) -> JobResult:
 
 
 def test_memory_that_a_transfer_may_still_write_is_used_by_no_other(client: LateClient, store: MooncakeStore) -> None:
-    """The client asserts it."""
+    """The client asserts this."""
     wanted = keys(*range(4))
     assert write(store, wanted) == [True] * 4
     for _ in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store contract over a real master and donor, with and without the copy, and Mooncake's bad days."""
+"""Test the store contract over a real master and donor, with and without the copy, and Mooncake's failures."""
 
 from __future__ import annotations
 
@@ -235,8 +235,12 @@ def linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Linked]:
 
 
 def store_through(link: Proxy, pool: MooncakePool) -> MooncakeStore:
-    """A donor publishes its own port once more, some time after it is ready. A store that learns that one keeps it, and
-    goes past the link: then another is tried, which writes a name of its own, for a block that is there is not sent."""
+    """Return a store that reaches the pool through the link.
+
+    A donor publishes its own port again some time after it is ready. A store that learns this port keeps it and
+    bypasses the link. In this case, another store is tried. It writes its own name, because a block that exists is not
+    sent.
+    """
     for namespace in map(str, range(10)):
         pool.data_port = link.port
         store = store_on(pool, LARGE, namespace)

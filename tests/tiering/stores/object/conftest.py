@@ -14,7 +14,7 @@ from kvoffload.tiering.stores.object.store import ObjectStore
 
 @pytest.fixture(scope="session")
 def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """For tests that do it no harm and have a prefix of their own."""
+    """Yield a server for tests that do not damage it and have their own prefix."""
     server = S3Server(tmp_path_factory.mktemp("s3"))
     yield server
     server.stop()
@@ -22,7 +22,7 @@ def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(tmp_path: Path) -> Iterator[S3Server]:
-    """A server that a test may treat badly."""
+    """Yield a server that a test may damage."""
     server = S3Server(tmp_path)
     yield server
     server.stop()

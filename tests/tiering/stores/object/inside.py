@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of an ``ObjectStore``, for tests that look there: nothing else of them depends on how it is made."""
+"""Access to the inside of an ``ObjectStore``. Tests depend on its implementation only through this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def path_of(store: ObjectStore, key: OffloadKey) -> str:
 
 
 def put(store: ObjectStore, key: OffloadKey, value: bytes) -> None:
-    """An object in a block's place."""
+    """Put an object in a block's place."""
     store._client.obstore.put(store._client.bucket, store._path(key), value)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store contract and bad days over Azurite, which speaks Azure's protocol."""
+"""Test the store contract and failures over Azurite, which speaks Azure's protocol."""
 
 from __future__ import annotations
 

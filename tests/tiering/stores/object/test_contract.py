@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store contract over a server that speaks S3, with checksums and with keyed seals."""
+"""Test the store contract over a server that speaks S3, with checksums and with keyed seals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store contract and bad days over fake-gcs-server, an emulator of Google's storage, through TLS."""
+"""Test the store contract and failures over fake-gcs-server, an emulator of Google's storage, through TLS."""
 
 from __future__ import annotations
 

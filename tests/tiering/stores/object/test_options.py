@@ -237,7 +237,7 @@ def test_an_obstore_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_s3: S3Server) -> None:
-    """The bucket is not listed, so an unknown block may be there."""
+    """The bucket is not listed, so an unknown block may exist."""
     options = {"type": "object", "url": f"s3://{BUCKET}/exclusive", "config": shared_s3.config, "exclusive": True}
     options |= {"connect_timeout_s": 30, "request_timeout_s": 60}
     store = parse_tier(options, 4096).open_store(4096, "ns")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service that answers SlowDown, and one where nobody may delete."""
+"""Test a service that answers SlowDown, and a service that permits no deletions."""
 
 from __future__ import annotations
 

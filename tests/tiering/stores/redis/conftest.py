@@ -15,7 +15,7 @@ BLOCK_BYTES = 4096
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """For tests that do it no harm and have a namespace of their own."""
+    """Yield a server for tests that do not damage it and have their own namespace."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()

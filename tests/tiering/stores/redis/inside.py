@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inside of a ``RedisStore``, for tests that look there: nothing else of them depends on how it is made."""
+"""Access to the inside of a ``RedisStore``. Tests depend on its implementation only through this module."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def servers_of(store: RedisStore) -> Any:
 
 
 def idle_of(node: Any) -> list[Any]:
-    """The connections of a server that nobody uses now."""
+    """Return the idle connections of a server."""
     return node._idle  # type: ignore[no-any-return]
 
 
 def nodes_of(cluster: Cluster) -> Any:
-    """By address."""
+    """Return the nodes by address."""
     return cluster._nodes
 
 
 def open_ports(cluster: Cluster) -> list[int]:
-    """Of nodes that are left alone for now."""
+    """Return the ports of nodes that are currently not contacted."""
     return [address.port for address, node in nodes_of(cluster).items() if not node.breaker.is_closed]
 
 
 def slots_of(cluster: Cluster) -> Any:
-    """The map of all slots."""
+    """Return the map of all slots."""
     return cluster._slots
 
 

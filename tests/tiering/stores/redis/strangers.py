@@ -37,7 +37,7 @@ class Mute:
 
 @contextmanager
 def answering_server(answer: bytes, before: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """The port of something that calls ``before``, sends ``answer`` to whatever it is sent first, and hangs up."""
+    """Yield the port of a listener that calls ``before``, answers the first data with ``answer``, and disconnects."""
 
     def serve() -> None:
         while True:

@@ -51,7 +51,7 @@ def proxy_of() -> Iterator[Callable[[RedisServer], Proxy]]:
 
 
 def only_name(server: RedisServer) -> bytes:
-    """The only name on the server."""
+    """Return the only name on the server."""
     with server.client() as client:
         (name,) = client.scan_iter()
     return bytes(name)
@@ -431,7 +431,7 @@ def test_a_full_server_refuses_writes_and_reads_on(start_server: StartServer, op
     assert 0 < len(stored) < 12
     with pytest.raises(StoreError, match="OOM"):
         write(store, keys(99), 1 << 20)
-    with pytest.raises(StoreError, match="OOM"):  # or nobody would hear of it where some blocks of a batch are there
+    with pytest.raises(StoreError, match="OOM"):  # otherwise no one would notice it if some blocks of a batch are there
         write(store, [*stored[:1], *keys(98, 99)], 1 << 20)
     assert write(store, stored, 1 << 20) == [True] * len(stored)
     assert read(store, stored, 1 << 20) == [True] * len(stored)
@@ -467,7 +467,10 @@ def test_blocks_expire_at_their_age(start_server: StartServer, open_store: OpenS
 def test_a_wall_clock_that_jumps_changes_nothing(
     start_server: StartServer, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look at it is a day away from the last one: no deadline is early or late, and no age is ours to judge."""
+    """Each reading of the clock is a day away from the previous one.
+
+    No deadline may be early or late, and no age is used.
+    """
     now_s = itertools.chain.from_iterable(zip(itertools.count(0, 86_400), itertools.count(1e9, -86_400), strict=False))
     monkeypatch.setattr(time, "time", lambda: float(next(now_s)))
     monkeypatch.setattr(time, "time_ns", lambda: int(next(now_s) * 1e9))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster of three: keys are spread, moved slots are followed, and a lost node costs its own keys."""
+"""Test a cluster of three nodes: keys are spread, moved slots are followed, and a lost node costs only its own keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def by_node(cluster: RedisCluster, store: RedisStore) -> list[list[bool]]:
 
 
 def node_of(cluster: RedisCluster, slot: int) -> tuple[RedisServer, RedisServer]:
-    """The node that serves ``slot``, and another."""
+    """Return the node that serves ``slot``, and another node."""
     with cluster.nodes[0].client() as client:
         for start, stop, (_, port, *_), *_ in client.execute_command("CLUSTER", "SLOTS"):
             if start <= slot <= stop:
@@ -64,7 +64,7 @@ def node_of(cluster: RedisCluster, slot: int) -> tuple[RedisServer, RedisServer]
 
 
 def by_hand(store: RedisStore) -> tuple[Cluster, ManualClock]:
-    """The nodes of ``store``, which was not used yet, and the clock that says when they are asked again."""
+    """Return the nodes of ``store``, which is unused, and the clock that determines when they are asked again."""
     nodes, clock = servers_of(store), ManualClock()
     assert isinstance(nodes, Cluster)
     set_clock(nodes, clock)
@@ -383,7 +383,7 @@ def manual_cluster() -> Cluster:
 
 
 def map_of(*nodes: tuple[str, int]) -> list[Any]:
-    """A server's answer: the first of ``nodes`` has all slots, and the others are its replicas."""
+    """Return a server's answer: the first of ``nodes`` serves all slots, and the others are its replicas."""
     return [[0, 16_383, *([host.encode(), port, b"id", []] for host, port in nodes)]]
 
 
@@ -445,7 +445,8 @@ def test_a_redirection_out_of_the_cluster_is_a_miss_and_shows_nobody_the_passwor
 
 @contextmanager
 def one_node_cluster(answer: bytes) -> Iterator[int]:
-    """The port of a node that has all slots of its cluster, by its map, and answers everything else with ``answer``."""
+    """Yield the port of a node that serves all slots, according to its map, and answers everything else with
+    ``answer``."""
 
     class Node(socketserver.StreamRequestHandler):
         def handle(self) -> None:

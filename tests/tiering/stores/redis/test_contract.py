@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store contract over real servers: one alone, with keyed seals, as a tier of a cluster, under the wrappers."""
+"""Test the store contract over real servers: a single one, with keyed seals, as a tier of a cluster, and under
+wrappers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class TestRedisStore(BlockStoreContract):
         self.url = shared_server.url
 
     def make_store(self, directory: Path) -> BlockStore:
-        # A prefix of its own shows the side door which names are this test's.
+        # Its own prefix shows the library's client which names belong to this test.
         known = {"ttl_s": 600, "prefix": directory.name, "secret": self.secret, "timeouts": PATIENT}
         return RedisStore(self.url, self.block_bytes, "ns", **known)
 

@@ -238,7 +238,7 @@ def test_required_with_a_server_starts(shared_server: RedisServer) -> None:
 
 
 def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_server: RedisServer) -> None:
-    """The server is not scanned, so an unknown block may be there."""
+    """The server is not scanned, so an unknown block may exist."""
     options = {"type": "redis", "url": shared_server.url, "prefix": "exclusive", "exclusive": True, **PATIENT_OPTIONS}
     store = parse_tier(options, 4096).open_store(4096, "ns")
     assert write(store, keys(1)) == [True]

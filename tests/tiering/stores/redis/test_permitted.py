@@ -22,7 +22,7 @@ ALL = ["TOUCH", "EXISTS", "UNLINK", "DEL", "GET", "SET"]
 
 
 def url_of(server: RedisServer, *without: str) -> str:
-    """Of a user who may do all that a store does, but for some commands."""
+    """Return the URL of a user who may use all commands that a store needs, except ``without``."""
     with server.client() as client:
         allowed = [f"+{command.lower()}" for command in ALL if command not in without]
         client.execute_command("ACL", "SETUSER", "few", "reset", "on", ">hush-hush", "~*", *allowed)

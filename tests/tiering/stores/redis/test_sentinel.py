@@ -161,7 +161,7 @@ def test_a_sentinel_that_hangs_delays_no_other(watched: Watched) -> None:
 
 
 def masters(port: int, epoch: int) -> bytes:
-    """A sentinel's answer: the service has its primary at this port since this epoch."""
+    """Return a sentinel's answer: the service's primary is at this port since this epoch."""
     fields = ("name", SERVICE, "ip", "127.0.0.1", "port", str(port), "flags", "master", "config-epoch", str(epoch))
     words = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in fields)
     return b"*1\r\n*%d\r\n" % len(fields) + words
@@ -185,7 +185,7 @@ def test_a_sentinel_that_was_cut_off_names_no_primary_of_long_ago(watched: Watch
 class TestCredentials:
     @pytest.fixture
     def guarded(self, tmp_path: Path) -> Iterator[RedisSentinel]:
-        """A primary with one password, and a sentinel with a user, another password, and the primary's."""
+        """Yield a sentinel with a user and another password than its primary, whose password it knows."""
         started: list[RedisServer] = []
         places = [tmp_path / name for name in ("primary", "sentinel")]
         for place in places:

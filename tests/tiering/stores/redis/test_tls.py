@@ -32,7 +32,7 @@ LARGE = 3 << 20
 
 
 def redis_options(authority: Authority, **more: str) -> dict[str, str]:
-    """Of a server that speaks nothing but TLS."""
+    """Return the options of a server that accepts only TLS."""
     own = {"tls-cert-file": authority.server, "tls-key-file": authority.server, "tls-ca-cert-file": authority.ca}
     return own | more
 

@@ -59,7 +59,7 @@ def answering(far: socket.socket, data: bytes, chunks: list[int]) -> Iterator[No
 
 
 def value(index: int, kind: str) -> bytes:
-    """The reply for key ``index``."""
+    """Return the reply for key ``index``."""
     key = keys(index)[0]
     block = block_of(key, SIZE)
     good = block + SEALER.seal(key, memoryview(block))[1]
@@ -263,7 +263,7 @@ def test_no_answer_by_the_deadline_is_a_timeout() -> None:
 
 
 def test_each_exchange_has_its_own_deadline() -> None:
-    """The kernel keeps the limit of the exchange before, where that is the right one."""
+    """The kernel keeps the limit of the previous exchange if it is still right."""
 
     def limits_s() -> list[int]:
         options = (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO)
@@ -279,7 +279,10 @@ def test_each_exchange_has_its_own_deadline() -> None:
 
 
 def test_a_drip_is_no_answer_in_time() -> None:
-    """Each byte comes soon after the last one, and the value would come in the end: the deadline is for all of it."""
+    """Each byte arrives soon after the previous one, and the value would be complete in the end.
+
+    The deadline is for all of it.
+    """
     size = 1 << 20
     with wire() as (opened, far):
         has_ended = threading.Event()
