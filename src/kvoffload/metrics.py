@@ -137,186 +137,228 @@ def _by_name(rows: Sequence[Metric]) -> dict[str, Metric]:
 METRICS = _by_name(
     (
         # primary tier
-        _gauge("primary_blocks", "Slots in the primary tier."),
-        _gauge("primary_blocks_used", "Slots that hold a block or are being written."),
-        _gauge("primary_blocks_pinned", "Slots that a transfer is reading or writing now."),
-        _gauge("primary_blocks_being_read", "Slots that a load or a cascade is reading now."),
-        _gauge("primary_blocks_being_written", "Slots that a store or a promotion is writing now."),
-        _counter("primary_blocks_stored", "Blocks published in the primary tier."),
-        _counter("primary_blocks_evicted", "Blocks evicted from the primary tier to make room."),
-        _counter("primary_stores_refused", "Calls of prepare_store refused for lack of room."),
-        _counter("reuse_filtered_blocks", "Blocks not stored as too few requests had asked for them."),
-        _histogram("primary_allocation_blocks", _BLOCKS, "Slots taken at once, by a store or by promotions."),
+        _gauge("primary_blocks", "Number of slots in host memory."),
+        _gauge("primary_blocks_used", "Number of slots in host memory that contain a block or are being written."),
+        _gauge("primary_blocks_pinned", "Number of slots that a transfer is reading or writing."),
+        _gauge("primary_blocks_being_read", "Number of slots that a load, or a write to a tier, is reading."),
+        _gauge("primary_blocks_being_written", "Number of slots that a store, or a read from a tier, is writing."),
+        _counter("primary_blocks_stored", "Number of blocks stored in host memory."),
+        _counter("primary_blocks_evicted", "Number of blocks evicted from host memory to make room."),
+        _counter("primary_stores_refused", "Number of stores rejected because host memory had no room."),
+        _counter("reuse_filtered_blocks", "Number of blocks not stored because too few requests had asked for them."),
+        _histogram(
+            "primary_allocation_blocks",
+            _BLOCKS,
+            "Number of slots that one store, or one batch of reads from tiers, allocated.",
+        ),
         _histogram(
             "primary_eviction_age_seconds",
             _AGE_SECONDS,
-            "Age of the first block of each eviction, since it was stored.",
+            "Seconds since the first block of each eviction was stored.",
         ),
         _histogram(
             "primary_reuse_age_seconds",
             _AGE_SECONDS,
-            "Age of the first block of each load to the device, since it was stored.",
+            "Seconds since the first block of each load to the GPU was stored.",
         ),
         # connector
-        _counter("lookup_tokens", "Prompt tokens looked up: those that the engine's own prefix cache lacks."),
         _counter(
-            "hit_tokens", "Of the lookup_tokens, those to be loaded from offloaded blocks, loads that fail included."
+            "lookup_tokens", "Number of prompt tokens looked up: tokens that are not in the engine's own prefix cache."
         ),
+        _counter("hit_tokens", "Number of lookup_tokens found in offloaded blocks, including loads that fail."),
         _counter(
             "tier_hit_tokens",
-            "The hit_tokens by the tier that had a block when its request arrived; host memory is CPU.",
+            "Number of hit_tokens by the tier that contained the block when its request arrived. CPU is host memory.",
             tier=(HOST,),
         ),
-        _counter("lookups_deferred", "Lookups that had no answer yet in their step."),
-        _counter("load_jobs", "Finished loads, by outcome.", outcome=OUTCOMES),
-        _counter("store_jobs", "Finished stores, by outcome.", outcome=OUTCOMES),
-        _counter("load_blocks", "Blocks loaded to the device, by kind of KV group.", kind=GROUP_KINDS),
-        _counter("store_blocks", "Blocks stored from the device, by kind of KV group.", kind=GROUP_KINDS),
-        _counter("load_bytes", "Bytes copied from the primary tier to the device, summed over ranks."),
-        _counter("store_bytes", "Bytes copied from the device to the primary tier, summed over ranks."),
-        _counter("load_seconds", "Seconds spent copying to the device, summed over ranks and jobs."),
-        _counter("store_seconds", "Seconds spent copying from the device, summed over ranks and jobs."),
+        _counter("lookups_deferred", "Number of lookups without an answer in their step."),
+        _counter("load_jobs", "Number of finished loads, by outcome.", outcome=OUTCOMES),
+        _counter("store_jobs", "Number of finished stores, by outcome.", outcome=OUTCOMES),
+        _counter("load_blocks", "Number of blocks loaded to the GPU, by kind of KV group.", kind=GROUP_KINDS),
+        _counter("store_blocks", "Number of blocks stored from the GPU, by kind of KV group.", kind=GROUP_KINDS),
+        _counter("load_bytes", "Number of bytes copied from host memory to the GPU, summed over ranks."),
+        _counter("store_bytes", "Number of bytes copied from the GPU to host memory, summed over ranks."),
+        _counter("load_seconds", "Seconds spent copying to the GPU, summed over ranks and jobs."),
+        _counter("store_seconds", "Seconds spent copying from the GPU, summed over ranks and jobs."),
         _histogram(
-            "load_job_seconds", _JOB_SECONDS, "Seconds of one load's copy to the device, as the mean of its ranks."
+            "load_job_seconds", _JOB_SECONDS, "Seconds spent copying one load to the GPU, as the mean of its ranks."
         ),
         _histogram(
-            "store_job_seconds", _JOB_SECONDS, "Seconds of one store's copy from the device, as the mean of its ranks."
+            "store_job_seconds", _JOB_SECONDS, "Seconds spent copying one store from the GPU, as the mean of its ranks."
         ),
-        _histogram("lookup_wait_seconds", _WAIT_SECONDS, "Seconds that a request's lookups had no answer."),
+        _histogram("lookup_wait_seconds", _WAIT_SECONDS, "Seconds that a request waited for an answer to its lookups."),
         _counter(
             "cache_resets",
-            "Resets, by the epoch that they began: the engine's own, that of a weights_version, or the old one, kept.",
+            "Number of resets, by the epoch that they started: the engine's own, that of a weights_version, or "
+            "the kept old one.",
             epoch=("own", "named", "kept"),
         ),
-        _counter("requests_by_hint", "Requests, by what their clients said of the next use.", next_use=NEXT_USES),
+        _counter(
+            "requests_by_hint", "Number of requests, by the client's hint about the next use.", next_use=NEXT_USES
+        ),
         _counter(
             "hints_ignored",
-            "Hints that say nothing of the next use (unknown) or make no sense (malformed).",
+            "Number of hints ignored: unknown hints say nothing about the next use, malformed ones cannot be read.",
             reason=IGNORED_HINTS,
         ),
         _counter(
-            "lookup_tokens_by_hint", "The lookup_tokens, by whether the client gave a hint.", hinted=("yes", "no")
+            "lookup_tokens_by_hint", "Number of lookup_tokens, by whether the client gave a hint.", hinted=("yes", "no")
         ),
-        _counter("hit_tokens_by_hint", "The hit_tokens, by whether the client gave a hint.", hinted=("yes", "no")),
+        _counter(
+            "hit_tokens_by_hint", "Number of hit_tokens, by whether the client gave a hint.", hinted=("yes", "no")
+        ),
         _gauge(
             "hint_score",
-            "How much better recent uses were foreseen with hints than without. Below 3, hints change no eviction.",
+            "How much better hints predicted recent uses than no hints. Below 3, hints change no eviction.",
         ),
-        _gauge("hints_in_use", "1 while evictions follow hints."),
+        _gauge("hints_in_use", "1 if evictions follow hints."),
         _counter(
             "prefetches",
-            "Calls of `prefetch`, by outcome: some of the prefix was found, none was, or too many were open.",
+            "Number of prefetch calls, by outcome: part of the prefix was found, nothing was found, or too many "
+            "calls were open.",
             outcome=PREFETCH_OUTCOMES,
         ),
-        _counter("stale_jobs", "Transfers that ended after a reset."),
-        _counter("fenced_jobs", "Transfers waited for, as the engine was about to reuse their GPU blocks."),
-        _gauge("jobs_in_flight", "Transfers that have not finished on every rank."),
-        _gauge("requests_tracked", "Requests that the connector keeps state for."),
-        _gauge("requests_waiting", "Requests whose last lookup had no answer yet."),
+        _counter("stale_jobs", "Number of transfers that ended after a reset."),
+        _counter("fenced_jobs", "Number of transfers that the engine waited for before it reused their GPU blocks."),
+        _gauge("jobs_in_flight", "Number of transfers that have not finished on every rank."),
+        _gauge("requests_tracked", "Number of requests that the connector tracks."),
+        _gauge("requests_waiting", "Number of requests whose last lookup has no answer yet."),
         # secondary tiers
-        _gauge("tier_blocks", "Blocks known to be in the tier.", tier=()),
-        _gauge("tier_bytes", "Bytes of the blocks in the tier, as far as this process knows.", tier=()),
-        _gauge("tier_quota_bytes", "Bytes that the tier may hold; +Inf if no bound is known.", tier=(), initial=inf),
+        _gauge("tier_blocks", "Number of blocks known to be in the tier.", tier=()),
+        _gauge("tier_bytes", "Number of bytes of the blocks that this process knows to be in the tier.", tier=()),
         _gauge(
-            "tier_free_bytes", "What is left of tier_quota_bytes, or of the disk if that is less.", tier=(), initial=inf
+            "tier_quota_bytes",
+            "Number of bytes that the tier may store; +Inf if there is no known limit.",
+            tier=(),
+            initial=inf,
         ),
-        _gauge("tier_healthy", "0 while one of the tier's circuit breakers is open, else 1.", tier=(), initial=1),
+        _gauge(
+            "tier_free_bytes",
+            "Number of bytes left of tier_quota_bytes, or of the disk if it has less space.",
+            tier=(),
+            initial=inf,
+        ),
+        _gauge("tier_healthy", "0 if one of the tier's circuit breakers is open, else 1.", tier=(), initial=1),
         _gauge(
             "tier_breaker_open",
-            "1 while the tier's circuit breaker for reading or for writing is open.",
+            "1 if the tier's circuit breaker for reading or writing is open.",
             tier=(),
             direction=DIRECTIONS,
         ),
         _counter(
-            "tier_breaker_trips", "How often the tier's circuit breaker has opened.", tier=(), direction=DIRECTIONS
+            "tier_breaker_trips",
+            "Number of times that the tier's circuit breaker opened.",
+            tier=(),
+            direction=DIRECTIONS,
         ),
         _gauge(
             "tier_breaker_last_trip_timestamp_seconds",
-            "Unix time at which the circuit breaker was last opened, or kept open by a probe, for this reason: an "
+            "Unix time when the circuit breaker last opened, or stayed open after a probe, for this reason: an "
             "errno, the name of an exception, or hang.",
             tier=None,
             direction=None,
             reason=None,
         ),
         _counter(
-            "tier_lookups", "Blocks looked up in the tier, by answer.", tier=(), answer=("hit", "miss", "pending")
+            "tier_lookups",
+            "Number of blocks looked up in the tier, by answer.",
+            tier=(),
+            answer=("hit", "miss", "pending"),
         ),
-        _counter("tier_blocks_stored", "Blocks written to the tier.", tier=()),
-        _counter("tier_blocks_loaded", "Blocks read back from the tier.", tier=()),
-        _counter("tier_io_bytes", "Bytes of blocks read from or written to the tier.", tier=(), direction=DIRECTIONS),
+        _counter("tier_blocks_stored", "Number of blocks written to the tier.", tier=()),
+        _counter("tier_blocks_loaded", "Number of blocks read from the tier.", tier=()),
+        _counter(
+            "tier_io_bytes",
+            "Number of bytes of blocks read from or written to the tier.",
+            tier=(),
+            direction=DIRECTIONS,
+        ),
         _counter(
             "tier_io_seconds",
-            "Seconds that the tier's calls took to read or write blocks, summed over its threads.",
+            "Seconds spent reading or writing blocks in the tier, summed over its threads.",
             tier=(),
             direction=DIRECTIONS,
         ),
         _histogram(
             "tier_batch_seconds",
             _JOB_SECONDS,
-            "Seconds of one call that reads or writes a batch of blocks.",
+            "Seconds spent in one call that reads or writes a batch of blocks.",
             tier=(),
             direction=DIRECTIONS,
         ),
-        _counter("tier_store_failures", "Blocks that the tier failed to write.", tier=()),
-        _counter("tier_load_failures", "Blocks that the tier failed to read back.", tier=()),
-        _counter("tier_corrupt_blocks", "Blocks whose checksum did not match; each counted as a miss.", tier=()),
+        _counter("tier_store_failures", "Number of blocks that the tier failed to write.", tier=()),
+        _counter("tier_load_failures", "Number of blocks that the tier failed to read.", tier=()),
+        _counter("tier_corrupt_blocks", "Number of blocks whose checksum did not match. Each is a miss.", tier=()),
         _gauge(
             "tier_other_keys",
-            "Seal or encryption keys that this server lacks, and under which others keep blocks of its namespace.",
+            "Number of seal or encryption keys that other servers use in this namespace and this server does not have.",
             tier=(),
         ),
-        _gauge("tier_disk_bytes", "Bytes of the blocks on one disk of several.", tier=None, disk=None),
+        _gauge("tier_disk_bytes", "Number of bytes of the blocks on one of several disks.", tier=None, disk=None),
         _gauge(
             "tier_disk_out",
-            "1 while one disk of several fails or hangs, or after it did not open.",
+            "1 if one of several disks fails or hangs, or did not open.",
             tier=None,
             disk=None,
         ),
         _counter(
-            "tier_disk_failures", "Calls that failed on one disk of several, or found it hanging.", tier=None, disk=None
+            "tier_disk_failures",
+            "Number of calls that failed on one of several disks, or found it hanging.",
+            tier=None,
+            disk=None,
         ),
-        _counter("tier_evicted_blocks", "Blocks evicted to keep the tier within its quota.", tier=()),
-        _counter("tier_dropped_blocks", "Blocks not written: too many waited, or writes were off.", tier=()),
-        _gauge("tier_queued_jobs", "Jobs queued or running in the tier.", tier=()),
+        _counter("tier_evicted_blocks", "Number of blocks evicted to keep the tier within its quota.", tier=()),
+        _counter(
+            "tier_dropped_blocks", "Number of blocks not written because too many waited, or writing was off.", tier=()
+        ),
+        _gauge("tier_queued_jobs", "Number of jobs queued or running in the tier.", tier=()),
         _gauge(
             "tier_queued_blocks",
-            "Blocks queued or being worked on in the tier. The queue store is its backlog of writes.",
+            "Number of blocks queued or in progress in the tier. The queue named store is its backlog of writes.",
             tier=(),
             queue=("lookup", "load", "store"),
         ),
         _counter(
             "tier_declined_blocks",
-            "Blocks found in the tier and not loaded, by reason. Host memory is CPU.",
+            "Number of blocks found in the tier but not loaded, by reason. CPU is host memory.",
             tier=(HOST,),
             reason=("slow", "busy", "late", "unmeasured"),
         ),
-        _gauge("tier_too_slow", "1 if a block takes twice as long to load as to compute.", tier=()),
-        _gauge("tier_read_bytes_per_second", "Estimate of the speed at which the tier is read.", tier=()),
-        _gauge("tier_read_latency_seconds", "Estimate of the seconds until the tier's first byte.", tier=()),
-        _gauge("tier_answer_seconds", "Estimate of the seconds until the tier says what it has.", tier=()),
-        _gauge("tier_read_queue_bytes", "Bytes of promotions that are queued or being read.", tier=()),
-        _gauge("prefill_tokens_per_second", "Estimate of the speed at which the engine computes prompts."),
-        _histogram("promotion_wait_ratio", _RATIOS, "A wait for lower tiers, as a multiple of what was expected."),
-        _counter("promotions", "Blocks promoted from secondary tiers, by outcome.", outcome=OUTCOMES),
+        _gauge("tier_too_slow", "1 if loading a block takes at least twice as long as computing it.", tier=()),
+        _gauge("tier_read_bytes_per_second", "Estimated bytes per second of reads from the tier.", tier=()),
+        _gauge("tier_read_latency_seconds", "Estimated seconds until the first byte of a read arrives.", tier=()),
+        _gauge("tier_answer_seconds", "Estimated seconds until the tier answers a lookup.", tier=()),
+        _gauge("tier_read_queue_bytes", "Number of bytes of reads that are queued or in progress.", tier=()),
+        _gauge("prefill_tokens_per_second", "Estimated prompt tokens that the engine computes per second."),
+        _histogram("promotion_wait_ratio", _RATIOS, "Ratio of a wait for tiers to the expected time."),
+        _counter("promotions", "Number of blocks read from tiers into host memory, by outcome.", outcome=OUTCOMES),
         _counter(
             "promotions_refused",
-            "Blocks not promoted, by reason, once for each request.",
+            "Number of blocks not read from tiers, by reason, once for each request.",
             reason=tuple(miss.label for miss in REFUSALS),
         ),
-        _gauge("promotions_in_flight", "Blocks that are being promoted."),
-        _histogram("promotion_wait_seconds", _WAIT_SECONDS, "Seconds of a request's wait for lower tiers."),
-        _counter("plans_made_again", "New plans for requests that wait: an answer had come, or a tier was late."),
+        _gauge("promotions_in_flight", "Number of blocks being read from tiers."),
+        _histogram("promotion_wait_seconds", _WAIT_SECONDS, "Seconds that a request waited for tiers."),
         _counter(
-            "waits_ended_early", "Waits that took what had come, as the rest would have been later than computing."
+            "plans_made_again",
+            "Number of new plans for waiting requests, because an answer arrived or a tier was late.",
         ),
-        _gauge("claimed_blocks", "Blocks that waiting requests protect from eviction."),
-        _counter("lookups_out_of_patience", "Requests that gave up blocks because they had waited too long."),
+        _counter(
+            "waits_ended_early",
+            "Number of waits that ended early because the remaining blocks would arrive later than computing them.",
+        ),
+        _gauge("claimed_blocks", "Number of blocks that waiting requests protect from eviction."),
+        _counter(
+            "lookups_out_of_patience", "Number of requests that gave up blocks because they reached their time limit."
+        ),
         _counter(
             "cascades",
-            "Blocks offered to lower tiers, by outcome; ``dropped``: never tried.",
+            "Number of blocks offered to tiers, by outcome. Dropped blocks were never tried.",
             outcome=(*OUTCOMES, "dropped"),
         ),
-        _gauge("cascades_parked", "Blocks of request-level tiers that wait to become ready before their cascade."),
+        _gauge(
+            "cascades_parked", "Number of blocks for request-level tiers that wait until they are ready to be written."
+        ),
     )
 )
 

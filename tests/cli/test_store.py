@@ -136,7 +136,7 @@ def test_gc_keeps_a_quota_sweeps_and_the_server_works_on(server, tmp_path: Path,
     os.utime(dead, (0, 0))
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "5KiB", "--yes")
     assert code == 0
-    assert "9 blocks deleted, 1 leftovers of dead writers removed" in out
+    assert "9 blocks deleted, 1 partial files of killed servers deleted" in out
     assert not dead.exists()
     assert alive.exists(), "a server is writing it"
     assert len(block_files(tmp_path)) == 4

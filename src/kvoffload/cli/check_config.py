@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload check-config``: what a server would make of a configuration, before it starts."""
+"""``kvoffload check-config``: how a server would use a configuration, before it starts."""
 
 from __future__ import annotations
 
@@ -30,24 +30,34 @@ from kvoffload.tiering.stores.root import in_the_way_of
 from kvoffload.units import format_bytes
 
 _BLOCK_TOKENS = 16
-"""vLLM's block on a GPU."""
+"""Tokens in vLLM's block on a GPU."""
 _ANSWER_S = 10.0
-"""How long a tier's disks may take to say what they are. A mount may hang for ever."""
+"""Time limit for a tier's disks to answer. A mount may hang forever."""
 
 
 def check_config(
     file: Annotated[
-        Path, typer.Argument(help="JSON or YAML: kvoffload's keys, alone or within vLLM's.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="JSON or YAML file with kvoffload's keys, alone or within vLLM's arguments.",
+            show_default=False,
+        ),
     ],
-    model: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder: sizes of blocks.")] = None,
-    connect: Annotated[bool, typer.Option("--connect", help="Ask the servers of remote tiers, too.")] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's config.json, or its folder. Shows the sizes of blocks."),
+    ] = None,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Also test the connection to the servers of remote tiers.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check a configuration on this machine.
 
-    Shows what a server would make of it. Nothing is written.
+    Shows how a server would use it, and all mistakes at once. Writes nothing.
 
-    Exit codes: 0, it would be taken; 1, it has problems, each in one line; 2, it cannot be read.
+    Exit codes: 0, a server would accept it; 1, it has problems, one per line; 2, it cannot be read.
     """
     values, wrappers = load_wrapped(file)
     unset = Problems()
@@ -84,9 +94,9 @@ def check_config(
     try:
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
-        print(f"With several GPUs, or on vLLM's CPU platform, this is refused: {exc}")
+        print(f"With several GPUs, or on vLLM's CPU platform, a server rejects this: {exc}")
     if unchecked:
-        print(f"\nNot checked, since a server alone can: {', '.join(unchecked)}.")
+        print(f"\nNot checked, because only a server can check them: {', '.join(unchecked)}.")
 
 
 def _probe(
@@ -157,7 +167,7 @@ def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Probl
 
 
 def _probe_directory(options: StoreOptions, path: str) -> None:
-    """Raises ``ConfigError`` if this user could not write to one of the tier's directories, or could not make it."""
+    """Raise ``ConfigError`` if this user cannot write to one of the tier's directories, or cannot create it."""
     existing = _existing(path)
     where = f"path of the {options.label!r} tier, {path},"
     if reason := in_the_way_of(path):
@@ -167,20 +177,20 @@ def _probe_directory(options: StoreOptions, path: str) -> None:
 
 
 def _probe_quota(options: StoreOptions) -> None:
-    """Raises ``ConfigError`` if the tier's disks are smaller than it."""
+    """Raise ``ConfigError`` if the tier's disks are smaller than its quota."""
     disks = options.each_disk() if isinstance(options, DiskOptions) else [options]
     for disk in disks:
         existing = _existing(disk.directories[0])
         size_bytes = shutil.disk_usage(existing).total
         if disk.bound_bytes is not None and disk.bound_bytes > size_bytes:
             raise ConfigError(
-                f"max_bytes of the {options.label!r} tier is {format_bytes(disk.bound_bytes)}, and the disk of "
-                f"{existing} has {format_bytes(size_bytes)} in all; lower it."
+                f"max_bytes of the {options.label!r} tier is {format_bytes(disk.bound_bytes)}, but the disk of "
+                f"{existing} has only {format_bytes(size_bytes)} in total; lower it."
             )
 
 
 def _existing(path: str) -> Path:
-    """``path``, or the next one above it that is there."""
+    """Return ``path``, or the nearest directory above it that exists."""
     # ``Path.exists`` raises if this user may not look, and does not see a link that leads nowhere.
     return next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
 
@@ -195,13 +205,13 @@ def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> li
 
 
 def _command(file: Path, config: OffloadingConfig) -> str:
-    """The line that starts a server with the configuration."""
+    """Return the command that starts a server with the configuration."""
     ends = " --shutdown-timeout 60" if config.secondary_tiers else ""  # which a tier needs to be written at the end
     return f"{ENVIRONMENT}={shlex.quote(str(file.resolve()))} vllm serve MODEL{ends}"
 
 
 def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, str]]:
-    """What a server makes of the configuration, without its tiers."""
+    """Return how a server would use the configuration, without its tiers."""
     rows: list[tuple[str, str]] = []
     memory = format_bytes(config.cpu_bytes)
     if sizes is not None:
@@ -212,13 +222,13 @@ def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, st
         memory += f", room for {tokens:,} tokens ({tokens // block_tokens:,} blocks)"
     rows += [("host memory", memory), ("policy", config.eviction_policy)]
     if config.secondary_tiers:
-        rows.append(("loads", "what is faster than computing" if config.load_policy == "cost" else "every hit"))
+        rows.append(("loads", "hits that are faster than computing" if config.load_policy == "cost" else "every hit"))
     return rows
 
 
 def _tiers(config: OffloadingConfig, connect: bool) -> list[str]:
     found = []
     for options in parse_tiers(config.secondary_tiers):
-        asked = " (not asked: --connect)" if isinstance(options, RemoteOptions) and not connect else ""
+        asked = " (not tested: use --connect)" if isinstance(options, RemoteOptions) and not connect else ""
         found.append(options.describe(config.cpu_bytes).removeprefix("tier ") + asked)
     return found

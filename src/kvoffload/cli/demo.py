@@ -18,39 +18,59 @@ from kvoffload.errors import MissingExtraError
 
 
 def demo(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. By default a random one.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder of a model, or its name on the Hub. By default a random model."),
+    ] = None,
     model_kind: Annotated[
-        str, typer.Option(help="Kind of the random model: attention (a Llama), or hybrid (a Falcon-H1, with states).")
+        str,
+        typer.Option(
+            metavar="KIND", help="Kind of the random model: attention (a Llama) or hybrid (a Falcon-H1, with states)."
+        ),
     ] = "attention",
-    device: Annotated[str, typer.Option(help="Device that computes: cpu or cuda.")] = "cpu",
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations that take turns.")] = 8,
-    turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 6,
-    system_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the system prompt that all share.")] = 64,
-    message_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a user adds per turn.")] = 128,
-    reply_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per turn.")] = 16,
-    users: Annotated[int, typer.Option(min=1, help="Turns served at the same time.")] = 2,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device that computes: cpu or cuda.")] = "cpu",
+    conversations: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of conversations that take turns.")
+    ] = 8,
+    turns: Annotated[int, typer.Option(min=1, metavar="N", help="Number of turns in each conversation.")] = 6,
+    system_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens in the system prompt that all conversations share.")
+    ] = 64,
+    message_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that a user adds per turn.")] = 128,
+    reply_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens generated per turn.")] = 16,
+    users: Annotated[int, typer.Option(min=1, metavar="N", help="Number of turns served at the same time.")] = 2,
     device_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the device's KV pool holds. By default 1/4 of the chat.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens that fit in the device's KV pool. By default 1/4 of the chat."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Cache policy of host memory.")] = DEFAULTS.eviction_policy,
+    policy: Annotated[
+        str, typer.Option(metavar="POLICY", help="Cache policy of host memory.")
+    ] = DEFAULTS.eviction_policy,
     disk: Annotated[
-        Path | None, typer.Option(help="Folder to offload to as well; the chat is then served again after a restart.")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Directory of a disk tier. The demo then also serves the chat after a restart."
+        ),
     ] = None,
-    disk_gib: Annotated[float, typer.Option(help="GiB that the folder may hold.")] = 4.0,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random model.")] = 6,
-    hidden: Annotated[int, typer.Option(min=16, help="Hidden size of the random model.")] = 512,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on a CPU.")] = None,
+    disk_gib: Annotated[float, typer.Option(metavar="N", help="Size limit of this directory in GiB.")] = 4.0,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of layers in the random model.")] = 6,
+    hidden: Annotated[int, typer.Option(min=16, metavar="N", help="Hidden size of the random model.")] = 512,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of threads that compute on a CPU.")
+    ] = None,
     as_json: Json = False,
     out: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Also write to this file: figures as .json, or first tokens drawn as .svg."),
+        typer.Option(
+            metavar="FILE", help="Also write to this file: .json for all figures, .svg for a picture of the TTFT."
+        ),
     ] = None,
 ) -> None:
     """Serve a chat three ways and compare them.
 
-    The ways: without a prefix cache, with the device's own, and with offloading. The conversations
-    together are larger than the device's KV pool, so their prefixes are evicted before they return. The exit code is 1
-    if the three ways generate different tokens.
+    The three ways are: no prefix cache, the device's own prefix cache, and offloading. All conversations together are
+    larger than the device's KV pool, so it evicts their prefixes before the next turn. The exit code is 1 if the three
+    ways generate different tokens.
     """
     POLICIES.get(policy)
     check_out(*out or (), suffixes=(".json", ".svg"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload store``: maintenance of a disk tier, also while servers use it."""
+"""``kvoffload store``: maintenance of a disk tier, even while servers use it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
 from kvoffload.tiering.stores.secrets import read_keys
 from kvoffload.units import counted, format_bytes, parse_bytes, printable
 
-_Root = Annotated[Path, typer.Argument(help="Folder of the tier: its 'path' in the configuration.", show_default=False)]
-_Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking, for scripts.")]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and delete nothing.")]
+_Root = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="The tier's directory: its 'path' in the configuration.", show_default=False),
+]
+_Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking. Use it in scripts.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Report what would be deleted, but delete nothing.")]
 
 
 _ID_DIGITS = 8
 _LEAST_NAME = 20
 
 
-store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, also while servers use it.")
+store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, even while servers use it.")
 
 
 @store.command()
 def ls(root: _Root, as_json: Json = False) -> None:
-    """List the namespaces.
+    """List the namespaces of a tier.
 
-    Shows the blocks of each, what they take on the disk (of a 'disk' tier whole slabs, empty slots included), and the
-    oldest and last use.
+    Shows the model of each namespace, an id that the other commands accept, its number of blocks, their size on the
+    disk (for a 'disk' tier: whole slabs, including empty slots), and the oldest and latest use. --json shows full
+    names.
     """
     found = _open(root).usage()
     if as_json:
@@ -65,20 +69,28 @@ def ls(root: _Root, as_json: Json = False) -> None:
 @store.command()
 def verify(
     root: _Root,
-    namespace: Annotated[str | None, typer.Argument(help="Verify this namespace only.", show_default=False)] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete the bad blocks.")] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAMESPACE", help="Verify only this namespace, given by its name or id.", show_default=False
+        ),
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete bad blocks.")] = False,
     seal_key_file: Annotated[
         list[Path] | None,
-        typer.Option(help="File with a 'seal_key' of the tier, to verify what it seals.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="File with a 'seal_key' of the tier, to verify its blocks.", show_default=False
+        ),
     ] = None,
     encryption_key_file: Annotated[
-        list[Path] | None, typer.Option(help="File with an 'encryption_key' of the tier.", show_default=False)
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="File with an 'encryption_key' of the tier.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Read every block and verify its checksum, or its seal.
+    """Read every block and verify its checksum or seal.
 
-    The exit code is 1 if bad blocks remain, or if blocks were left out because a key that was not given seals them.
+    The exit code is 1 if bad blocks remain, or if blocks were skipped because their key was not given.
     """
     secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
     keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
@@ -123,10 +135,10 @@ def verify(
         if deleted is not None:
             print(f"{deleted:,} deleted.")
         elif bad:
-            print("A server counts each of them as a miss when it reads it; --repair deletes them now.")
+            print("A server treats each bad block as a miss when it reads it. --repair deletes them.")
         if sealed:
             names = ", ".join(map(display_name, sealed))
-            print(f"Not verified: {names}, whose key --seal-key-file or --encryption-key-file must give.")
+            print(f"Not verified: {names}. Give their keys by --seal-key-file or --encryption-key-file.")
     if unreadable or sealed or (bad and not repair):
         raise typer.Exit(1)
 
@@ -137,18 +149,19 @@ def gc(
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Quota to enforce now, for example 200GiB. Evicts the blocks used least recently ('fs': the oldest)."
-            " A server's own 'max_bytes' bounds what it writes afterwards."
+            metavar="SIZE",
+            help="Quota to enforce, for example 200GiB. Deletes the least recently used blocks ('fs': the oldest). "
+            "Later writes of a server are limited by its own 'max_bytes'.",
         ),
     ] = None,
     yes: _Yes = False,
     dry_run: _DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Enforce a quota, and delete what killed writers left.
+    """Enforce a quota, and delete partial files of killed servers.
 
-    Blocks are deleted only for a quota, and only after a question or with --yes. The exit code is 1 if the quota is
-    still exceeded.
+    Deletes blocks only if you give --max-bytes, and asks first unless you give --yes. The exit code is 1 if the quota
+    is still exceeded.
     """
     limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
     tier = _open(root)
@@ -171,7 +184,7 @@ def gc(
         print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
     else:
         print(
-            f"{evicted:,} blocks deleted, {dead:,} leftovers of dead writers removed, "
+            f"{evicted:,} blocks deleted, {dead:,} partial files of killed servers deleted, "
             f"{format_bytes(used_bytes)} in use."
         )
         if is_exceeded:
@@ -184,16 +197,21 @@ def gc(
 def clear(
     root: _Root,
     namespace: Annotated[
-        str | None, typer.Argument(help="Namespace to delete, as 'ls' shows it.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="Namespace to delete, given by its name or id as 'ls' shows it.",
+            show_default=False,
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete all namespaces.")] = False,
     yes: _Yes = False,
     dry_run: _DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the blocks of a namespace, or of all.
+    """Delete the blocks of one namespace or of all namespaces.
 
-    Asks before, unless --yes is given.
+    Asks first, unless you give --yes.
     """
     if (namespace is None) != everything:
         raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
@@ -216,7 +234,7 @@ def clear(
 
 
 def _ask(question: str, is_answered: bool) -> None:
-    """Returns if the user agrees, or ``is_answered``. Raises ``ConfigError`` where no user can be asked."""
+    """Return if the user agrees, or ``is_answered``. Raise ``ConfigError`` if there is no terminal to ask."""
     if is_answered:
         return
     if not sys.stdin.isatty():

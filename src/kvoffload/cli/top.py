@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload top``: what a running server's tiers do right now."""
+"""``kvoffload top``: the activity of a running server's tiers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from rich.text import Text
 from kvoffload.cli.output import can_print, positive
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
-from kvoffload.tiering.stores.remote import without_credentials
 from kvoffload.units import format_bytes
 
 _TIMEOUT_S = 10.0
@@ -47,14 +46,21 @@ Series = dict[tuple[str, ...], float]
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="The server, as in http://localhost:8000; its /metrics is read.")],
-    interval: Annotated[float, typer.Option(max=86_400, help="Seconds between two refreshes.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show one interval, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each refresh as one line of JSON.")] = False,
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="Address of the server, for example http://localhost:8000. Reads its /metrics."
+        ),
+    ],
+    interval: Annotated[
+        float, typer.Option(max=86_400, metavar="SECONDS", help="Seconds between two refreshes.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one interval, then exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each refresh as one line of JSON instead.")] = False,
 ) -> None:
     """Watch the tiers of a running server.
 
-    Shows hits, bandwidth, fill, queues, health, and what waits.
+    Shows hit rates, bandwidth, used space, queues, health, and waiting requests.
     """
     positive(interval, "--interval")
     url = metrics_url(url)
@@ -147,7 +153,9 @@ def _through_proxy(url: str) -> str:
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
         return ""
-    return f" through the proxy {without_credentials(proxy)} ({parts.scheme.upper()}_PROXY; NO_PROXY excludes a server)"
+    scheme, _, place = proxy.rpartition("://")
+    shown = f"{scheme or 'http'}://{place.rpartition('@')[2]}"  # without a password
+    return f" through the proxy {shown} ({parts.scheme.upper()}_PROXY; NO_PROXY excludes a server)"
 
 
 # --------------------------------------------------------------------------------------------------------- the figures
@@ -263,14 +271,14 @@ class View:
 
 
 _PROBLEMS = {
-    "stores refused": ("primary_stores_refused",),
+    "stores rejected": ("primary_stores_refused",),
     "failed loads": ("load_jobs", "failed"),
-    "failed promotions": ("promotions", "failed"),
-    "promotions refused": ("promotions_refused",),
-    "out of patience": ("lookups_out_of_patience",),
+    "failed reads": ("promotions", "failed"),
+    "reads rejected": ("promotions_refused",),
+    "time limits reached": ("lookups_out_of_patience",),
     "dropped writes": ("cascades", "dropped"),
     "failed writes": ("tier_store_failures",),
-    "failures of disks": ("tier_disk_failures",),
+    "disk failures": ("tier_disk_failures",),
     "corrupt blocks": ("tier_corrupt_blocks",),
 }
 

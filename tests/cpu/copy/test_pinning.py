@@ -6,6 +6,7 @@ import logging
 import pytest
 from tests.cpu.copy.fake_cuda import FakeCuda, cuda
 
+from kvoffload.cpu.copy.driver import CudaError
 from kvoffload.cpu.copy.pinning import PinnedRegion
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError
@@ -54,6 +55,27 @@ def test_what_the_driver_refuses_for_good_is_refused_in_one_sentence_with_nothin
     ):
         PinnedRegion(cuda.driver, region.create_kv_memoryview())
     assert cuda.count("registrations") == 0
+    region.close()
+
+
+@pytest.mark.parametrize(("code", "name"), [(801, "CUDA_ERROR_NOT_SUPPORTED"), (800, "CUDA_ERROR_NOT_PERMITTED")])
+def test_a_driver_that_registers_no_memory_at_all_is_asked_once(
+    code: int, name: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under confidential computing: a smaller piece would be rejected as well."""
+    asked: list[int] = []
+
+    def register(address: int, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        raise CudaError("cuMemHostRegister", code, name)
+
+    monkeypatch.setattr(cuda.driver, "register", register)
+    region = SharedOffloadRegion.anonymous(100, 12 * KIB)
+    with pytest.raises(CapacityError, match=name) as caught:
+        PinnedRegion(cuda.driver, region.create_kv_memoryview())
+    assert len(asked) == 1
+    assert "cpu_bytes_to_use" not in str(caught.value)
+    assert "trying half" not in caplog.text
     region.close()
 
 

@@ -27,6 +27,11 @@ from kvoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _LARGEST_PIECE_BYTES = 64 << 30
+_HOPELESS = {
+    800: "This process may not register memory: check the container's rights and IPC_LOCK.",
+    801: "Confidential computing and some virtual machines forbid it: turn this mode off, or serve without kvoffload.",
+}
+"""Errors that do not depend on the size, with the remedy for each: not permitted, not supported."""
 _MAX_PIECES = 1024
 """The region is divided into at most this many pieces of the smallest size. A driver that rejects a piece of that size
 has no memory left."""
@@ -90,6 +95,10 @@ class PinnedRegion:
             try:
                 self._driver.register(self.address + pinned_bytes, length)
             except CudaError as exc:
+                if exc.code in _HOPELESS:
+                    raise CapacityError(
+                        f"The CUDA driver cannot register host memory of any size: {exc} {_HOPELESS[exc.code]}"
+                    ) from exc
                 piece_bytes = length // 2 // unit * unit
                 if piece_bytes < smallest_piece_bytes:
                     raise _refusal(pinned_bytes, self.num_bytes, exc) from exc

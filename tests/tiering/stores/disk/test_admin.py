@@ -91,7 +91,7 @@ def test_a_slab_with_a_bad_header_is_one_bad_thing(server, tmp_path: Path, capsy
 def test_gc_removes_what_no_server_uses_first_and_sweeps(server, tmp_path: Path, capsys) -> None:
     (tmp_path / "=" / "new-12.slab").write_bytes(b"half")
     code, out, _ = run(capsys, "gc", tmp_path)
-    assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 leftovers of dead writers removed"])
+    assert (code, out.split(",")[:2]) == (0, ["0 blocks deleted", " 1 partial files of killed servers deleted"])
     code, out, _ = run(capsys, "gc", tmp_path, "--max-bytes", "2MiB", "--yes")
     assert (code, out.split(",")[0]) == (0, "3 blocks deleted"), "the oldest"
     assert disk_bytes(tmp_path) <= 2 << 20
