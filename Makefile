@@ -30,7 +30,7 @@ test-all: $(STAMP) ## run the same tests in their thorough size, including the l
 	@$(call BESIDE_LINT,KVOFFLOAD_TESTS=thorough $(PYTEST) --timeout 1200 -o faulthandler_timeout=1000 $(ARGS))
 
 # THIN=1 runs only the part of a lane that .ci/run needs.
-test-vllm:       ## run the tests with the real vLLM in their own environment; VLLM=0.30.0 selects a version
+test-vllm:       ## run the tests with the real vLLM in their own environment; VLLM=0.32.0 selects a version
 	@VLLM=$(VLLM) THIN=$(THIN) scripts/test-vllm $(ARGS)
 
 test-sglang:     ## run the tests with the real SGLang in their own environment
@@ -39,8 +39,8 @@ test-sglang:     ## run the tests with the real SGLang in their own environment
 test-remote: $(STAMP) ## test the remote stores with Debian's Redis (also over TLS) and SeaweedFS
 	@THIN=$(THIN) scripts/test-remote $(ARGS)
 
-ALSO :=
-test-everything: ## run all of these, thoroughly, in over an hour; ALSO="0.30.0 0.31.0" adds these versions of vLLM
+ALSO := 0.32.0
+test-everything: ## run all of these, thoroughly, in over an hour; ALSO=0.32.0 adds that version of vLLM
 	@$(MAKE) test-all ARGS=
 	@$(MAKE) test-remote THIN= ARGS=
 	@$(MAKE) test-vllm VLLM= THIN= ARGS=

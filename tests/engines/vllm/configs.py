@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.vllm.harness import HAS_VLLM, hash_block_size
+from tests.engines.vllm.harness import HAS_VLLM
 
 from kvoffload.engines.vllm import identity, layout, slices, versions, weights
 from kvoffload.engines.vllm.fields import FIELDS
@@ -41,12 +41,6 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
         monkeypatch.setattr(identity, "installed_version", lambda: "0.32.0")
-
-
-says_what_is_sharded = pytest.mark.skipif(
-    HAS_VLLM and not versions.says_what_is_sharded(),
-    reason="vLLM 0.30 says neither what is sharded nor what is the same",
-)
 
 
 def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +200,7 @@ def kv_cache_config(*specs: Any, num_blocks: int = 10, layers: int = 3, **change
             ],
             kv_cache_groups=[KVCacheGroupSpec(each, spec) for each, spec in zip(names, specs, strict=True)],
             kv_cache_layout="LBHNC",
-            **hash_block_size(16),
+            hash_block_size=16,
         )
     else:
         config = SimpleNamespace(

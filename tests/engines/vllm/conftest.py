@@ -9,10 +9,6 @@ and the tests check its records.
 from __future__ import annotations
 
 import fcntl
-import importlib.util
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +16,10 @@ import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3, write_llama
 from tests.engines.vllm.drafts import Speculation, write_drafts
-from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
+from tests.engines.vllm.harness import HAS_VLLM, installed_sources, run_child, states_baseline
 from tests.engines.vllm.server import Server
 
 from kvoffload.engines.vllm.sources import Sources
-from kvoffload.engines.vllm.versions import NEWEST, drafters_are_proven, vllm_release
-
-NEXT = "0.33.0"
-"""The version whose sources are read in addition to the lane's own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,51 +90,14 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Speculation]:
 
 
 @pytest.fixture(scope="session")
-def proven_drafts(drafts: dict[str, Speculation]) -> dict[str, Speculation]:
-    """``drafts``, where kvoffload takes those with KV."""
-    if not drafters_are_proven():
-        pytest.skip("vLLM 0.30's CPU build cannot draft, so kvoffload refuses drafters with KV there")
-    return drafts
-
-
-@pytest.fixture(scope="session")
 def drafts_baseline(drafts: dict[str, Speculation]) -> Baseline:
     """Return the target's answers without drafts and without a connector."""
     return Baseline(run_child("baseline", model=drafts["eagle"].target, family="llama"))
 
 
-def next_sources() -> Path:
-    """Return the next version's Python files, fetched on first use."""
-    home = Path(sys.prefix) / f"vllm-{NEXT}-sources"
-    if not (home / "complete").exists():
-        home.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--only-binary=:all:"]
-        done = subprocess.run(
-            [*command, "--dest", str(home), f"vllm=={NEXT}"], capture_output=True, text=True, check=False
-        )
-        wheels = list(home.glob("*.whl"))
-        if done.returncode or not wheels:
-            pytest.skip(f"the wheel of vllm {NEXT} cannot be downloaded here: {done.stderr.strip()[-300:]}")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.extractall(home, [name for name in wheel.namelist() if name.endswith(".py")])
-        wheels[0].unlink()  # hundreds of megabytes
-        (home / "complete").touch()
-    return home
-
-
-@pytest.fixture(scope="module", params=["installed", NEXT])
-def release(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return vllm_release() if request.param == "installed" else NEWEST
-
-
 @pytest.fixture(scope="module")
-def sources(release: tuple[int, int]) -> Sources:
-    if release == NEWEST:
-        return Sources(next_sources())
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    return Sources(Path(found.origin).parents[1])
+def sources() -> Sources:
+    return installed_sources()
 
 
 @pytest.fixture(autouse=True)

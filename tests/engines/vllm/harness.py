@@ -16,7 +16,7 @@ from typing import Any
 from tests.engines.greedy import Baseline, Prompt
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP
 
-from kvoffload.engines.vllm.versions import loaded_requests_go_first, vllm_release
+from kvoffload.engines.vllm.sources import Sources
 
 ROOT = Path(__file__).parents[3]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -28,9 +28,11 @@ CONNECTOR = {
 }
 
 
-def hash_block_size(tokens: int) -> dict[str, int]:
-    """Return the arguments of vLLM's ``KVCacheConfig`` for the tokens of a block hash. Before 0.32, there are none."""
-    return {"hash_block_size": tokens} if vllm_release() >= (0, 32) else {}
+def installed_sources() -> Sources:
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Sources(Path(found.origin).parents[1])
 
 
 def child_environment(in_process: bool = True) -> dict[str, str]:
@@ -89,8 +91,6 @@ def settings(
         "disable_log_stats": False,
         "seed": 0,
     }
-    if not loaded_requests_go_first():
-        arguments["async_scheduling"] = False
     if extra is not None:
         arguments["kv_transfer_config"] = {**CONNECTOR, **(transfer or {}), "kv_connector_extra_config": extra}
     return arguments

@@ -22,7 +22,6 @@ from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS, long_prompts
 from tests.ports import free_port
 
 from kvoffload.config_file import ENVIRONMENT
-from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 CPU_SLOTS = 200
 """Host memory has room for six of the eight prompts, so that blocks are also removed."""
@@ -73,7 +72,6 @@ class Server:
             *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "100"),
             *("--kv-cache-memory-bytes", str(1 << 28), "--max-num-batched-tokens", "512"),
             "--enable-prompt-tokens-details",
-            *(() if loaded_requests_go_first() else ("--no-async-scheduling",)),
             *("--data-parallel-size", str(num_engines), "--api-server-count", "1"),
             *arguments,
             *vllm_arguments,

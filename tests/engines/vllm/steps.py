@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-from tests.engines.vllm.harness import CONNECTOR, hash_block_size
+from tests.engines.vllm.harness import CONNECTOR
 from tests.engines.vllm.scripted import SCRIPTED, EarlyWriter, ScriptedManager, ScriptedSpec, Worker
 
 from kvoffload.base import TransferResult, make_offload_key
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
 from kvoffload.engines.vllm.layout import fails_by_block
-from kvoffload.engines.vllm.versions import loaded_requests_go_first
 
 BLOCK = 4
 PAGE_BYTES = 2 * BLOCK * 2 * 8 * 4
@@ -100,8 +98,6 @@ class Steps:
         blocks (``manager``). ``v2_model_runner``: which vLLM's CPU platform lacks, so that its worker is an
         ``EarlyWriter``. ``context_ranks``: of decode context parallelism, and ``replicas``, ranks that hold the same;
         all of them report a transfer. ``options`` of the connector, instead of 1 MiB of host memory."""
-        if asynchronous and not loaded_requests_go_first():
-            pytest.skip("kvoffload refuses asynchronous scheduling with this version of vLLM")
         from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -143,7 +139,7 @@ class Steps:
             kv_cache_tensors=[KVCacheTensor(size=size, layers=names, layer_stride=size, block_stride=PAGE_BYTES)],
             kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, groups, strict=True)],
             kv_cache_layout="LBHNC",
-            **hash_block_size(hash_tokens),
+            hash_block_size=hash_tokens,
         )
         # vLLM's configuration rejects it without Triton, and reads the variable at each use.
         with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER=str(int(v2_model_runner))):

@@ -17,7 +17,7 @@ from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted, attentio
 
 from kvoffload.base import TransferResult
 from kvoffload.connector import WorkerReport
-from kvoffload.engines.vllm.versions import hit_source
+from kvoffload.engines.vllm.announcements import Place
 
 pytestmark = [
     pytest.mark.vllm,
@@ -252,8 +252,10 @@ def test_events_tell_all_about_promoted_blocks(llama: SmallModel, asynchronous: 
         assert second.scheduler.requests
         second.step()
         time.sleep(0.001)
+    from kvoffload.engines.vllm.connector import hit_source
+
     sources = second.scheduler.connector.get_external_cache_hit_sources(request, 3 * BLOCK)
-    assert sources == {hit_source("STORAGE", "LOCAL"): 3 * BLOCK}
+    assert sources == {hit_source(Place("STORAGE", "LOCAL")): 3 * BLOCK}
     assert second.scheduler.connector.get_external_cache_hit_sources(request, 0) == {}
     seen = announced(second)  # all of them came up before it was admitted
     second.drain()

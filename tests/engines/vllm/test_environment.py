@@ -24,7 +24,6 @@ from kvoffload.engines.vllm.sources import Sources
 
 SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
 """The variables that vLLM sets while it reads a model's configuration, in the process from which all others descend."""
-SET_BY_0_30 = SET_BY_ALL | {"VLLM_SSM_CONV_STATE_LAYOUT"}
 
 
 SET_BY_WORKERS = ["AITER_BF16_FP8_MOE_BOUND"]
@@ -62,22 +61,23 @@ def names_of(sources: Sources) -> set[str]:
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_every_variable_counts_or_is_harmless_for_a_reason(sources: Sources) -> None:
-    known = {name for names in VARIABLES.values() for name in names.split()}
-    names = names_of(sources)
-    assert len(names) > 200
-    assert names - known == set()
+    assert len(names_of(sources)) > 200
+    assert unknown_names(sources) == set()
+
+
+def unknown_names(sources: Sources) -> set[str]:
+    return names_of(sources) - {name for names in VARIABLES.values() for name in names.split()}
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_what_vllm_sets_itself_does_not_count(sources: Sources, release: tuple[int, int]) -> None:
+def test_what_vllm_sets_itself_does_not_count(sources: Sources) -> None:
     found = set()
     for file in (sources.root / "vllm").rglob("*.py"):
         found |= set(re.findall(r"environ(?:\[|\.setdefault\()\"(\w+)\"(?:\] = |,)", file.read_text()))
     assert {"VLLM_DIST_IDENT", "VLLM_WORKER_MULTIPROC_METHOD", "TRITON_CACHE_DIR"} <= found
-    expected = SET_BY_0_30 if release < (0, 31) else SET_BY_ALL
     harmless = {name for reason, names in VARIABLES.items() if reason != COUNTS for name in names.split()}
-    assert {name for name in found if name.startswith("VLLM_")} - harmless == expected
+    assert {name for name in found if name.startswith("VLLM_")} - harmless == SET_BY_ALL
     assert counted(found) == SET_BY_WORKERS
     assert unknown_variables() == [], "vLLM has set some in this process"
 

@@ -16,8 +16,6 @@ from tests.engines.models import SmallModel
 from tests.engines.vllm.scripted import EarlyWriter
 from tests.engines.vllm.steps import Steps, aborted, attention, states
 
-from kvoffload.engines.vllm.versions import names_states
-
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 NUM_GPU_BLOCKS = 18
@@ -28,8 +26,6 @@ SCHEDULING = [False, True]
 @pytest.fixture(params=[(kind, each) for kind in KINDS for each in SCHEDULING], ids=str)
 def steps(request: pytest.FixtureRequest, llama: SmallModel, falcon: SmallModel) -> Iterator[Steps]:
     kind, asynchronous = request.param
-    if kind == "states" and not names_states():
-        pytest.skip("older versions of vLLM are refused for models with states")
     steps = make_steps(falcon if kind == "states" else llama, asynchronous, kind)
     yield steps
     steps.close()

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that vLLM contains the names that the adapter uses, in the lane's version and in the next one, without importing
-it.
-
-The next version's sources come from its wheel, which is fetched without dependencies and kept beside the lane's
-environment. If that is impossible, the test is skipped with the reason.
-"""
+"""Test that vLLM contains the names that the adapter uses, without importing it."""
 
 from __future__ import annotations
 
@@ -12,11 +7,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from tests.engines.vllm.conftest import NEXT, next_sources
 
 from kvoffload.engines.vllm.sources import Sources
 from kvoffload.engines.vllm.surface import SINCE, missing
-from kvoffload.engines.vllm.versions import NEWEST
+from kvoffload.engines.vllm.versions import NEWEST, vllm_release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -24,16 +18,13 @@ ADAPTER = Path(__file__).parents[3] / "src" / "kvoffload" / "engines" / "vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
-def test_the_next_version_is_the_newest_that_is_supported() -> None:
-    assert NEXT.startswith(".".join(map(str, NEWEST)) + ".")
+def test_all_that_the_adapter_touches_is_there(sources: Sources) -> None:
+    assert missing(sources, vllm_release()) == []
 
 
-def test_all_that_the_adapter_touches_is_there(sources: Sources, release: tuple[int, int]) -> None:
-    assert missing(sources, release) == []
-
-
-def test_what_an_older_version_lacks_is_known(sources: Sources, release: tuple[int, int]) -> None:
-    assert missing(sources, NEWEST) == sorted(name for name, since in SINCE.items() if release < since)
+def test_what_an_older_version_lacks_is_known(sources: Sources) -> None:
+    lacks = sorted(name for name, since in SINCE.items() if vllm_release() < since)
+    assert missing(sources, NEWEST) == lacks
 
 
 class Changed(Sources):
@@ -70,16 +61,18 @@ class Changed(Sources):
         (BASE, "def has_pending_push_work", "def has_work", "KVConnectorBase_V1.has_pending_push_work"),
     ],
 )
-def test_what_a_newer_version_has_otherwise_is_named(module: str, old: str, new: str, named: str) -> None:
-    found = missing(Changed(next_sources(), module, old, new), (0, 34))
+def test_what_a_newer_version_has_otherwise_is_named(
+    module: str, old: str, new: str, named: str, sources: Sources
+) -> None:
+    found = missing(Changed(sources.root, module, old, new), (0, 34))
     assert any(named in each for each in found), found
 
 
-def test_a_newer_version_may_have_more() -> None:
-    more = Changed(next_sources(), "vllm.distributed.utils", "pp_size: int", "pp_size: int, heads: int = 1")
+def test_a_newer_version_may_have_more(sources: Sources) -> None:
+    more = Changed(sources.root, "vllm.distributed.utils", "pp_size: int", "pp_size: int, heads: int = 1")
     assert missing(more, (0, 34)) == []
     hook = "def a_new_hook(self) -> None: ...\n\n    "
-    more = Changed(next_sources(), BASE, "def has_pending_push_work", f"{hook}def has_pending_push_work")
+    more = Changed(sources.root, BASE, "def has_pending_push_work", f"{hook}def has_pending_push_work")
     assert missing(more, (0, 34)) == []
 
 

@@ -23,7 +23,6 @@ from tests.engines.vllm.configs import (
     registry,
     replayed_window,
     ring,
-    says_what_is_sharded,
     sliding,
     speculative,
     vllm_config,
@@ -32,7 +31,6 @@ from tests.engines.vllm.configs import (
 from kvoffload.config import GroupKind, RankSlice, parse_config
 from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.cpu.memory_limits import SHM
-from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.held_blocks import are_written_early
 from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
@@ -179,45 +177,6 @@ def test_pipeline_stages_must_be_of_equal_size(monkeypatch: pytest.MonkeyPatch) 
         check_engine(config(2))
 
 
-@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
-def test_context_parallelism_needs_0_31(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "vllm_release", lambda: release)
-    config = vllm_config(parallel_config__decode_context_parallel_size=2)
-    if release < (0, 31):
-        with pytest.raises(ConfigError, match=r"decode_context_parallel_size .* needs vLLM 0\.31"):
-            check_engine(config)
-    else:
-        check_engine(config)
-
-
-@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
-def test_before_0_31_drafters_with_kv_are_refused(release: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "vllm_release", lambda: release)
-    check_engine(vllm_config(speculative_config=speculative(method="ngram")))
-    config = vllm_config(speculative_config=speculative(method="eagle3"))
-    if release < (0, 31):
-        with pytest.raises(ConfigError, match=r"'eagle3' drafters .* vLLM 0\.31 or newer, one of ngram,"):
-            check_engine(config)
-    else:
-        check_engine(config)
-
-
-@pytest.mark.parametrize("release", [(0, 30), (0, 31)])
-def test_before_0_31_asynchronous_scheduling_is_refused(
-    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(versions, "vllm_release", lambda: release)
-    check_engine(vllm_config())
-    config = vllm_config(scheduler_config__async_scheduling=True)
-    if release < (0, 31):
-        with pytest.raises(
-            ConfigError, match=r"wait for ever .*: start it with --no-async-scheduling, or use vLLM 0\.31"
-        ):
-            check_engine(config)
-    else:
-        check_engine(config)
-
-
 @BOTH
 def test_a_draft_model_beside_several_groups_is_refused() -> None:
     """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""
@@ -247,13 +206,13 @@ def test_mistakes_in_the_users_keys_need_no_engine_to_be_found(extra: dict[str, 
 
 
 @pytest.mark.vllm
-def test_hashes_have_the_path_of_an_adapter_since_0_31() -> None:
+def test_hashes_have_the_path_of_an_adapter() -> None:
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
     adapter = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
     asked = SimpleNamespace(lora_request=adapter, cache_salt=None, mm_features=[], prompt_embeds=None)
     keys, _ = generate_block_hash_extra_keys(asked, 0, 4, 0)
-    assert ("/adapters/7" in str(keys)) == versions.hashes_have_adapter_paths()
+    assert "/adapters/7" in str(keys)
 
 
 def asking_for(layout: str, **changes: Any) -> Any:
@@ -298,9 +257,8 @@ def test_groups_outside_the_prefix_cache_are_left_out() -> None:
 @BOTH
 @pytest.mark.parametrize("other", [mamba, lambda: attention(dtype=torch.bfloat16)], ids=["states", "two precisions"])
 def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_held(
-    other: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    other: Callable[[], Any],
 ) -> None:
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
     mixed = kv_cache_config(attention(), other())
     for is_v2 in (False, True):
         config = vllm_config(use_v2_model_runner=is_v2)
@@ -320,26 +278,17 @@ def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_held(
     ],
 )
 def test_states_that_were_not_shown_to_be_right_are_refused(
-    change: dict[str, Any], states: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], states: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
     refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
     with pytest.raises(ConfigError, match=words):
         refuse_kv_cache(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
 
 
 @BOTH
-def test_short_convolutions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: True)
+def test_short_convolutions_are_refused() -> None:
     with pytest.raises(ConfigError, match="short convolutions"):
         refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba("SHORT_CONV")))
-
-
-@BOTH
-def test_states_need_a_vllm_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.names_states", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs vLLM 0\.32"):
-        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
 
 
 # ------------------------------------------------------------------------------------------------------ layout
@@ -370,7 +319,6 @@ def test_spans_are_made_where_vllm_has_an_endpoint_for_them() -> None:
 
 
 @BOTH
-@says_what_is_sharded
 def test_context_parallelism_makes_blocks_longer() -> None:
     config = vllm_config(parallel_config__decode_context_parallel_size=4)
     layout = layout_of(config, kv_cache_config(attention(), attention(dcp_sharded=False)), CONFIG)

@@ -12,7 +12,6 @@ import pytest
 from tests.engines.vllm.harness import child_environment
 
 from kvoffload.engines.vllm.log import log_with_vllm
-from kvoffload.engines.vllm.versions import vllm_release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -20,17 +19,12 @@ CASES = r"""
 import io, json, logging, os
 import vllm.logger
 from MODULE import log_with_vllm
-from kvoffload.engines.vllm.versions import vllm_release
 
 ours, theirs, root = (logging.getLogger(name) for name in ("kvoffload", "vllm", None))
 
 def configure(level):
-    if vllm_release() < (0, 31):
-        os.environ["VLLM_LOGGING_LEVEL"] = level
-        vllm.logger._configure_vllm_root_logger()
-    else:
-        from vllm.config.logging import LoggingConfig
-        vllm.logger.configure_logging(LoggingConfig(log_level=level))
+    from vllm.config.logging import LoggingConfig
+    vllm.logger.configure_logging(LoggingConfig(log_level=level))
     theirs.handlers[0].setStream(out)
 
 def handler(form):
@@ -104,9 +98,7 @@ def logged() -> dict[str, tuple[list[str], int]]:
 
 def test_records_have_vllms_form_and_level(logged: dict[str, tuple[list[str], int]]) -> None:
     (line,), num_handlers = logged["plain"]
-    # Before 0.31 vLLM names the process only in the output of its child processes.
-    process = r"\(\w+ pid=\d+\) " if vllm_release() >= (0, 31) else ""
-    assert re.fullmatch(process + r"WARNING \d\d-\d\d \d\d:\d\d:\d\d \[<string>:\d+\] the disk is gone", line)
+    assert re.fullmatch(r"\(\w+ pid=\d+\) WARNING \d\d-\d\d \d\d:\d\d:\d\d \[<string>:\d+\] the disk is gone", line)
     assert num_handlers == 1
     assert [line.rpartition("] ")[2] for line in logged["info"][0]] == ["the disk is gone", "the disk is new"]
 

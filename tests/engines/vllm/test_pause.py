@@ -16,18 +16,12 @@ import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SmallModel
 from tests.engines.vllm.gated_spec import GATE, Gate
-from tests.engines.vllm.harness import HAS_VLLM
 from tests.engines.vllm.prompts import long_prompts
 from tests.engines.vllm.server import Server, ask, client_of, judge
-
-from kvoffload.engines.vllm.versions import vllm_release
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        HAS_VLLM and vllm_release() < (0, 32), reason="vLLM 0.31 answers `wait` with 500 too, and 0.30 not at all"
-    ),
 ]
 
 RESET = "/reset_prefix_cache?reset_running_requests=true&reset_external=true"

@@ -21,7 +21,6 @@ from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, make_offload
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.cpu import CPUOffloadingManager
 from kvoffload.engines.vllm.events import EventTranslator, _extra_keys
-from kvoffload.engines.vllm.versions import event_extra_keys, vllm_release
 from kvoffload.metrics import METRICS
 
 pytestmark = pytest.mark.vllm
@@ -165,9 +164,7 @@ def test_extra_keys_are_those_of_vllms_own_events() -> None:
         extra, image_index = kv_cache_utils.generate_block_hash_extra_keys(asked, first, first + 4, image_index)
         own.append(extra)
     events = translator.translate([stored(*(key("a", n) for n in range(5)))])
-    if vllm_release() >= (0, 31):  # older versions announce them as they hash them
-        own = kv_cache_utils.to_event_extra_keys(own)
-    assert [event.extra_keys[0] for event in events] == own
+    assert [event.extra_keys[0] for event in events] == kv_cache_utils.to_event_extra_keys(own)
 
 
 def test_finished_requests_are_tracked_without_their_images() -> None:
@@ -207,9 +204,7 @@ def test_finished_requests_are_tracked_without_their_prompt_embeddings(factor: i
     expected = []
     for first in range(0, 16, 4 * factor):
         twin = Request("twin", None, SamplingParams(max_tokens=9), None, prompt_embeds=embeds)
-        expected.append(
-            event_extra_keys([_extra_keys(twin, each, each + 4) for each in range(first, first + 4 * factor, 4)])
-        )
+        expected.append(_extra_keys(twin, range(first, first + 4 * factor, 4)))
     translator = EventTranslator(LAYOUT, factor=factor, describe=True)
     translator.track(asked)
     translator.finish(asked)

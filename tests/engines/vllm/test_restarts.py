@@ -13,11 +13,9 @@ import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import HEAD_DIM, SEED, SmallModel, write_llama
 from tests.engines.vllm.drafts import Speculation
-from tests.engines.vllm.harness import HAS_VLLM, run_child
+from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.pairs import CACHED, alone, over_one_store, serve
 from tests.engines.vllm.prompts import ONE_BLOCK_A_STEP
-
-from kvoffload.engines.vllm.versions import hashes_have_adapter_paths, names_states
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -88,7 +86,9 @@ def test_other_skipped_layers_find_nothing(llama: SmallModel, tmp_path: Path) ->
     extra = over_one_store(tmp_path)
     first, second = ({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": [layer]} for layer in ("0", "1"))
     serve(llama.path, extra, prompts=2, **first)
-    assert nothing_found(serve(llama.path, extra, prompts=2, **second), alone(llama.path, **second))
+    assert set(serve(llama.path, extra, prompts=2, **first)["cached"].values()) == {CACHED}
+    # Answers over FP8 KV have too many near ties to be compared.
+    assert set(serve(llama.path, extra, prompts=2, **second)["cached"].values()) == {0}
 
 
 def write_adapter(directory: Path, seed: int) -> str:
@@ -109,9 +109,6 @@ def write_adapter(directory: Path, seed: int) -> str:
     return str(directory)
 
 
-@pytest.mark.skipif(
-    HAS_VLLM and not hashes_have_adapter_paths(), reason="vLLM 0.30 is refused with adapters_never_change"
-)
 def test_an_adapter_replaced_at_its_path_finds_nothing(llama: SmallModel, tmp_path: Path) -> None:
     """Unless a promise says that none ever is."""
     path, extra = write_adapter(tmp_path / "adapter", seed=1), over_one_store(tmp_path)
@@ -127,12 +124,12 @@ def test_an_adapter_replaced_at_its_path_finds_nothing(llama: SmallModel, tmp_pa
 
 
 def test_a_drafter_replaced_at_its_path_finds_nothing(
-    proven_drafts: dict[str, Speculation], drafts_baseline: Baseline, tmp_path: Path
+    drafts: dict[str, Speculation], drafts_baseline: Baseline, tmp_path: Path
 ) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    eagle = proven_drafts["eagle"]
+    eagle = drafts["eagle"]
     shutil.copytree(eagle.config["model"], drafter := tmp_path / "drafter")
     options: dict[str, Any] = {"prompts": 2, "speculative_config": eagle.config | {"model": str(drafter)}}
     extra = over_one_store(tmp_path)
@@ -144,11 +141,11 @@ def test_a_drafter_replaced_at_its_path_finds_nothing(
     assert nothing_found(serve(eagle.target, extra, **options), drafts_baseline)
 
 
-@pytest.mark.skipif(HAS_VLLM and not names_states(), reason="older versions of vLLM are refused for models with states")
 def test_another_dtype_of_states_finds_nothing(falcon: SmallModel, tmp_path: Path) -> None:
     extra = over_one_store(tmp_path)
     options: dict[str, Any] = {"prompts": 2, "family": "states", **ONE_BLOCK_A_STEP}
     serve(falcon.path, extra, **options)
-    other = {"mamba_ssm_cache_dtype": "float16"}
+    # That of the recurrent state itself vLLM sets to float32 on some processors.
+    other = {"mamba_cache_dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
     right = Baseline(run_child("baseline", model=falcon.path, family="states", **ONE_BLOCK_A_STEP, **other))
     assert nothing_found(serve(falcon.path, extra, **options, **other), right)

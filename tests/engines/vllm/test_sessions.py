@@ -12,15 +12,9 @@ from typing import Any
 
 import pytest
 from tests.engines.models import SmallModel
-from tests.engines.vllm.harness import HAS_VLLM
 from tests.engines.vllm.steps import BLOCK, STOP, Steps, aborted
 
-from kvoffload.engines.vllm.versions import vllm_release
-
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-offloads_sessions = pytest.mark.skipif(
-    HAS_VLLM and vllm_release() < (0, 32), reason="vLLM hashes sessions wrongly before 0.32, and they are left out"
-)
 
 PROMPT = range(10, 16)
 
@@ -72,7 +66,6 @@ def test_no_request_gets_what_a_session_computed_in_place_of_its_tokens(steps: S
     assert_right(steps, before)
 
 
-@offloads_sessions
 def test_a_session_that_ends_before_its_next_part_is_computed_stores_no_dropped_token(steps: Steps) -> None:
     session = first_turn(steps)
     part(steps, range(50, 55))
@@ -81,7 +74,6 @@ def test_a_session_that_ends_before_its_next_part_is_computed_stores_no_dropped_
     assert_right(steps, tokens)
 
 
-@offloads_sessions
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_session_that_goes_on_stores_what_its_next_part_computes(steps: Steps, refused: bool) -> None:
     assert steps.manager is not None
@@ -99,7 +91,6 @@ def test_a_session_that_goes_on_stores_what_its_next_part_computes(steps: Steps,
     assert steps.stored_blocks(tokens) == list(range(len(tokens) // BLOCK))
 
 
-@offloads_sessions
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_events_of_a_session_describe_what_its_next_part_computes(llama: SmallModel, asynchronous: bool) -> None:
     from vllm.distributed.kv_events import BlockStored
@@ -122,7 +113,6 @@ def test_events_of_a_session_describe_what_its_next_part_computes(llama: SmallMo
     steps.close()
 
 
-@offloads_sessions
 def test_events_of_the_block_that_a_session_gave_up_have_the_tokens_that_were_hashed(
     llama: SmallModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,14 +20,12 @@ from tests.engines.vllm.configs import (
     mamba,
     model_config,
     ring,
-    says_what_is_sharded,
     sliding,
     speculative,
     vllm_config,
 )
 
 from kvoffload.config import EngineLayout, RankSlice, parse_config
-from kvoffload.engines.vllm import versions
 from kvoffload.engines.vllm.layout import layout_of, preferred_layout
 from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, slice_of, why_not_rank_free
 from kvoffload.tiering.spec import persistent_namespace
@@ -135,13 +133,10 @@ def test_latent_attention_is_the_same_on_all_ranks() -> None:
     assert of_ranks(4, with_window, **config) == [RankSlice(0, 1, rank, 4) for rank in range(4)]
 
 
-@says_what_is_sharded
-def test_what_vllm_says_of_replicas_counts_where_layers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vllm_says_of_replicas_counts_where_layers_differ() -> None:
     caches = kv_cache_config(latent(), kv_tp_replicas=4)
     caches.kv_cache_tensors = caches.kv_cache_tensors * 2  # two specs in one group, only one visible
     assert of_ranks(8, caches) == [RankSlice(rank // 4, 2, rank % 4, 4) for rank in range(8)]
-    monkeypatch.setattr(versions, "vllm_release", lambda: (0, 30))
-    assert of_ranks(8, caches) == [RankSlice(rank, 8) for rank in range(8)]
 
 
 DIFFERENT: dict[str, Any] = {
@@ -241,7 +236,6 @@ def test_layers_of_several_specs_and_layouts_with_tokens_first_keep_blocks_apart
     assert why_not_rank_free(config, tokens_first) == "the layout BLNHC has the heads of a token side by side"
 
 
-@says_what_is_sharded
 def test_stages_and_context_keep_blocks_apart() -> None:
     names = set()
     for change in ({}, {"pipeline": 2}, {"decode_context": 2}):

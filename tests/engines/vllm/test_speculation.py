@@ -34,13 +34,11 @@ def rate(seen: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle, other heads", "eagle3", "mtp", "draft_model"])
-def test_a_drafter_finds_its_kv_again(
-    method: str, proven_drafts: dict[str, Speculation], drafts_baseline: Baseline
-) -> None:
+def test_a_drafter_finds_its_kv_again(method: str, drafts: dict[str, Speculation], drafts_baseline: Baseline) -> None:
     seen = run_child(
         "speculate",
-        model=proven_drafts[method].target,
-        speculative_config=proven_drafts[method].config,
+        model=drafts[method].target,
+        speculative_config=drafts[method].config,
         extra={"cpu_bytes_to_use": "64MiB"},
     )
     (layers,) = seen["layers"]
@@ -58,7 +56,7 @@ def test_a_drafter_finds_its_kv_again(
         assert own == restored - (BLOCK_TOKENS if lookahead and length % BLOCK_TOKENS == 0 else 0)
 
     # Both layers travel.
-    layers_bytes = (1 + proven_drafts[method].drafter_kv_heads // KV_HEADS) * LAYER_BYTES
+    layers_bytes = (1 + drafts[method].drafter_kv_heads // KV_HEADS) * LAYER_BYTES
     metrics = seen["metrics"]
     assert metrics["hit_tokens"] > 4 * 900
     assert metrics["load_bytes"] == metrics["hit_tokens"] // BLOCK_TOKENS * layers_bytes
@@ -83,9 +81,9 @@ def windows_baseline(drafts: dict[str, Speculation]) -> Baseline:
 
 
 def test_beside_several_groups_a_drafter_finds_its_kv_again(
-    proven_drafts: dict[str, Speculation], windows_baseline: Baseline
+    drafts: dict[str, Speculation], windows_baseline: Baseline
 ) -> None:
-    eagle = proven_drafts["eagle, windows"]
+    eagle = drafts["eagle, windows"]
     seen = run_child(
         "speculate",
         model=eagle.target,

@@ -17,7 +17,6 @@ import pytest
 from tests.engines.vllm.drafts import NUM_DRAFTS, Speculation
 from tests.engines.vllm.steps import BLOCK, Steps, aborted, attention
 
-from kvoffload.engines.vllm.versions import drafters_are_proven, vllm_release
 from kvoffload.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -32,7 +31,7 @@ def steps(request: pytest.FixtureRequest, drafts: dict[str, Speculation]) -> Ite
     if method == "ngram" and asynchronous:
         pytest.skip("vLLM drafts n-grams in the scheduler's process, and not asynchronously")
     if method != "ngram":
-        request.getfixturevalue("proven_drafts")  # or skips
+        request.getfixturevalue("drafts")  # or skips
     speculation = drafts[method]
     steps = Steps(
         speculation.target,
@@ -94,12 +93,10 @@ def test_what_is_stored_was_accepted_and_comes_back(steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", SCHEDULING, ids=["sync", "async"])
-def test_a_hit_is_as_long_as_in_vllms_own_prefix_cache(
-    proven_drafts: dict[str, Speculation], asynchronous: bool
-) -> None:
+def test_a_hit_is_as_long_as_in_vllms_own_prefix_cache(drafts: dict[str, Speculation], asynchronous: bool) -> None:
     """Full attention beside a window of smaller blocks: for prompts of every length, on the device and from host
     memory."""
-    eagle = proven_drafts["eagle"]
+    eagle = drafts["eagle"]
     steps = Steps(
         eagle.target,
         asynchronous,
@@ -122,14 +119,13 @@ def test_a_hit_is_as_long_as_in_vllms_own_prefix_cache(
     for prompt, hit in own.items():
         request = steps.add("again", list(prompt), 1)
         found = steps.scheduler.connector.get_num_new_matched_tokens(request, 0)[0]
-        # Before 0.32 vLLM finds less in its own cache where the prompt ends with a block.
-        assert found == hit or (vllm_release() < (0, 32) and found > hit), len(prompt)
+        assert found == hit, len(prompt)
         steps.scheduler.finish_requests("again", aborted())
     steps.close()
 
 
-def test_without_the_drop_hits_are_whole(proven_drafts: dict[str, Speculation]) -> None:
-    eagle = proven_drafts["eagle"]
+def test_without_the_drop_hits_are_whole(drafts: dict[str, Speculation]) -> None:
+    eagle = drafts["eagle"]
     config = eagle.config | {"disable_eagle_block_drop": True}
     steps = Steps(eagle.target, False, num_gpu_blocks=40, speculative_config=config, slots=64)
     request = steps.add("r", list(range(100, 117)), 1)
@@ -150,16 +146,6 @@ def test_a_method_that_was_not_proven_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Steps(drafts["eagle"].target, False, speculative_config={"num_speculative_tokens": 3} | config)
-
-
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
-def test_with_a_vllm_that_could_not_draft_drafters_with_kv_are_refused(
-    drafts: dict[str, Speculation], method: str
-) -> None:
-    if drafters_are_proven():
-        pytest.skip("the CPU build of this vLLM can draft")
-    with pytest.raises(ConfigError, match=f"'{method}' drafters with vLLM 0.30: use vLLM 0.31 or newer"):
-        Steps(drafts[method].target, False, speculative_config=drafts[method].config)
 
 
 def test_drafts_that_are_made_at_once_are_refused(drafts: dict[str, Speculation]) -> None:

@@ -10,20 +10,12 @@ from typing import Any
 import pytest
 from tests.engines.greedy import Baseline
 from tests.engines.models import SmallModel, write_granite_hybrid, write_mamba2, write_nemotron_h, write_qwen3_next
-from tests.engines.vllm.harness import HAS_VLLM, run_child, states_baseline
+from tests.engines.vllm.harness import run_child, states_baseline
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP, STATE_PROMPT_TOKENS
 from tests.engines.vllm.scenarios import OUTCOMES
 from tests.engines.vllm.test_serving import assert_idle
 
-from kvoffload.engines.vllm.versions import names_states
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        HAS_VLLM and not names_states(), reason="older versions of vLLM are refused for models with states"
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 EXTRA = {"cpu_bytes_to_use": "64MiB"}
 FULL_TOKENS = STATE_PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS

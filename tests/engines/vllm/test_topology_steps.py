@@ -11,7 +11,6 @@ import pytest
 from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, Steps, attention, latent, replayed_window, ring
 
-from kvoffload.engines.vllm.versions import says_what_is_sharded
 from kvoffload.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -27,8 +26,6 @@ def latent_on_two_ranks(model: str, asynchronous: bool) -> Steps:
 
 
 def context_ranks(model: str, asynchronous: bool) -> Steps:
-    if not says_what_is_sharded():
-        pytest.skip("kvoffload refuses context parallelism with this version")
     return Steps(model, asynchronous, 16, slots=8, context_ranks=2)
 
 

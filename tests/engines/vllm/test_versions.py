@@ -22,8 +22,6 @@ from kvoffload.errors import ConfigError
 @pytest.mark.parametrize(
     ("version", "release"),
     [
-        ("0.30.0", (0, 30)),
-        ("0.31.2", (0, 31)),
         ("0.32.0+cpu", (0, 32)),
         ("0.32.1rc1", (0, 32)),
         ("0.33.0.post1", (0, 33)),
@@ -35,12 +33,12 @@ def test_versions_of_the_range(version: str, release: tuple[int, int]) -> None:
     assert release_of(version) == release
 
 
-@pytest.mark.parametrize("version", ["0.29.1", "0.3.0", "0.1.dev1+g123", "dev", ""])
+@pytest.mark.parametrize("version", ["0.31.2", "0.3.0", "0.1.dev1+g123", "dev", ""])
 def test_other_versions_are_refused_in_one_sentence(version: str) -> None:
     with pytest.raises(ConfigError) as caught:
         release_of(version)
     assert str(caught.value) == (
-        f"kvoffload works with vLLM 0.30 to 0.33 and newer, and this is vLLM {version}: install one of those versions."
+        f"kvoffload works with vLLM 0.32 to 0.33 and newer, and this is vLLM {version}: install one of those versions."
     )
 
 
@@ -70,19 +68,19 @@ def import_beside(version: str, directory: Path) -> str:
 
 
 def test_the_import_of_the_connector_refuses_before_it_needs_anything_of_vllm(tmp_path: Path) -> None:
-    assert import_beside("0.29.0", tmp_path).startswith(
-        "kvoffload.errors.ConfigError: kvoffload works with vLLM 0.30 to 0.33 and newer, and this is vLLM 0.29.0"
+    assert import_beside("0.31.2", tmp_path).startswith(
+        "kvoffload.errors.ConfigError: kvoffload works with vLLM 0.32 to 0.33 and newer, and this is vLLM 0.31.2"
     )
 
 
 def test_a_newer_version_that_lacks_something_is_refused_by_its_name(tmp_path: Path) -> None:
     said = import_beside("0.34.0", tmp_path)
-    assert "ConfigError: kvoffload works with vLLM 0.30 to 0.33, and vLLM 0.34.0 differs in " in said
+    assert "ConfigError: kvoffload works with vLLM 0.32 to 0.33, and vLLM 0.34.0 differs in " in said
     assert "vllm.config.KVTransferConfig; " in said
 
 
 def test_the_import_of_the_connector_goes_on_with_a_version_of_the_range(tmp_path: Path) -> None:
-    assert import_beside("0.31.0", tmp_path) == "ModuleNotFoundError: No module named 'vllm.distributed'"
+    assert import_beside("0.32.0", tmp_path) == "ModuleNotFoundError: No module named 'vllm.distributed'"
 
 
 FACTORY = """
@@ -135,7 +133,7 @@ def test_vllm_may_have_nothing_that_is_expected_of_it(tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_a_newer_version_that_lacks_nothing_starts_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert untried_version() is None
-    monkeypatch.setattr(versions, "NEWEST", (0, 29))  # the lane's is newer
+    monkeypatch.setattr(versions, "NEWEST", (0, 31))  # the lane's is newer
     vllm_release.cache_clear()
     try:
         assert vllm_release() > versions.NEWEST

@@ -22,7 +22,6 @@ from tests.engines.vllm.configs import (
 )
 
 from kvoffload.config import parse_config
-from kvoffload.engines.vllm import layout
 from kvoffload.engines.vllm import weights as module
 from kvoffload.engines.vllm.layout import check_engine
 from kvoffload.engines.vllm.weights import name_of_weights, note_files
@@ -262,7 +261,6 @@ def test_models_that_name_other_repositories_or_files_are_refused(
     drafter.draft_model_config.hf_overrides = lambda config: config
     weights(UNNAMED, model_config__model=path, speculative_config=drafter)
     drafter.draft_model_config.hf_config = HFConfig(text_model_id="org/text")
-    monkeypatch.setattr(layout, "drafters_are_proven", lambda: True)  # or 0.30 would be refused first
     assert "text_model_id" in refused(tmp_path, speculative_config=drafter)
 
 

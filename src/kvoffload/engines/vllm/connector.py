@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffload.connector import (
     ConnectorMeta,
@@ -57,7 +58,7 @@ from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_n
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
-from kvoffload.engines.vllm.versions import has_wrong_hashes, hash_lookahead_tokens, hit_source, untried_version
+from kvoffload.engines.vllm.versions import hash_lookahead_tokens, untried_version
 from kvoffload.engines.vllm.weights import name_of_weights
 from kvoffload.engines.weights import Known, outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
@@ -128,7 +129,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Offloads vLLM's KV cache through kvoffload. See ``docs/vllm.md``."""
 
-    _cache_hit_source = hit_source("CPU", None)
+    _cache_hit_source = CacheHitSource.HOST
     _open: ClassVar[weakref.WeakValueDictionary[Any, KVOffloadConnector]] = weakref.WeakValueDictionary()
     """By role, rank, and the engine's ``instance_id``."""
 
@@ -219,7 +220,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """By tier, for vLLM's own metrics (0.32 and later)."""
+        """By tier, for vLLM's own metrics."""
         return self.scheduler.hit_sources(request) if num_external_tokens else {}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -361,10 +362,9 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
 def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
     """Whether a request's keys do not tell its blocks from others for as long as they last. ``dtype``: the model's."""
     if outliving_tier(config) is None:
-        return has_wrong_hashes
+        return lambda request: False
     return lambda request: (
-        has_wrong_hashes(request)
-        or (request.lora_request is not None and not config.adapters_never_change)
+        (request.lora_request is not None and not config.adapters_never_change)
         or (bool(request.mm_features) and not config.media_never_change)
         or _has_unclear_embeddings(request, dtype)
     )
@@ -374,6 +374,13 @@ def _has_unclear_embeddings(request: Any, dtype: torch.dtype) -> bool:
     """vLLM hashes the bytes of a prompt's embeddings, and neither their dtype nor which tokens they stand for."""
     embeddings = request.prompt_embeds
     return embeddings is not None and (embeddings.dtype != dtype or request.prompt_is_token_ids is not None)
+
+
+def hit_source(place: Place) -> CacheHitSource:
+    """What vLLM calls hits from a tier in its metrics."""
+    if place.medium == "CPU":
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if place.locality == "LOCAL" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
@@ -392,7 +399,7 @@ class _SchedulerSide:
         spec: OffloadingSpec,
         layout: EngineLayout,
         config: OffloadingConfig,
-        leaves_out: Callable[[Any], bool] = has_wrong_hashes,
+        leaves_out: Callable[[Any], bool] = lambda request: False,
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
@@ -449,20 +456,16 @@ class _SchedulerSide:
         self._device.bind(pool, lambda: len(self._held.blocks_without_request()) if self._held is not None else 0)
 
     def on_new_request(self, request: Any) -> None:
-        self._track(request)
+        self._events.track(request)
         self.core.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.core.is_closed and self._device.is_empty():
             self.core.open_epoch()
-        self._track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
+        self._events.track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
         answer = self.core.get_num_new_matched_tokens(request, num_computed_tokens)
         self._refused_waiting |= answer[0] is not None
         return answer
-
-    def _track(self, request: Any) -> None:
-        if not has_wrong_hashes(request):
-            self._events.track(request)
 
     def has_pending_block_frees(self) -> bool:
         self._refused_running = True
@@ -476,7 +479,7 @@ class _SchedulerSide:
         sources: dict[Any, int] = {}
         for tier, tokens in self.core.hit_tokens_by_tier(request).items():
             place = self._places.get(tier, Place("STORAGE"))
-            source = hit_source(place.medium, place.locality)
+            source = hit_source(place)
             sources[source] = sources.get(source, 0) + tokens
         return sources
 
@@ -505,8 +508,7 @@ class _SchedulerSide:
             self._stats_due_s = 0.0
 
     def request_finished(self, request: Any) -> None:
-        if not has_wrong_hashes(request):
-            self._events.finish(request)
+        self._events.finish(request)
         self.core.request_finished(request)
         self._stats_due_s = 0.0
 

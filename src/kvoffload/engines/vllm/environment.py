@@ -150,7 +150,7 @@ VARIABLES: Mapping[str, str] = {
         "VLLM_MORIIO_TRANSFER_TIMEOUT_S VLLM_SNAPSHOT_TIMEOUT_S"
     ),
 }
-"""Reasons, each with the variables of vLLM's ``envs.py`` (0.30 to 0.33) and those that vLLM itself sets. One that
+"""Reasons, each with the variables of vLLM's ``envs.py`` (0.32 and 0.33) and those that vLLM itself sets. One that
 stands nowhere counts as soon as it is set. What vLLM sets in some of its processes alone must not count."""
 
 _SET_BY_VLLM = ("AITER_SITUV2_A8W4", "AITER_SITUV2_A4W4")

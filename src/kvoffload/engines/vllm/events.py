@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from kvoffload.base import (
     OffloadingEvent,
@@ -25,7 +25,6 @@ from kvoffload.base import (
 )
 from kvoffload.config import EngineLayout, GroupKind
 from kvoffload.engines.vllm.announcements import Announced, Announcements, Place, places_of
-from kvoffload.engines.vllm.versions import event_extra_keys
 
 _VLLM_KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
@@ -130,8 +129,8 @@ class EventTranslator:
             if per_block
         }:
             block_tokens = per_block * self._hash_tokens
-            for block in range(len(tracked.hashes) // per_block):
-                _extra_keys(tracked.request, block * block_tokens, (block + 1) * block_tokens)
+            num_tokens = len(tracked.hashes) // per_block * block_tokens
+            _extra_keys(tracked.request, range(0, num_tokens, block_tokens))
 
     def _tracks_too_many(self) -> bool:
         num_tokens = self._num_finished_hashes * self._hash_tokens
@@ -246,9 +245,7 @@ class EventTranslator:
             block_size=size,
             lora_id=lora.adapter_id if lora is not None else None,
             lora_name=lora.name if lora is not None else None,
-            extra_keys=event_extra_keys(
-                [_extra_keys(request, token, token + size) for token in range(first_token, stop_token, size)]
-            ),
+            extra_keys=_extra_keys(request, range(first_token, stop_token, size)),
             session_id=request.session_id,
         )
 
@@ -287,12 +284,14 @@ def _without_inputs(request: Any) -> Any:
     return lean
 
 
-def _extra_keys(request: Any, first_token: int, stop_token: int) -> tuple[Any, ...] | None:
-    """What beside tokens went into a block's hash: adapter, images, cache salt; as vLLM hashed it."""
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+def _extra_keys(request: Any, first_tokens: range) -> list[Any] | None:
+    """What beside tokens went into the hashes of blocks (adapter, images, cache salt), in the form of vLLM's events. A
+    block begins at each of ``first_tokens``."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
-    hashed: tuple[Any, ...] | None = generate_block_hash_extra_keys(request, first_token, stop_token, 0)[0]
-    return hashed
+    size = first_tokens.step
+    hashed = [generate_block_hash_extra_keys(request, first, first + size, 0)[0] for first in first_tokens]
+    return cast("list[Any] | None", to_event_extra_keys(hashed))
 
 
 def _external(key: OffloadKey) -> Any:

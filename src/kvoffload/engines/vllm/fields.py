@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of vLLM's configuration (0.30 to 0.33), and whether it changes the bytes of a block.
+"""Every field of vLLM's configuration (0.32 and 0.33), and whether it changes the bytes of a block.
 
 A field that stands nowhere counts as soon as it is not at its default. ``test_fields`` reads the dataclasses of the
 installed vLLM, and fails for one that stands nowhere. *Bytes* means what KV stands for. What changes rounding alone

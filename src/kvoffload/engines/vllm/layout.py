@@ -21,16 +21,7 @@ from kvoffload.engines.vllm.arguments import (
 )
 from kvoffload.engines.vllm.identity import identity_of, rope_follows_batch
 from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
-from kvoffload.engines.vllm.versions import (
-    drafters_are_proven,
-    hash_block_tokens,
-    hashes_have_adapter_paths,
-    loaded_requests_go_first,
-    names_states,
-    returns_routed_experts,
-    says_what_is_sharded,
-    tells_of_sleep,
-)
+from kvoffload.engines.vllm.versions import tells_of_sleep
 from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, refuse_unnamed_weights
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import ConfigError, LayoutError
@@ -76,22 +67,12 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
         refuse_hashes(vllm_config.cache_config.prefix_caching_hash_algo, tier)
         _refuse_measured_scales(vllm_config, tier)
         refuse_unnamed_weights(vllm_config, config)
-        if config.adapters_never_change and not hashes_have_adapter_paths():
-            raise ConfigError(
-                "vLLM 0.30 hashes the name of a LoRA adapter and not its path: use vLLM 0.31 or newer, or leave out "
-                "adapters_never_change."
-            )
         if config.media_never_change and _numbers_media(vllm_config):
             raise ConfigError(
                 "With --mm-processor-cache-gb 0 and without prefix caching vLLM does not hash media but numbers them, "
                 f"anew in each server, and the secondary tier {tier!r} would serve the KV of one for another: leave "
                 "out one of the two, or media_never_change."
             )
-    if vllm_config.scheduler_config.async_scheduling and not loaded_requests_go_first():
-        raise ConfigError(
-            "vLLM 0.30 may wait for ever when it schedules asynchronously and preempts a request while others have "
-            "loaded: start it with --no-async-scheduling, or use vLLM 0.31 or newer."
-        )
     if config.kv_cache_layout is not None:
         _refuse_layout(config.kv_cache_layout, vllm_config.model_config)
     return config
@@ -183,9 +164,7 @@ def fails_by_block(kv_cache_config: Any) -> bool:
 
 
 def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
-    """Recurrent states of which vLLM names none to store, or that were not shown to be right after a load."""
-    if not names_states():
-        raise ConfigError("This model has recurrent states, for which kvoffload needs vLLM 0.32 or newer.")
+    """Recurrent states that were not shown to be right after a load."""
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             "This model has recurrent states, which vLLM keeps only with its prefix cache: add --enable-prefix-caching."
@@ -205,10 +184,10 @@ def _refuse_states(vllm_config: Any, kv_cache_config: Any, spec: Any) -> None:
             "With --use-replayssm a block may lack the latest tokens of its state: leave it out, or serve without "
             "kvoffload."
         )
-    if hash_block_tokens(vllm_config, kv_cache_config) != spec.block_size:
+    if kv_cache_config.hash_block_size != spec.block_size:
         raise ConfigError(
             f"This model's states lie at every {spec.block_size} tokens, and vLLM hashes every "
-            f"{hash_block_tokens(vllm_config, kv_cache_config)}: leave out --prefix-match-unit and "
+            f"{kv_cache_config.hash_block_size}: leave out --prefix-match-unit and "
             "--mamba-block-size, or serve without kvoffload."
         )
 
@@ -234,8 +213,6 @@ def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
             f"kvoffload does not support prefill_context_parallel_size above 1, and it is "
             f"{parallel.prefill_context_parallel_size}: set it to 1."
         )
-    if parallel.decode_context_parallel_size > 1 and not says_what_is_sharded():
-        raise ConfigError("With decode_context_parallel_size above 1 kvoffload needs vLLM 0.31 or newer.")
 
 
 def _refuse_stages(vllm_config: Any) -> None:
@@ -276,11 +253,6 @@ def _refuse_speculation(speculative: Any) -> None:
         raise _unproven_drafter(f"{speculative.method!r} with parallel drafting")
     if speculative.use_multi_module_mtp():
         raise _unproven_drafter("several MTP modules at once (with num_speculative_tokens 1, vLLM uses one)")
-    if speculative.method in DRAFTERS_WITH_KV and not drafters_are_proven():
-        raise ConfigError(
-            f"kvoffload cannot vouch for the KV of {speculative.method!r} drafters with vLLM 0.30: use vLLM 0.31 or "
-            f"newer, one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or serve without kvoffload."
-        )
 
 
 def _unproven_drafter(what: str) -> ConfigError:
@@ -317,7 +289,7 @@ def _refuse_other_answers(vllm_config: Any) -> None:
             "kvoffload does not work with diffusion models: vLLM may end a request whose last tokens have the KV of a "
             "draft."
         )
-    refuse_routed_experts(returns_routed_experts(vllm_config))
+    refuse_routed_experts(bool(vllm_config.aux_output_config.enabled))
 
 
 def _refuse_measured_scales(vllm_config: Any, tier: str) -> None:
@@ -361,7 +333,7 @@ def layout_of(
     names_blocks = one_process or not is_worker or has_agent
     return EngineLayout(
         groups=groups,
-        hash_block_tokens=hash_block_tokens(vllm_config, kv_cache_config),
+        hash_block_tokens=int(kv_cache_config.hash_block_size),
         # Users may give two engines one engine_id, whose processes would meet in one memory.
         instance_id=f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}",
         num_ranks=parallel.world_size,

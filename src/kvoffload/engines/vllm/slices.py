@@ -21,7 +21,6 @@ from typing import Any
 
 from kvoffload.config import RankSlice
 from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
-from kvoffload.engines.vllm.versions import kv_tp_replicas
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
@@ -100,7 +99,7 @@ def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     groups = _groups_of_one_spec(kv_cache_config)
     if groups is None:
-        return kv_tp_replicas(kv_cache_config)
+        return int(kv_cache_config.kv_tp_replicas)
     return math.gcd(*(_replicas_of_layer(spec_of_layer(group), vllm_config, ranks) for group in groups))
 
 

@@ -21,21 +21,8 @@ _HASHES = "vllm.v1.core.kv_cache_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
 
 SINCE = {
-    "vllm.v1.core.kv_cache_utils.to_event_extra_keys": (0, 31),
-    "vllm.v1.core.kv_cache_utils.to_event_extra_keys(extra_keys)": (0, 31),
-    "vllm.v1.kv_cache_interface.KVCacheConfig.kv_tp_replicas": (0, 31),
-    "vllm.v1.kv_cache_interface.KVCacheSpec.dcp_sharded": (0, 31),
-    "vllm.v1.metrics.cache_hit_source.CacheHitSource": (0, 32),
-    "vllm.v1.metrics.cache_hit_source.CacheHitSource.HOST": (0, 32),
-    "vllm.v1.metrics.cache_hit_source.CacheHitSource.DISK": (0, 32),
-    "vllm.v1.metrics.cache_hit_source.CacheHitSource.EXTERNAL_UNSPECIFIED": (0, 32),
-    "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size": (0, 32),
-    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_external_cache_hit_sources": (0, 32),
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.unregister_kv_caches": (0, 33),
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.restore_kv_caches": (0, 33),
-    "vllm.v1.request.Request.kv_hints": (0, 31),
-    "vllm.config.vllm.VllmConfig.aux_output_config": (0, 31),
-    "vllm.config.aux_output.AuxOutputConfig.enabled": (0, 31),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
 """What older versions lack. ``versions.py`` does without it there."""
@@ -141,7 +128,6 @@ _CALLS = {
     ("vllm.v1.attention.backends.cpu_attn", "", "_get_attn_isa"): "dtype block_size head_size kv_cache_dtype",
     (_HASHES, "", "generate_block_hash_extra_keys"): "request start_token_idx end_token_idx start_mm_idx",
     (_HASHES, "", "maybe_convert_block_hash"): "hash_bytes",
-    (_HASHES, "", "resolve_kv_cache_block_sizes"): "kv_cache_config vllm_config",
     (_HASHES, "", "to_event_extra_keys"): "extra_keys",
     (_SPECS, "", "get_kv_cache_spec_kind"): "kv_cache_spec",
     (_SPECS, "", "get_kv_cache_spec_sliding_window"): "kv_cache_spec",

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvoffload.engines.vllm.checksums import weights_state
-from kvoffload.engines.vllm.versions import hashes_have_adapter_paths
 
 logger = logging.getLogger(__name__)
 
@@ -165,16 +164,16 @@ class Adapters:
     """Which LoRA adapters may have had two sets of weights, under keys that have name and path alone."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
         """By what keys have of an adapter, vLLM's number for it when it was seen first."""
-        self._keys: dict[int, tuple[str, ...]] = {}
+        self._keys: dict[int, tuple[str, str]] = {}
         """By that number, what keys had of its adapter then."""
-        self._replaced: set[tuple[str, ...]] = set()
+        self._replaced: set[tuple[str, str]] = set()
 
     def loaded(self, adapter: Any) -> None:
         """vLLM has loaded ``adapter``, or will for a request. It loads in place under the number that the name has, by
         which requests that name another path then compute too."""
-        key = (adapter.lora_name, adapter.lora_path) if hashes_have_adapter_paths() else (adapter.lora_name,)
+        key = adapter.lora_name, adapter.lora_path
         number = self._numbers.setdefault(key, adapter.lora_int_id)
         known = self._keys.setdefault(adapter.lora_int_id, key)
         if adapter.load_inplace or number != adapter.lora_int_id or known != key:
@@ -186,7 +185,7 @@ class Adapters:
         if adapter is None:
             return False
         self.loaded(adapter)
-        return not self._replaced.isdisjoint(((adapter.lora_name, adapter.lora_path), (adapter.lora_name,)))
+        return (adapter.lora_name, adapter.lora_path) in self._replaced
 
 
 class Device:
