@@ -32,15 +32,15 @@ class SmallModel:
     num_groups: int
 
 
-def write_llama(directory: Path, seed: int = SEED, kv_heads: int = 2) -> SmallModel:
-    """Four layers of full attention: one KV group. Other seeds give other weights."""
+def write_llama(directory: Path, seed: int = SEED, kv_heads: int = 2, num_layers: int = 4) -> SmallModel:
+    """Layers of full attention: one KV group. Other seeds give other weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,
         head_dim=HEAD_DIM,
@@ -50,7 +50,7 @@ def write_llama(directory: Path, seed: int = SEED, kv_heads: int = 2) -> SmallMo
         eos_token_id=VOCAB - 1,
     )
     _write(LlamaForCausalLM, config, directory, seed)
-    return SmallModel(str(directory), num_layers=4, kv_heads=kv_heads, num_groups=1)
+    return SmallModel(str(directory), num_layers=num_layers, kv_heads=kv_heads, num_groups=1)
 
 
 _COMMON: dict[str, Any] = {

@@ -37,10 +37,17 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_VLLM:
         for module in (layout, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
+        for module in (identity, slices):
+            monkeypatch.setattr(module, "stage_sizes", _equal_stages)
         monkeypatch.setattr(weights, "_loader_of", lambda load_format: "vllm.model_executor")
         monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
         monkeypatch.setattr(identity, "installed_version", lambda: "0.32.0")
+
+
+def _equal_stages(config: Any) -> list[int]:
+    stages = config.parallel_config.pipeline_parallel_size
+    return [12 // stages] * stages
 
 
 def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,25 +156,59 @@ def test_tiers_are_refused_where_each_of_several_engines_spans_nodes() -> None:
         check_engine(vllm_config(**two, kv_transfer_config__kv_connector_extra_config=tiers))
 
 
-@pytest.mark.vllm
-def test_pipeline_stages_must_be_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(stages: int, **changes: Any) -> Any:
-        return vllm_config(
-            parallel_config__pipeline_parallel_size=stages,
-            parallel_config__world_size=stages,
-            parallel_config__distributed_executor_backend="mp",
-            **changes,
-        )
+def of_stages(stages: int, **changes: Any) -> Any:
+    """An engine of 12 layers in a pipeline."""
+    return vllm_config(
+        parallel_config__pipeline_parallel_size=stages,
+        parallel_config__world_size=stages,
+        parallel_config__distributed_executor_backend="mp",
+        **changes,
+    )
 
-    check_engine(config(3))  # of 12 layers
-    check_engine(config(2, speculative_config=speculative(method="ngram")))
-    with pytest.raises(ConfigError, match=r"these have 2, 2, 3, 3, 2 layers: set .* to a divisor of 12"):
-        check_engine(config(5))
-    with pytest.raises(ConfigError, match="KV of 'eagle' drafters lies in the last pipeline stage alone"):
-        check_engine(config(2, speculative_config=speculative()))
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,7")
-    with pytest.raises(ConfigError, match="these have 5, 7 layers"):
-        check_engine(config(2))
+
+@pytest.mark.vllm
+def test_a_drafter_with_kv_is_refused_over_stages() -> None:
+    check_engine(of_stages(5))
+    check_engine(of_stages(2, speculative_config=speculative(method="ngram")))
+    with pytest.raises(ConfigError, match="KV of 'eagle' drafters is in the last pipeline stage alone"):
+        check_engine(of_stages(2, speculative_config=speculative()))
+
+
+def of_stage(num_layers: int, *more_groups: Any) -> Any:
+    """The KV cache of a rank with ``num_layers`` of one group; pages of 4 KiB per layer."""
+    caches = kv_cache_config(attention(), *more_groups)
+    caches.kv_cache_groups[0].layer_names = [f"layers.{n}" for n in range(num_layers)]
+    for tensor in caches.kv_cache_tensors:
+        tensor.size = num_layers * 4096 * caches.num_blocks
+    return caches
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("stages", "partition", "sizes"),
+    [(5, None, (2, 2, 3, 3, 2)), (2, "5,7", (5, 7)), (2, "7,5", (7, 5)), (3, None, (4, 4, 4))],
+)
+def test_each_slice_is_as_large_as_the_largest_stage_s(
+    stages: int, partition: str | None, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if partition is not None:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    config = of_stages(stages)
+    layouts = [
+        layout_of(config, of_stage(size), parse_config(EXTRA), rank, is_worker=True) for rank, size in enumerate(sizes)
+    ]
+    assert {layout.slice_bytes(1) for layout in layouts} == {max(sizes) * 4096}
+    assert layout_of(config, of_stage(sizes[0]), parse_config(EXTRA)).slice_bytes(1) == max(sizes) * 4096
+    assert [layout.slice.index for layout in layouts] == list(range(stages))
+
+
+@pytest.mark.vllm
+def test_unequal_stages_of_layers_that_differ_are_refused() -> None:
+    config = of_stages(5)
+    for caches in (of_stage(2, sliding(64)), of_stage(1), of_stage(3)):
+        with pytest.raises(LayoutError, match=r"stages .* have 2, 2, 3, 3, 2 layers.*a divisor of 12"):
+            layout_of(config, caches, parse_config(EXTRA))
+    layout_of(of_stages(3), of_stage(4, sliding(64)), parse_config(EXTRA))  # equal stages
 
 
 @BOTH

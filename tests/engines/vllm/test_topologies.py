@@ -64,6 +64,22 @@ def test_two_stages_keep_their_layers_side_by_side(llama: SmallModel, llama_base
     assert_idle(seen["idle"])
 
 
+def test_two_stages_of_unequal_size(tmp_path: Path) -> None:
+    """As with all models of 61 layers. The slice of the smaller stage has a tail that nobody uses."""
+    model = write_llama(tmp_path / "model", num_layers=3).path
+    baseline = Baseline(run_child("baseline", model=model, family="llama"))
+    seen = run_child("return_once", model=model, extra=EXTRA, environment=TWO_CORES, **TWO_STAGES)
+
+    assert baseline.wrong(seen["first"]) == []
+    assert baseline.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    metrics = seen["metrics"]
+    assert metrics["primary_blocks_stored"] == 4 * 31
+    assert metrics["store_bytes"] == metrics["load_bytes"] == 4 * 31 * 3 * PAGE_BYTES
+    assert metrics["primary_blocks"] == (64 << 20) // (2 * 2 * PAGE_BYTES)
+    assert_idle(seen["idle"])
+
+
 def test_what_one_replica_fails_to_store_or_load_is_computed_again(
     one_head: SmallModel, one_head_baseline: Baseline
 ) -> None:

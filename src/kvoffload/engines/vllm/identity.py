@@ -17,7 +17,7 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of, rope_types_in, unknown_fields
 from kvoffload.engines.vllm.environment import environment, kernels, plugins, unknown_variables
 from kvoffload.engines.vllm.fields import FIELDS
-from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer
+from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer, stage_sizes
 from kvoffload.engines.vllm.versions import installed_version
 from kvoffload.engines.vllm.weights import drafter_with_kv
 from kvoffload.engines.weights import fingerprint, outliving_tier
@@ -59,7 +59,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
         "kv_dtype": "fp8" if cache.cache_dtype == "fp8_ds_mla" else str(cache.cache_dtype),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block_size": str(config.block_size),
-        "pages": "of all heads" if is_rank_free else _division(vllm_config.parallel_config),
+        "pages": "of all heads" if is_rank_free else _division(vllm_config),
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         **_facts(vllm_config, kv_cache_config, config, is_rank_free),
@@ -227,10 +227,11 @@ def cpu_build() -> str:
         raise UnclearError(f"build for this CPU is not known ({exc!r})") from exc
 
 
-def _division(parallel: Any) -> str:
+def _division(vllm_config: Any) -> str:
     """How ranks divide a block, beside the number of its slices."""
+    parallel, sizes = vllm_config.parallel_config, stage_sizes(vllm_config)
     context = f"{parallel.decode_context_parallel_size}:{parallel.cp_kv_cache_interleave_size}"
-    return f"of {parallel.pipeline_parallel_size} stages, context {context}"
+    return f"of stages {sizes if len(sizes) > 1 else ''}, context {context}"
 
 
 def _limit(model: Any) -> str:

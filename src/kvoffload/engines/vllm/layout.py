@@ -20,7 +20,7 @@ from kvoffload.engines.vllm.arguments import (
     refuse_transfer,
 )
 from kvoffload.engines.vllm.identity import identity_of, rope_follows_batch
-from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, slice_of, why_not_rank_free
+from kvoffload.engines.vllm.slices import kind_of, offloaded_groups, page_bytes, slice_of, why_not_rank_free
 from kvoffload.engines.vllm.versions import tells_of_sleep
 from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, refuse_unnamed_weights
 from kvoffload.engines.weights import outliving_tier
@@ -216,25 +216,14 @@ def _refuse_parallel(parallel: Any, config: OffloadingConfig) -> None:
 
 
 def _refuse_stages(vllm_config: Any) -> None:
-    """Stages whose blocks differ in size. A slot has a slice of equal size for each."""
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages == 1:
-        return
-    from vllm.distributed.utils import get_pp_indices
-
-    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
-    sizes = [end - start for start, end in bounds]
-    if len(set(sizes)) > 1:
-        raise ConfigError(
-            f"kvoffload needs pipeline stages of equal size, and these have {', '.join(map(str, sizes))} layers: set "
-            f"pipeline_parallel_size to a divisor of {num_layers}, and leave out VLLM_PP_LAYER_PARTITION."
-        )
+    """Drafters whose KV is in one stage alone. vLLM does not say how many layers of it there are."""
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method in DRAFTERS_WITH_KV:
+    if vllm_config.parallel_config.pipeline_parallel_size == 1 or speculative is None:
+        return
+    if speculative.method in DRAFTERS_WITH_KV:
         raise ConfigError(
-            f"The KV of {speculative.method!r} drafters lies in the last pipeline stage alone, and kvoffload needs "
-            f"stages of equal size: use one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or pipeline_parallel_size 1."
+            f"The KV of {speculative.method!r} drafters is in the last pipeline stage alone, which was not shown to be "
+            f"right: use one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or pipeline_parallel_size 1."
         )
 
 
@@ -315,11 +304,11 @@ def layout_of(
     The layout of a worker whose scheduler is another process has no identity, since it is the scheduler that names
     blocks in tiers.
     """
-    page_bytes = _bytes_per_gpu_block(kv_cache_config)
+    bytes_per_block = page_bytes(vllm_config, kv_cache_config, rank)
     offloaded = offloaded_groups(kv_cache_config)
     lookahead = _lookahead_tokens(vllm_config.speculative_config, offloaded)
     groups = tuple(
-        _group_layout(group.kv_cache_spec, page_bytes, ahead, vllm_config.parallel_config)
+        _group_layout(group.kv_cache_spec, bytes_per_block, ahead, vllm_config.parallel_config)
         for group, ahead in zip(offloaded, lookahead, strict=True)
     )
     # Without a tier no other engine finds the blocks, and whole slices are copied in fewer pieces.
@@ -359,18 +348,6 @@ def _device_tokens(num_blocks: int, groups: Sequence[KVGroupLayout]) -> int | No
     return int((num_blocks - 1) / blocks_per_token) if blocks_per_token else None
 
 
-def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
-    """Bytes of one GPU block id on one rank. All groups of vLLM share one allocation, so this is the size of the
-    largest group's block, padding included."""
-    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
-    if len(sizes) != 1 or kv_cache_config.num_blocks < 1:
-        raise LayoutError(
-            f"vLLM placed its KV cache in {len(sizes)} allocations, and kvoffload expects one; is this a model without "
-            "a KV cache, or a newer vLLM?"
-        )
-    return int(sizes.pop() // kv_cache_config.num_blocks)
-
-
 def _lookahead_tokens(speculative: Any, groups: Sequence[Any]) -> list[int]:
     """By group: 1 where layers of a speculative head may be in the group, so that vLLM drops the last block of a hit in
     its own prefix cache; otherwise 0.
@@ -384,7 +361,7 @@ def _lookahead_tokens(speculative: Any, groups: Sequence[Any]) -> list[int]:
     return [int(not flagged or group.kv_cache_spec in flagged) for group in groups]
 
 
-def _group_layout(spec: Any, page_bytes: int, lookahead_tokens: int, parallel: Any) -> KVGroupLayout:
+def _group_layout(spec: Any, bytes_per_block: int, lookahead_tokens: int, parallel: Any) -> KVGroupLayout:
     kind = _KINDS[kind_of(spec)]
     window = None
     if kind is GroupKind.SLIDING_WINDOW:
@@ -393,7 +370,7 @@ def _group_layout(spec: Any, page_bytes: int, lookahead_tokens: int, parallel: A
     block_tokens = spec.block_size
     if parallel.decode_context_parallel_size > 1 and spec.dcp_sharded:
         block_tokens *= parallel.decode_context_parallel_size  # each rank has a part of them
-    return KVGroupLayout(kind, block_tokens, page_bytes, window, lookahead_tokens)
+    return KVGroupLayout(kind, block_tokens, bytes_per_block, window, lookahead_tokens)
 
 
 def _window_of(spec: Any) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from kvoffload.config import RankSlice
 from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
+from kvoffload.errors import LayoutError
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
@@ -60,6 +61,53 @@ def _held(vllm_config: Any, kv_cache_config: Any) -> list[int]:
     if of_same_heads % divisions:
         return list(range(parallel.world_size))  # not known
     return [rank // of_same_heads * divisions + rank % divisions for rank in range(parallel.world_size)]
+
+
+def stage_sizes(vllm_config: Any) -> list[int]:
+    """Layers of the model in each stage of the pipeline."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    if stages == 1:
+        return [num_layers]
+    from vllm.distributed.utils import get_pp_indices
+
+    bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
+    return [end - start for start, end in bounds]
+
+
+def page_bytes(vllm_config: Any, kv_cache_config: Any, rank: int) -> int:
+    """Bytes of one GPU block id on the rank with the most layers. The same in every process of an engine; each rank
+    knows only its own KV cache, and the scheduler that of rank 0.
+
+    Raises ``LayoutError`` if a stage is smaller than another, and what its layers keep does not tell what the others'
+    keep.
+    """
+    own_bytes, sizes = _bytes_per_gpu_block(kv_cache_config), stage_sizes(vllm_config)
+    if len(set(sizes)) == 1:
+        return own_bytes
+    num_layers = sizes[rank // (vllm_config.parallel_config.world_size // len(sizes))]
+    groups = kv_cache_config.kv_cache_groups
+    # One group of equal layers, with KV in each layer: all others may divide unequally between stages.
+    names = groups[0].layer_names if len(groups) == 1 else []
+    if not names or len(names) % num_layers or own_bytes % num_layers:
+        raise LayoutError(
+            f"The stages of this pipeline have {', '.join(map(str, sizes))} layers. kvoffload supports unequal stages "
+            "only for models whose layers all keep the same KV: set pipeline_parallel_size to a divisor of "
+            f"{sum(sizes)}."
+        )
+    return int(own_bytes // num_layers * max(sizes))
+
+
+def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
+    """Bytes of one GPU block id on one rank. All groups of vLLM share one allocation, so this is the size of the
+    largest group's block, padding included."""
+    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
+    if len(sizes) != 1 or kv_cache_config.num_blocks < 1:
+        raise LayoutError(
+            f"vLLM placed its KV cache in {len(sizes)} allocations, and kvoffload expects one; is this a model without "
+            "a KV cache, or a newer vLLM?"
+        )
+    return int(sizes.pop() // kv_cache_config.num_blocks)
 
 
 def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
