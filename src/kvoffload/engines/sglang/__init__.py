@@ -17,10 +17,21 @@ __all__ = ["KVOffloadStorage"]
 
 def __getattr__(name: str) -> Any:
     if name == "KVOffloadStorage":
-        from kvoffload.engines.sglang.versions import sglang_version
+        from kvoffload.engines.sglang.versions import untried_version
+        from kvoffload.errors import ConfigError
 
-        sglang_version()  # before SGLang's own modules, which other versions may have elsewhere
-        from kvoffload.engines.sglang.backend import KVOffloadStorage
+        untried = untried_version()
+        try:
+            from kvoffload.engines.sglang.backend import KVOffloadStorage
 
+            if absent := KVOffloadStorage.__abstractmethods__:
+                raise AttributeError(f"kvoffload has no {', '.join(sorted(absent))}")
+        except (ImportError, AttributeError) as exc:
+            if untried is None:
+                raise
+            raise ConfigError(
+                f"{untried}, which differs in something that kvoffload uses ({exc}): install the version that was "
+                "tried, or serve without kvoffload."
+            ) from exc
         return KVOffloadStorage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ from kvoffload.engines.sglang.options import SGLangOptions, parse_options
 from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
 from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
-from kvoffload.engines.sglang.versions import sglang_version
+from kvoffload.engines.sglang.versions import sglang_version, untried_version
 from kvoffload.engines.weights import Files, in_background
 from kvoffload.errors import ConfigError
 from kvoffload.exporter import PrometheusExporter
@@ -58,6 +58,12 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
+        if (untried := untried_version()) is not None:
+            logger.warning(
+                "%s. It has everything that kvoffload uses, but nobody has compared its answers. Some of its settings "
+                "may mean something else than kvoffload believes.",
+                untried,
+            )
         extra = storage_config.extra_config or {}
         self._options = parse_options(extra)
         # As given, not as it is now: SGLang changes it when it attaches a storage later.

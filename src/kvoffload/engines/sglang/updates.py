@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.engines.sglang.versions import sglang_version
 from kvoffload.engines.weights import Files
 from kvoffload.errors import ConfigError
 
@@ -126,13 +125,17 @@ SERVED = ServedWeights()
 
 def watch() -> None:
     """Watches updates in this process. Idempotent. SGLang calls it in all servers of an environment with kvoffload, so
-    it must change nothing for them, and does nothing where there is no scheduler or a version that was not tried."""
+    it must change nothing for them, and does nothing where there is no scheduler or a version that it cannot watch."""
+    try:
+        _watch()
+    except AttributeError as exc:
+        logger.debug("kvoffload cannot watch this SGLang's updates of weights: %s", exc)
+
+
+def _watch() -> None:
+    """Raises ``AttributeError``, with nothing changed, for a SGLang without something that is to be watched."""
     updater, controller = sys.modules.get(_UPDATER), sys.modules.get(_CONTROLLER)
     if SERVED.is_watched or updater is None or controller is None:
-        return
-    try:
-        sglang_version()
-    except ConfigError:
         return
     manager, cache = updater.SchedulerWeightUpdaterManager, controller.HiCacheController
     reset, steps = cache.reset, {step: getattr(manager, step) for step in _REQUIRED}
@@ -166,7 +169,7 @@ def watch_from_the_start(is_start: bool) -> None:
             "--hicache-storage-backend dynamic."
         )
     try:
-        watch()
+        _watch()
     except AttributeError as exc:
         raise ConfigError(f"kvoffload cannot watch this SGLang's updates of weights: {exc}.") from exc
     if not SERVED.is_watched:
