@@ -320,8 +320,13 @@ class GroupKind(Enum):
     """Every block of the prefix."""
     SLIDING_WINDOW = "sliding_window"
     """The blocks that cover the last ``sliding_window_tokens - 1`` tokens."""
+    LOCAL_CHUNK = "local_chunk"
+    """The blocks that cover the tokens since the last multiple of ``sliding_window_tokens``."""
     SINGLE_STATE = "single_state"
     """The recurrent state at its end alone (Mamba, linear attention, short convolutions)."""
+
+
+_WINDOWS = (GroupKind.SLIDING_WINDOW, GroupKind.LOCAL_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +339,7 @@ class KVGroupLayout:
     page_bytes: int
     """Bytes of one GPU block on one rank, all layers of the group together."""
     sliding_window_tokens: int | None = None
-    """The window, for ``SLIDING_WINDOW`` groups; ``None`` for all others."""
+    """The window of ``SLIDING_WINDOW`` groups, and the chunk of ``LOCAL_CHUNK`` groups; ``None`` for all others."""
     lookahead_tokens: int = 0
     """This many tokens after a token are part of its KV. 1 where layers of a speculative head are in the group: they
     see the next token, which the hash of a full block does not cover."""
@@ -344,8 +349,8 @@ class KVGroupLayout:
             raise LayoutError(f"lookahead_tokens must be 0 or more: {self!r}.")
         if self.block_tokens < 1 or self.page_bytes < 1:
             raise LayoutError(f"A KV group needs positive block_tokens and page_bytes, got {self!r}.")
-        if (self.kind is GroupKind.SLIDING_WINDOW) != (self.sliding_window_tokens is not None):
-            raise LayoutError(f"sliding_window_tokens belongs to sliding-window groups, and only there: {self!r}.")
+        if (self.kind in _WINDOWS) != (self.sliding_window_tokens is not None):
+            raise LayoutError(f"Groups with a window or a chunk need sliding_window_tokens, and no others: {self!r}.")
         if self.sliding_window_tokens is not None and self.sliding_window_tokens < 1:
             raise LayoutError(f"sliding_window_tokens must be positive: {self!r}.")
 

@@ -45,7 +45,7 @@ _RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 
 OUTCOMES = ("ok", "failed")
-GROUP_KINDS = ("full_attention", "sliding_window", "single_state")
+GROUP_KINDS = ("full_attention", "sliding_window", "local_chunk", "single_state")
 DIRECTIONS = ("read", "write")
 NEXT_USES = ("soon", "later", "never", "unknown")
 PREFETCH_OUTCOMES = ("found", "missed", "dropped")

@@ -43,6 +43,10 @@ def sliding(window: int, tokens: int = 4, lookahead: int = 0) -> KVGroupLayout:
     return KVGroupLayout(GroupKind.SLIDING_WINDOW, tokens, 1, window, lookahead)
 
 
+def chunk(size: int, tokens: int = 4) -> KVGroupLayout:
+    return KVGroupLayout(GroupKind.LOCAL_CHUNK, tokens, 1, size)
+
+
 def state(tokens: int = 4) -> KVGroupLayout:
     return KVGroupLayout(GroupKind.SINGLE_STATE, tokens, 1)
 
@@ -87,6 +91,12 @@ def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
             assert group.window_tokens is not None
             # Token ``hit`` attends to itself and the window_tokens - 1 before it.
             return [token for token in range(computed, hit) if hit - token < group.window_tokens] + ahead
+        case GroupKind.LOCAL_CHUNK:
+            assert group.window_tokens is not None
+            # Token ``hit`` attends to the tokens of its own chunk.
+            return [
+                token for token in range(computed, hit) if token // group.window_tokens == hit // group.window_tokens
+            ]
         case GroupKind.SINGLE_STATE:
             return [hit - 1]
 
@@ -114,6 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
     layout = st.one_of(
         st.tuples(st.sampled_from([2, 4, 6]), st.integers(0, 1)).map(lambda pair: full(*pair)),
         st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 6]), st.integers(0, 1)).map(lambda row: sliding(*row)),
+        st.tuples(st.integers(1, 20), st.sampled_from([2, 4, 6])).map(lambda pair: chunk(*pair)),
         st.sampled_from([2, 4]).map(state),
     )
     groups = geometry(*draw(st.lists(layout, min_size=1, max_size=5)), factor=draw(st.integers(1, 3)))
@@ -420,7 +431,9 @@ def test_a_window_of_one_token_needs_no_earlier_one() -> None:
 @settings(max_examples=by_size(100, 2000))
 @given(data=st.data())
 def test_what_is_stored_of_a_run_of_blocks_is_what_is_stored_of_each(data: st.DataObject) -> None:
-    layout = data.draw(st.sampled_from([full(), full(8, lookahead=1), sliding(6), sliding(3, 2), sliding(9, 4, 1)]))
+    layout = data.draw(
+        st.sampled_from([full(), full(8, lookahead=1), sliding(6), sliding(3, 2), sliding(9, 4, 1), chunk(8), chunk(6)])
+    )
     groups = geometry(layout, full(8), factor=data.draw(st.sampled_from([1, 2])))
     group, unit = groups[0], hit_unit_tokens(groups)
     ids = data.draw(st.lists(st.sampled_from([NO_BLOCK, 5, 6, 7, 8, 9]), max_size=24))

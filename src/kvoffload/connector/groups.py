@@ -6,9 +6,9 @@ it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half
 first token.
 
 A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
-full attention, the last window for sliding windows, the last block for single states. Groups with speculative heads
-also need the block after T. ``GroupGeometry`` says which blocks those are, and ``find_hit`` searches for the greatest
-T that is good for all groups at once.
+full attention, the last window for sliding windows, the last chunk for local chunks, the last block for single
+states. Groups with speculative heads also need the block after T. ``GroupGeometry`` says which blocks those are, and
+``find_hit`` searches for the greatest T that is good for all groups at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvoffload.connector.epochs import FIRST, Epoch
 # A name of the module is found several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
 _SINGLE_STATE = GroupKind.SINGLE_STATE
+_LOCAL_CHUNK = GroupKind.LOCAL_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class GroupGeometry:
         if self.kind is _SINGLE_STATE:
             return max(0, num_tokens - 1)
         assert self.window_tokens is not None
+        if self.kind is _LOCAL_CHUNK:
+            return num_tokens // self.window_tokens * self.window_tokens
         return max(0, num_tokens - self.window_tokens + 1)
 
     def gpu_blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:

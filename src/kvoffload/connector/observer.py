@@ -300,7 +300,7 @@ class Observer:
         blocks = dict.fromkeys(GroupKind, 0)
         for own in request.groups:
             blocks[own.group.kind] += len(own.keys)
-        return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW]
+        return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW] or blocks[GroupKind.LOCAL_CHUNK]
 
     def _explain(self, request: Request, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
         """Fills in why the prompt's tokens from ``begin`` on were missing."""

@@ -7,7 +7,7 @@ it depends on, so that a block with a wrong, rejected or missing position gives 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from tests.connector.rig import SpyManager
@@ -85,6 +85,8 @@ class Worker:
         """The contents by GPU block and position in it. All groups share one pool of GPU blocks, as in vLLM."""
         self.slots: dict[int, list[Content]] = {}
         self._ended: list[TransferJob] = []
+        self.reads: dict[int, Callable[[int], int]] = {}
+        """By group of attention, the first position that is read at a position."""
 
     def take_ended(self) -> list[TransferJob]:
         """Return the transfers that ended since the last call."""
@@ -173,17 +175,16 @@ class Worker:
         return sampled
 
     def _check_context(self, request_id: str, computed: int) -> None:
-        """Check the positions that attention reads: the whole prefix of full attention.
-
-        Windows are checked by their stored blocks.
-        """
-        known, table = self.tokens[request_id], self._tables[request_id][0]
-        for position in range(computed):
-            block, offset = divmod(position, self._block_tokens[0])
-            content = self._device.get((table[block], offset))
-            assert content in (PROMOTED, tuple(known[: position + 1 + self._lookahead])), (
-                f"{request_id} goes on from {computed} tokens, and position {position} was computed from {content}"
-            )
+        """Check the positions that attention reads: the whole prefix of full attention, a part of it in windows."""
+        known = self.tokens[request_id]
+        for group, first_read in self.reads.items():
+            table = self._tables[request_id][group]
+            for position in range(first_read(computed), computed):
+                block, offset = divmod(position, self._block_tokens[group])
+                content = self._device.get((table[block], offset))
+                assert content in (PROMOTED, tuple(known[: position + 1 + self._lookahead])), (
+                    f"{request_id} goes on from {computed} tokens, and position {position} was computed from {content}"
+                )
 
     def _run(self, job: TransferJob) -> None:
         assert isinstance(job.source, GPULoadStoreSpec)

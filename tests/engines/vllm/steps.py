@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,24 @@ def attention(window: int | None = None, block: int = BLOCK, dtype: str = "float
     shape["dtype"] = getattr(torch, dtype)
     shape["head_size"] = PAGE_BYTES // (2 * block * shape["num_kv_heads"] * shape["dtype"].itemsize)
     return FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+
+
+def chunked(size: int) -> Any:
+    """A KV group of vLLM: attention within chunks of ``size`` tokens."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    full = attention()
+    shape = {name: getattr(full, name) for name in ("block_size", "num_kv_heads", "head_size", "dtype")}
+    return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=size)
+
+
+def first_read(spec: Any, position: int) -> int:
+    """The first position that attention at ``position`` reads, by the definition of the kinds."""
+    if (size := getattr(spec, "attention_chunk_size", None)) is not None:
+        return int(position - position % size)
+    if (window := getattr(spec, "sliding_window", None)) is not None:
+        return int(max(0, position - window + 1))
+    return 0
 
 
 def latent() -> Any:
@@ -164,6 +183,11 @@ class Steps:
         worker = EarlyWriter if v2_model_runner else Worker
         left_out = [index for index, spec in enumerate(groups) if not spec.prefix_cacheable]
         self.worker = worker(self.block_tokens, self.lookahead_tokens, self._state_groups, left_out)
+        self.worker.reads = {
+            group: functools.partial(first_read, spec)
+            for group, spec in enumerate(groups)
+            if group not in (*self._state_groups, *left_out)
+        }
         self.manager: ScriptedManager | None = ScriptedSpec.latest if slots is not None else None
         self.metas: list[ConnectorMeta] = []
         """The messages to the workers, by step."""

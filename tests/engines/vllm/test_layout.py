@@ -272,9 +272,17 @@ def test_a_layout_that_vllm_did_not_take_is_refused() -> None:
 @BOTH
 def test_groups_that_hashes_cannot_restore_are_refused() -> None:
     refuse_kv_cache(vllm_config(), kv_cache_config(attention(), sliding(64)))
-    for wrong in (chunked(), replayed_window()):
-        with pytest.raises(LayoutError, match=f"KV group 1 .*{type(wrong).__name__}"):
-            refuse_kv_cache(vllm_config(), kv_cache_config(attention(), wrong))
+    wrong = replayed_window()
+    with pytest.raises(LayoutError, match=f"KV group 1 .*{type(wrong).__name__}"):
+        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), wrong))
+
+
+@BOTH
+def test_chunked_local_attention_needs_its_chunk_alone() -> None:
+    caches = kv_cache_config(attention(), chunked())
+    refuse_kv_cache(vllm_config(), caches)
+    _, local = layout_of(vllm_config(), caches, CONFIG).groups
+    assert (local.kind, local.sliding_window_tokens) == (GroupKind.LOCAL_CHUNK, 64)
 
 
 @BOTH

@@ -5,11 +5,12 @@ groups outside of the prefix cache."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.engines.models import SmallModel
-from tests.engines.vllm.steps import BLOCK, Steps, attention, latent, replayed_window, ring
+from tests.engines.vllm.steps import BLOCK, Steps, aborted, attention, chunked, latent, replayed_window, ring
 
 from kvoffload.errors import ConfigError
 
@@ -101,3 +102,45 @@ def test_a_second_connector_of_one_engine_is_refused(llama: SmallModel) -> None:
         type(first)(scheduler.vllm_config, first.role, scheduler.kv_cache_config)
     first.shutdown()
     type(first)(scheduler.vllm_config, first.role, scheduler.kv_cache_config).shutdown()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("chunk", [BLOCK, 2 * BLOCK, 5 * BLOCK, 6])
+def test_a_hit_of_chunks_is_as_long_as_in_vllms_own_prefix_cache(
+    llama: SmallModel, asynchronous: bool, chunk: int
+) -> None:
+    """Full attention beside attention within chunks (Llama 4): for prompts of every length."""
+    steps = Steps(llama.path, asynchronous, num_gpu_blocks=200, groups=[attention(), chunked(chunk)], slots=200)
+    tokens = list(range(100, 148))
+    steps.add("first", tokens, 1)
+    steps.drain()
+    manager = steps.scheduler.kv_cache_manager
+    own = {}
+    for length in range(1, len(tokens)):
+        for prompt in (tokens[:length], tokens[:length] + [9] * 9):
+            own[tuple(prompt)] = manager.get_computed_blocks(steps.request("probe", prompt, 1))[1]
+    assert steps.scheduler.reset_prefix_cache()
+    assert max(own.values()) == 11 * BLOCK
+    for prompt, hit in own.items():
+        request = steps.add("again", list(prompt), 1)
+        found = steps.scheduler.connector.get_num_new_matched_tokens(request, 0)[0]
+        assert found == hit, len(prompt)
+        steps.scheduler.finish_requests("again", aborted())
+    steps.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("chunk", [BLOCK, 3 * BLOCK, 6])
+def test_what_chunks_read_after_a_load_is_right(llama: SmallModel, asynchronous: bool, chunk: int) -> None:
+    """There are few GPU blocks, and prompts fork at every block."""
+    steps = Steps(llama.path, asynchronous, 24, groups=[attention(), chunked(chunk)], slots=64)
+    chance = random.Random(chunk)
+    base = list(range(10, 10 + 8 * BLOCK))
+    for wave in range(8):
+        for number in range(4):
+            cut = chance.randrange(len(base))
+            steps.add(f"{wave} {number}", [*base[:cut], *[400 + number] * (1 + chance.randrange(6))], 2 * BLOCK)
+        steps.drain()  # which checks what each position was computed from
+        assert steps.scheduler.reset_prefix_cache()
+    assert len(steps.loads()) > 10
+    steps.close()

@@ -29,6 +29,7 @@ from kvoffload.engines.vllm.announcements import Announced, Announcements, Place
 _VLLM_KINDS = {
     GroupKind.FULL_ATTENTION: "full_attention",
     GroupKind.SLIDING_WINDOW: "sliding_window",
+    GroupKind.LOCAL_CHUNK: "chunked_local_attention",
     GroupKind.SINGLE_STATE: "mamba",
 }
 """What vLLM's own events call the kinds of groups."""
@@ -72,7 +73,10 @@ class EventTranslator:
             for group in layout.groups
         ]
         self._hashes_per_gpu_block = [group.block_tokens // layout.hash_block_tokens for group in layout.groups]
-        self._kinds = [(_VLLM_KINDS[group.kind], group.sliding_window_tokens) for group in layout.groups]
+        self._kinds = [
+            (_VLLM_KINDS[group.kind], group.sliding_window_tokens if group.kind is GroupKind.SLIDING_WINDOW else None)
+            for group in layout.groups
+        ]
         self._holders: dict[bytes, dict[_Tracked, int]] = {}
         """By hash, the requests that have it, and its index in them. Any of them describes it."""
         self._live: dict[str, _Tracked] = {}

@@ -32,6 +32,7 @@ _KINDS = {
     "mla_attention": GroupKind.FULL_ATTENTION,
     "sliding_window": GroupKind.SLIDING_WINDOW,
     "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+    "chunked_local_attention": GroupKind.LOCAL_CHUNK,
     "mamba": GroupKind.SINGLE_STATE,
 }
 """vLLM's kinds of KV groups that can be restored from block hashes alone, by ``KVCacheSpecKind`` value."""
@@ -367,6 +368,8 @@ def _group_layout(spec: Any, bytes_per_block: int, lookahead_tokens: int, parall
     if kind is GroupKind.SLIDING_WINDOW:
         # vLLM keeps more tokens than the window when a speculative head needs them.
         window = _window_of(spec) + int(getattr(spec, "extra_retained_tokens", 0))
+    elif kind is GroupKind.LOCAL_CHUNK:
+        window = int(spec.attention_chunk_size)
     block_tokens = spec.block_size
     if parallel.decode_context_parallel_size > 1 and spec.dcp_sharded:
         block_tokens *= parallel.decode_context_parallel_size  # each rank has a part of them

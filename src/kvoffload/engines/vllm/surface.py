@@ -61,8 +61,9 @@ _ATTRIBUTES = {
     ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"): "kv_cache_specs",
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): "sliding_window extra_retained_tokens",
     ("vllm.v1.kv_cache_interface", "RSWASpec"): "rswa_window",
+    ("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"): "attention_chunk_size",
     ("vllm.v1.kv_cache_interface", "KVCacheSpecKind"): (
-        "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA MAMBA"
+        "FULL_ATTENTION MLA_ATTENTION SLIDING_WINDOW SLIDING_WINDOW_MLA CHUNKED_LOCAL_ATTENTION MAMBA"
     ),
     ("vllm.config.kv_transfer", "KVTransferConfig"): (
         "kv_connector_extra_config kv_load_failure_policy kv_role engine_id has_connector"
