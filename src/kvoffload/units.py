@@ -81,6 +81,12 @@ def format_bytes(number: float) -> str:
     return f"{digits} {units[0]}"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Return a size for a configuration, such as ``8.5GiB``, that is not below ``num_bytes``."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{math.ceil(100 * num_bytes / unit) / 100:.10g}{name}"
+
+
 def counted(number: int, what: str) -> str:
     """Return the number with its noun, such as ``1 run`` or ``2 runs``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -64,7 +64,7 @@ def test_a_server_with_an_unbounded_disk_is_not_told_to_buy_one(
     as_it_was, *changes = json.loads(figures.read_text())["what_if"]
     assert as_it_was["disk_hit_tokens"] > 0
     assert not [each["change"] for each in changes if "disk" in each["change"]]
-    assert "as it was, a disk for the whole trace" in capsys.readouterr().out
+    assert "as it was, unbounded disk" in capsys.readouterr().out
 
 
 def test_how_much_a_servers_memory_holds_is_asked_for(

@@ -248,13 +248,13 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, capsys: pytest.CaptureFixt
     goal = ["plan", trace, "--processes", "1", "--hit-rate"]
     code, out, _ = run(capsys, *goal, "60")
     assert code == 0
-    assert "Buy " in out and "no forecast" in out
-    code, out, _ = run(capsys, *goal, "99")
+    assert out.startswith("Buy ")
+    code, out, _ = run(capsys, *goal, "99", "--wide")
     assert code == 1
     assert "Nothing within the limits" in out and len(rows(out)) > 5, "the table shows what was tried"
-    code, out, _ = run(capsys, *goal, "60%", "--gpu-kv-tokens", "1000000")
+    code, out, _ = run(capsys, *goal, "60%", "--gpu-kv-tokens", "1000000", "--wide")
     assert code == 0
-    assert "Buy nothing: the GPU's own cache reaches the goal" in out
+    assert out.startswith("Buy nothing: the GPU's own cache reaches the goal")
     assert len(rows(out)) == 1, "and nothing else was tried"
     code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "0.5")
     assert code == 0
@@ -267,17 +267,6 @@ def test_a_goal_that_is_reached_without_any_cache_is_not_credited_to_one(
     code, out, _ = run(capsys, "plan", trace, "--processes", "1", "--ttft", "1000", "--gpu-kv-tokens", "0")
     assert code == 0
     assert "Buy nothing: computing every prompt reaches the goal" in out
-
-
-@pytest.mark.long
-def test_a_plan_shows_what_more_money_brings(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["plan", trace, "--processes", "1", "--hit-rate", "40", "--max-disk", "10GiB"]
-    code, out, _ = run(capsys, *args)
-    assert code == 0
-    hits = [float(row[2]) for row in rows(out) if row[-1] != "<- chosen"]
-    assert hits == sorted(set(hits)) and len(hits) > 2
-    told = json.loads(run(capsys, *args, "--json")[1])
-    assert f"Not shown: {len(told['runs']) + 1 - len(rows(out))} that cost more" in out
 
 
 @pytest.mark.parametrize(
@@ -415,16 +404,19 @@ def test_without_cascade_the_sizes_decide_as_in_serving(trace: Path, capsys: pyt
     assert expected == {19: "on_evict", 20: "on_store"}
 
 
-def test_assumptions_come_first(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["simulate", trace, "--cpu", "10%", "--policy", "lru"], ["plan", trace, "--hit-rate", "60"]):
+def test_assumptions_come_first_or_when_asked_for(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, plan = ["simulate", trace, "--cpu", "10%", "--policy", "lru"], ["plan", trace, "--hit-rate", "60"]
+    given = ["--kv-bytes-per-token", "131072", "--gpu-kv-tokens", "2560", "--prefill-speed", "7000"]
+    for command in (sweep, [*plan, "--verbose"]):
         _, out, _ = run(capsys, *command, "--processes", "1")
-        assert out.startswith("Assumptions\n  KV per token   128 KiB, a guess")
+        assert "Assumptions\n  KV per token   128 KiB, a guess" in out
+        assert out.startswith("Assumptions") == (command is sweep)
         assert "what follows is an upper bound" in " ".join(out.split())
-        given = ["--kv-bytes-per-token", "131072", "--gpu-kv-tokens", "2560", "--prefill-speed", "7000"]
         _, out, _ = run(capsys, *command, "--processes", "1", *given)
-        head = out[: out.index("─")]
+        head = out[out.index("Assumptions") :]
         assert "128 KiB\n" in head and "2,560 tokens" in head and "7,000 tokens/s" in head
         assert "upper bound" not in out
+    assert "Assumptions" not in run(capsys, *plan, "--processes", "1")[1], "the verdict comes first"
 
 
 def test_a_run_without_offloading_shows_what_is_gained(
@@ -492,8 +484,8 @@ def test_a_plan_as_json(trace: Path, tmp_path: Path, fleet: Fleet, capsys: pytes
     assert made["chosen"] in made["runs"]
     assert made["chosen"]["hit_rate"] >= 0.6
     assert {each["cascade"] for each in made["runs"]} == {"on_evict"}
-    assert f"{made['price']:,.3g} an hour" in out
-    assert out.count("<- chosen") == 1
+    assert f"{made['price']:,.3g} an hour" in " ".join(out.split())
+    assert " ".join(out.split()).startswith(made["verdict"]["answer"])
     # A block that is stored at its second request is hit by the third at the earliest.
     reached = [json.loads(target.read_text())["runs"]]
     assert run(capsys, *common, "--hit-rate", "30", *fleet(cascade="on_evict", store_threshold=2))[0] == 0

@@ -13,8 +13,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim import sweep
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
-from kvoffload.sim.fleet_plan import FleetPlan, make_fleet_plan
-from kvoffload.sim.plan import Goal
+from kvoffload.sim.plan import FleetPlan, Goal, make_fleet_plan
 from kvoffload.sim.report import fleet_table, frontier
 from kvoffload.sim.synthetic import synthesize
 
@@ -47,8 +46,11 @@ def test_the_advice_names_what_was_not_needed() -> None:
     trace = synthesize("chat", 20, 2).whole_blocks()
     many = simulate(trace, FleetConfig(SERVER, 2))
     few = simulate(trace, FleetConfig(replace(SERVER, cpu_blocks=800), 1))
-    assert FleetPlan(few, (many, few), few, True).advice == "1 server, no shared tier, fewer servers with more memory."
-    assert FleetPlan(many, (many, few), many, False).advice == "2 servers."
+    assert (
+        FleetPlan(Goal(hit_rate=0.1), few, (many, few), few, True).advice
+        == "1 server, no shared tier, fewer servers with more memory."
+    )
+    assert FleetPlan(Goal(hit_rate=0.1), many, (many, few), many, False).advice == "2 servers."
 
 
 def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
-from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks, read_trace
-from kvoffload.sim.config import USUAL
+from kvoffload.cli.scenario import USUAL_PREFILL, GpuKVTokens, PrefillSpeed, Processes, device_blocks, read_trace
 from kvoffload.sim.explain import (
     Explanations,
     WhatIf,
@@ -19,11 +18,13 @@ from kvoffload.sim.explain import (
     ask_what_if,
     base_config,
     read_explanations,
+    recommendation,
     what_ifs,
 )
 from kvoffload.sim.page import draw_explanation
 from kvoffload.sim.report import NO_FORECAST, explanation_tables, figures_of, format_seconds
 from kvoffload.sim.result import quantiles
+from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, parse_bytes
 
 
@@ -33,7 +34,7 @@ def explain(
         str | None, typer.Option(help="Size of all tiers below host memory, if the trace does not say it; 0: none.")
     ] = None,
     gpu_kv_tokens: GpuKVTokens = None,
-    prefill_speed: PrefillSpeed = USUAL.prefill_tokens_per_s,
+    prefill_speed: PrefillSpeed = None,
     processes: Processes = None,
     as_json: Json = False,
     out: DrawnOut = None,
@@ -42,16 +43,20 @@ def explain(
 
     Sums up what was found where, why the rest was computed, and what would save most.
     """
-    positive(prefill_speed, "--prefill-speed")
+    if prefill_speed is not None:
+        positive(prefill_speed, "--prefill-speed")
     check_drawn(out)
     summary = read_explanations(trace)
     loaded = read_trace(trace)
+    speed, source = _prefill_speed(prefill_speed, summary, loaded)
+    read_s = summary.read_blocks_per_s
     base = base_config(
         summary.machine,
         disk_bytes=None if disk is None else 0 if disk == "0" else parse_bytes(disk, "--disk"),
         gpu_blocks=device_blocks(loaded, gpu_kv_tokens),
         footprint_blocks=loaded.whole_blocks().num_unique,
-        prefill_tokens_per_s=prefill_speed,
+        prefill_tokens_per_s=speed,
+        disk_read_bytes_per_s=read_s * summary.machine.block_bytes if read_s and summary.machine else None,
     )
     has_unbounded_disk = disk is None and summary.machine is not None and summary.machine.has_unbounded_tier
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
@@ -61,8 +66,8 @@ def explain(
     if as_json:
         print_json(figures)
     else:
-        _print(loaded.name, summary, asked, prefill_speed)
-    write_drawn(out, figures, lambda is_page: draw_explanation(loaded.name, summary, asked, prefill_speed, is_page))
+        _print(loaded.name, summary, asked, speed, source)
+    write_drawn(out, figures, lambda is_page: draw_explanation(loaded.name, summary, asked, speed, is_page))
 
 
 def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
@@ -74,6 +79,7 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
         "missed": summary.missed,
         "avoidable": summary.avoidable,
         "hints": summary.hints,
+        "recommendation": recommendation(asked, summary.tokens),
         "lost_s": summary.lost_s,
         "waits_s": {
             phase: {"requests": len(seconds), **quantiles(seconds)} for phase, seconds in summary.waits_s.items()
@@ -89,7 +95,16 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
     }
 
 
-def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed: float) -> None:
+def _prefill_speed(given: float | None, summary: Explanations, trace: Trace) -> tuple[float, str]:
+    """The server's speed in tokens per second, and where that is from: the option, the trace or a guess."""
+    if given is not None:
+        return given, "--prefill-speed"
+    if summary.computed_blocks_per_s is not None:
+        return summary.computed_blocks_per_s * trace.block_tokens, "as the server measured it"
+    return USUAL_PREFILL, "a guess: --prefill-speed"
+
+
+def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed: float, source: str) -> None:
     print(
         f"{name}: {counted(summary.requests, 'request')}, {summary.explained:,} explained; "
         f"{summary.tokens:,} prompt tokens."
@@ -103,6 +118,7 @@ def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed:
             print(fill(f"{cause}: {advice_on(cause)}", 80, subsequent_indent="  "))
     print(
         f"\n{summary.avoidable:,} computed tokens could have been found: "
-        f"{format_seconds(summary.avoidable / prefill_speed)} of prefill at {prefill_speed:,.0f} tokens/s."
+        f"{format_seconds(summary.avoidable / prefill_speed)} of prefill at {prefill_speed:,.0f} tokens/s ({source})."
     )
     print(NO_FORECAST)
+    print(fill(f"Recommendation: {recommendation(asked, summary.tokens)}", 80))

@@ -32,14 +32,21 @@ from kvoffload.units import counted, format_bytes, parse_bytes
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
-"""Per token: a dense model of some 8 billion parameters with grouped-query attention in 16 bits."""
+"""Per token: a dense model of about 8 billion parameters with grouped-query attention in 16 bits."""
+USUAL_PREFILL = SimConfig(0, 1).prefill_tokens_per_s
+_STEP_S, _DECODE_S = 0.006, 2e-5
+"""A step of such a model on a GPU with 3 TB/s: reading 16 GB of weights, and work for each request that decodes."""
+_GPU_BYTES_PER_S = 3e12
+"""By which a decoding request reads the KV of its context."""
 
 GpuKVTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of the GPU's own cache, as in vLLM's log.")]
 Model = Annotated[
     str | None, typer.Option(help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub.")
 ]
 KVBytes = Annotated[str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")]
-PrefillSpeed = Annotated[float, typer.Option(help="Tokens that the GPU prefills per second.")]
+PrefillSpeed = Annotated[
+    float | None, typer.Option(help=f"Prompt tokens that the GPU computes per second. Default: {USUAL_PREFILL:,.0f}.")
+]
 MaxRequests = Annotated[int | None, typer.Option(min=1, help="Requests to read of a trace, from the first on.")]
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")]
 Fleet = Annotated[
@@ -77,6 +84,12 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     disk_read_speed: int | str | None = None
     disk_write_speed: int | str | None = None
     nodes_step_s: float = 0.0
+    step_s: float | None = None
+    decode_s: float | None = None
+    prompt_context_s: float = 0.0
+    decode_context_s: float | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
     cascade: CascadeMode | tuple[CascadeMode, ...] | None = None
     load_policy: LoadPolicy = DEFAULTS.load_policy
     store_threshold: int = DEFAULTS.store_threshold
@@ -85,7 +98,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int | None = None
     stretch: float = 1.0
     copies: int = 1
-    prices: dict[str, float] = {}
+    prices: dict[str, float | str] = {}
     servers: int | str | tuple[int, ...] | None = None
     routers: str | tuple[str, ...] | None = None
     shared: dict[str, Any] | tuple[dict[str, Any] | str | None, ...] | None = None
@@ -109,7 +122,9 @@ class Scenario:
     is_kv_given: bool
     gpu_kv_tokens: int | None
     prefill_tokens_per_s: float
+    is_speed_given: bool
     max_requests: int | None
+    rate: float | None
     prices: Prices
     _file: _File
 
@@ -120,8 +135,9 @@ class Scenario:
         model: str | None,
         kv_bytes: str | None,
         gpu_kv_tokens: int | None,
-        prefill_speed: float,
+        prefill_speed: float | None,
         max_requests: int | None,
+        rate: float | None = None,
     ) -> Scenario:
         values = {} if fleet is None else load_config_file(fleet)
         file: _File = parse_struct(_File, values, _WHAT)
@@ -134,6 +150,8 @@ class Scenario:
             "copies": (1, _MOST_SERVERS),
             "servers_per_machine": (1, _MOST_SERVERS),
             "prefill_servers": (0, _MOST_SERVERS),
+            "max_num_seqs": (1, 1 << 20),
+            "max_num_batched_tokens": (1, 1 << 30),
         }
         for name, (least, most) in bounds.items():
             if not least <= (value := getattr(file, name)) <= most:
@@ -146,9 +164,11 @@ class Scenario:
             model_sizes(model, kv_bytes, file.kv_dtype),
             model is not None or kv_bytes is not None,
             gpu_kv_tokens,
-            positive(prefill_speed, "--prefill-speed"),
+            USUAL_PREFILL if prefill_speed is None else positive(prefill_speed, "--prefill-speed"),
+            prefill_speed is not None,
             max_requests,
-            Prices(**file.prices),
+            None if rate is None else positive(rate, "--rate"),
+            Prices(**file.prices),  # type: ignore[arg-type]
             file,
         )
 
@@ -171,6 +191,8 @@ class Scenario:
                 raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
             trace = synthesize(kind, self.max_requests or 4000, int(seed or 0))
         trace = crowd(trace.stretched(file.stretch), file.copies)
+        if self.rate is not None and trace.requests_per_s < float("inf"):
+            trace = trace.stretched(trace.requests_per_s / self.rate)
         return trace if hinted is None else hinted(trace)
 
     def block_bytes(self, trace: Trace) -> int:
@@ -191,10 +213,67 @@ class Scenario:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             store_threshold=file.store_threshold,
             nodes_step_s=file.nodes_step_s,
+            **self._step,  # type: ignore[arg-type]
+            prompt_context_s=file.prompt_context_s,
+            max_requests=file.max_num_seqs,
+            chunk_tokens=file.max_num_batched_tokens,
             load_policy=file.load_policy,
             state_slots=self.sizes.state_slots(block_bytes),
             **speeds,
         )
+
+    @property
+    def _step(self) -> dict[str, float]:
+        """The costs of a step: those of the file. The others are those of a usual GPU, or of as many of them as the
+        prefill speed takes."""
+        share = min(max(USUAL_PREFILL / self.prefill_tokens_per_s, 0.1), 4)
+        usual = {"step_s": _STEP_S, "decode_s": _DECODE_S}
+        usual["decode_context_s"] = self.sizes.bytes_per_token / _GPU_BYTES_PER_S
+        given = {name: getattr(self._file, name) for name in usual}
+        return {name: share * usual[name] if given[name] is None else given[name] for name in usual}
+
+    def assumptions(self, base: SimConfig, trace: Trace) -> list[str]:
+        """What a simulation assumes of the machine, and what its times are worth: lines of at most 80 columns."""
+        per_token = format_bytes(base.block_bytes // trace.block_tokens)
+        guess = "" if self.is_kv_given else ", a guess for a dense model of 8B parameters (--model)"
+        tokens = base.gpu_blocks * trace.block_tokens
+        context_s, speed_guess = base.decode_context_s, "" if self.is_speed_given else ", a guess"
+        lines = [
+            "Assumptions",
+            f"  KV per token   {per_token}{guess}",
+            f"  GPU's cache    {f'{tokens:,} tokens' if tokens else 'none'} (--gpu-kv-tokens)",
+            f"  prefill        {base.prefill_tokens_per_s:,.0f} tokens/s{speed_guess} (--prefill-speed)",
+            f"  a step         {1e3 * base.step_s:.3g} ms (step_s), and for each request that decodes",
+            f"                 {1e6 * base.decode_s:.3g} us and {1e9 * context_s:.3g} ns a token of its context",
+            f"  at once        {base.max_requests} requests (max_num_seqs), {base.chunk_tokens:,} tokens a step",
+            f"  loads          {format_bytes(base.load_bytes_per_s)}/s from host memory (load_speed)",
+        ]
+        if base.disk_blocks:
+            read, write = format_bytes(base.disk_read_bytes_per_s), format_bytes(base.disk_write_bytes_per_s)
+            lines.append(f"  disk           {read}/s read, {write}/s written (disk_read_speed, disk_write_speed)")
+        if not tokens:
+            lines += [
+                "Without the GPU's cache every hit counts for offloading: what follows is an",
+                "upper bound. vLLM's log has the tokens as 'GPU KV cache size'.",
+            ]
+        return [*lines, NO_FORECAST]
+
+    def warnings(self, base: SimConfig) -> list[str]:
+        """What is not known of the machine, in sentences."""
+        found = []
+        if not base.gpu_blocks:
+            found.append(
+                "the size of the GPU's own cache is not known (--gpu-kv-tokens), so all hits count for the tiers: an "
+                "upper bound."
+            )
+        guesses = []
+        if not self.is_kv_given:
+            guesses.append(f"{format_bytes(self.sizes.bytes_per_token)} of KV per token (--model)")
+        if not self.is_speed_given:
+            guesses.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
+        if guesses:
+            found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")
+        return found
 
     def policies(self, text: str | None) -> list[str]:
         """Those of ``text``, else that of the file."""
@@ -323,29 +402,6 @@ def _config_file(model: str) -> Path:
         raise ConfigError(
             f"There is no file {model}, and no config.json of that name can be had from the Hub: give a config.json."
         ) from exc
-
-
-def assumptions(base: SimConfig, trace: Trace, is_kv_given: bool) -> str:
-    """What a simulation takes for granted of the machine, and what its advice is worth."""
-    per_token = format_bytes(base.block_bytes // trace.block_tokens)
-    guess = "" if is_kv_given else ", a guess for a dense model of 8B parameters (--model)"
-    tokens = base.gpu_blocks * trace.block_tokens
-    lines = [
-        "Assumptions",
-        f"  KV per token   {per_token}{guess}",
-        f"  GPU's cache    {f'{tokens:,} tokens' if tokens else 'none'} (--gpu-kv-tokens)",
-        f"  prefill        {base.prefill_tokens_per_s:,.0f} tokens/s (--prefill-speed)",
-        f"  loads          {format_bytes(base.load_bytes_per_s)}/s from host memory (load_speed)",
-    ]
-    if base.disk_blocks:
-        read, write = format_bytes(base.disk_read_bytes_per_s), format_bytes(base.disk_write_bytes_per_s)
-        lines.append(f"  disk           {read}/s read, {write}/s written (disk_read_speed, disk_write_speed)")
-    if not tokens:
-        lines += [
-            "Without the GPU's cache every hit counts for offloading: what follows is an",
-            "upper bound. vLLM's log has the tokens as 'GPU KV cache size'.",
-        ]
-    return "\n".join([*lines, NO_FORECAST, ""])
 
 
 def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:

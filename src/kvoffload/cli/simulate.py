@@ -15,7 +15,7 @@ from kvoffload.cli.output import DrawnOut, Json, check_drawn, print_json, print_
 from kvoffload.cli.scenario import Scenario, capacities
 from kvoffload.config import DEFAULTS
 from kvoffload.sim.cluster import simulate as replay
-from kvoffload.sim.config import USUAL, FleetConfig, Prices, SimConfig
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
 from kvoffload.sim.page import draw_fleets, draw_sweeps
 from kvoffload.sim.report import (
     best_policy,
@@ -59,7 +59,7 @@ def simulate(
     model: scenario.Model = None,
     kv_bytes: scenario.KVBytes = None,
     gpu_kv_tokens: scenario.GpuKVTokens = None,
-    prefill_speed: scenario.PrefillSpeed = USUAL.prefill_tokens_per_s,
+    prefill_speed: scenario.PrefillSpeed = None,
     fleet: scenario.Fleet = None,
     max_requests: scenario.MaxRequests = None,
     processes: scenario.Processes = None,
@@ -81,25 +81,43 @@ def simulate(
     if read.is_fleet:
         fleets = [(trace, read.fleets(trace, tiers, numbers, "round-robin")) for trace, tiers in jobs]
         replayed = [(trace.whole_blocks(), replay_fleets(trace, configs, processes)) for trace, configs in fleets]
-        figures = [fleets_as_json(trace, results, read.prices) for trace, results in replayed]
+        notes = {trace.name: _notes(read, tiers, trace) for trace, tiers in jobs}
+        warned = {trace.name: list(filter(None, [saturation(results)])) for trace, results in replayed}
+        figures = [
+            {"assumptions": notes[trace.name], "warnings": warned[trace.name]}
+            | fleets_as_json(trace, results, read.prices)
+            for trace, results in replayed
+        ]
         for (trace, results), (_, tiers) in zip(replayed, jobs, strict=True) if not as_json else ():
-            print(scenario.assumptions(max(tiers, key=_disk), trace, read.is_kv_given))
+            print(_head(read, tiers, trace))
             print_fleets(trace, results, read.prices, is_wide=wide)
-        write_drawn(out, figures, lambda is_page: draw_fleets(replayed, read.prices, is_page))
+        shown = [line for lines in notes.values() for line in lines]
+        said = [line for lines in warned.values() for line in lines]
+        write_drawn(out, figures, lambda is_page: draw_fleets(replayed, read.prices, is_page, said, shown))
     else:
         runs = [(trace, [read.alone(trace), *tiers]) for trace, tiers in jobs]
         reports = [_sweep(trace, configs, processes) for trace, configs in runs]
-        figures = [sweep_as_json(report) for report in reports]
+        every = [_notes(read, configs, trace) for trace, configs in runs]
+        warnings = [list(filter(None, [saturation(report.results)])) for report in reports]
+        figures = [
+            {"assumptions": notes, "warnings": said} | sweep_as_json(report)
+            for notes, said, report in zip(every, warnings, reports, strict=True)
+        ]
         for (trace, configs), report in zip(runs, reports, strict=True) if not as_json else ():
-            print(scenario.assumptions(max(configs, key=_disk), trace, read.is_kv_given))
+            print(_head(read, configs, trace))
             _print(report, wide)
-        write_drawn(out, figures, lambda is_page: draw_sweeps(reports, is_page))
+        told, assumed = [text for said in warnings for text in said], [line for notes in every for line in notes]
+        write_drawn(out, figures, lambda is_page: draw_sweeps(reports, is_page, told, assumed))
     if as_json:
         print_json(figures)
 
 
-def _disk(config: SimConfig) -> int:
-    return config.disk_blocks
+def _notes(read: Scenario, configs: Sequence[SimConfig], trace: Trace) -> list[str]:
+    return read.assumptions(max(configs, key=lambda config: config.disk_blocks), trace)
+
+
+def _head(read: Scenario, configs: Sequence[SimConfig], trace: Trace) -> str:
+    return "\n".join([*_notes(read, configs, trace), ""])
 
 
 def _machines(read: Scenario, trace: Trace, policies: Sequence[str], cpu: str | None, disk: str) -> list[SimConfig]:

@@ -187,7 +187,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of an hour, in any currency: only their ratios decide. Raises ``ConfigError`` for negative prices."""
+    """Prices of an hour. Only their ratios decide. Raises ``ConfigError`` for negative prices."""
 
     server: float = 10.0
     cpu: float = 0.004
@@ -196,10 +196,23 @@ class Prices:
     shared: float = 0.005
     link: float = 0.05
     """Of each server's link to what is shared, by GB/s."""
+    currency: str = ""
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(price) and price >= 0 for price in asdict(self).values()):
+        prices = [price for name, price in asdict(self).items() if name != "currency"]
+        if not all(isinstance(price, (int, float)) and math.isfinite(price) and price >= 0 for price in prices):
             raise ConfigError("Prices must be finite numbers, and not negative.")
+        if len(str(self.currency)) > 8 or not str(self.currency).isprintable():
+            raise ConfigError("currency of prices is a short name such as EUR.")
+
+    @property
+    def unit(self) -> str:
+        """The currency, or what it stands for."""
+        return self.currency or "price"
+
+    def show(self, price: float) -> str:
+        """A price with its currency."""
+        return f"{price:,.3g} {self.currency}".rstrip()
 
     def of_tiers(self, cpu_blocks: int, disk_blocks: int, block_bytes: int) -> float:
         """Of one server's host memory and disk."""

@@ -233,7 +233,7 @@ class Engine:
         """Tokens that decoding requests have on the device, all together."""
         self._admissions = 0
         self._blocked: tuple[_Request, int] | None = None
-        """The request that found no room, and the free blocks then. Nothing changes for it before there are others."""
+        """The request that found no room, and the free blocks that it needs, those of its own prefix included."""
         self._taken: list[int] = []
         """Blocks taken for decoding in this step."""
         self._step: _Step | None = None
@@ -564,7 +564,7 @@ class Engine:
             if budget <= 0 or self.num_running >= self._config.max_requests:
                 step.is_busy = True
                 break
-            if self._blocked == (self._waiting[0], pool.num_free):
+            if self._is_blocked():
                 step.is_busy = True
                 break
             request = self._waiting.popleft()
@@ -582,9 +582,10 @@ class Engine:
             count = 0 if is_async else min(budget, request.num_tokens - start)
             need = -(-(start + count) // block_tokens) - len(found)
             state_need = self._num_states if external else 0
-            if need + state_need > pool.room_beside((*found, *found_states)) and not pool.is_unused:
+            room = pool.room_beside((*found, *found_states))
+            if need + state_need > room and not pool.is_unused:
                 passed.append(request)
-                self._blocked = request, pool.num_free
+                self._blocked = request, need + state_need + pool.num_free - room
                 step.is_busy = True
                 break
             pool.share(found)
@@ -609,6 +610,13 @@ class Engine:
             budget -= count
         self._waiting.extendleft(reversed(passed))
         return has_deferred
+
+    def _is_blocked(self) -> bool:
+        """Whether the next request to admit is known to find no room."""
+        if self._blocked is None or self._pool.is_unused:
+            return False
+        request, need = self._blocked
+        return request is self._waiting[0] and self._pool.num_free < need
 
     def _count_hit(self, request: _Request, on_device: int) -> None:
         """Remember what the request found at its first admission."""
@@ -728,7 +736,7 @@ class Engine:
         """Begin many steps at once if they only decode and nothing else happens meanwhile. Return when they end."""
         if not self._decoding or self._prefilling or self._loading or self._transfers:
             return None
-        if self._waiting and len(self._decoding) < self._config.max_requests:
+        if self._waiting and len(self._decoding) < self._config.max_requests and not self._is_blocked():
             return None
         if self._connector is not None and (self._must_step or self._quiet_steps < 2):
             return None

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -15,7 +16,7 @@ from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import HOST
 from kvoffload.miss import Miss
-from kvoffload.sim.config import SimConfig
+from kvoffload.sim.config import USUAL, SimConfig
 from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
@@ -23,6 +24,7 @@ from kvoffload.sim.trace_files import Lines, not_a_line
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
+from kvoffload.units import exact_size
 
 _INTERVALS = 48
 """Parts of the trace's time for which the course is kept."""
@@ -79,6 +81,7 @@ class Machine(msgspec.Struct, frozen=True):
 class _Weighed(msgspec.Struct):
     tier: str
     expected_s: float
+    blocks: int = 0
     others_s: dict[str, float] = {}
     computing_s: float | None = None
 
@@ -122,6 +125,10 @@ class Explanations:
     that were expected of it for each request."""
     course: list[tuple[float, dict[str, int]]]
     """For each interval, its end in seconds and the tokens by where they were; computed ones are ``computed``."""
+    computed_blocks_per_s: float | None
+    """How fast the server computed, by its own estimates: the median. ``None`` if it weighed nothing."""
+    read_blocks_per_s: float | None
+    """Likewise of reading from the tiers below host memory."""
     hints: dict[str, int]
     """Requests with an explanation by what their client said of the next use; without those that said nothing."""
     hinted_tokens: int
@@ -199,11 +206,22 @@ def read_explanations(path: Path) -> Explanations:
         waits_s=waits,
         weighed_s=weighed,
         course=_course(timed),
+        computed_blocks_per_s=_median(
+            one.blocks / one.computing_s for _, each in timed for one in each.weighed if one.blocks and one.computing_s
+        ),
+        read_blocks_per_s=_median(
+            one.blocks / one.expected_s for _, each in timed for one in each.weighed if one.blocks and one.expected_s
+        ),
         hints=dict(Counter(next_use for next_use, _ in hinted)),
         hinted_tokens=sum(sum(each.found.values()) + sum(each.missed.values()) for _, each in hinted),
         hinted_found=sum(sum(each.found.values()) for _, each in hinted),
         machine=lines[0].machine,
     )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = [*values]
+    return median(found) if found else None
 
 
 def _course(timed: Sequence[tuple[float, _Explanation]]) -> list[tuple[float, dict[str, int]]]:
@@ -239,6 +257,7 @@ def base_config(
     gpu_blocks: int = 0,
     footprint_blocks: int,
     prefill_tokens_per_s: float,
+    disk_read_bytes_per_s: float | None = None,
 ) -> SimConfig:
     """The machine that recorded the trace, for the simulator; arguments override what the trace says.
 
@@ -265,6 +284,7 @@ def base_config(
         gpu_blocks=gpu_blocks,
         disk_blocks=disk_blocks,
         prefill_tokens_per_s=prefill_tokens_per_s,
+        disk_read_bytes_per_s=disk_read_bytes_per_s or USUAL.disk_read_bytes_per_s,
         cascade=cascade if disk_blocks else None,
         policy=machine.policy if machine.policy in POLICIES.names() else DEFAULTS.eviction_policy,
         load_policy=machine.load_policy,
@@ -275,7 +295,7 @@ def base_config(
 def what_ifs(base: SimConfig, *, has_unbounded_disk: bool = False) -> list[tuple[str, SimConfig]]:
     """The changes to try, each with its configuration; the first is none. An unbounded disk is not made larger."""
     changes = [
-        ("as it was, a disk for the whole trace" if has_unbounded_disk else "as it was", base),
+        ("as it was, unbounded disk" if has_unbounded_disk else "as it was", base),
         ("twice the host memory", replace(base, cpu_blocks=2 * base.cpu_blocks)),
         ("four times the host memory", replace(base, cpu_blocks=4 * base.cpu_blocks)),
     ]
@@ -284,7 +304,7 @@ def what_ifs(base: SimConfig, *, has_unbounded_disk: bool = False) -> list[tuple
     elif base.disk_blocks:
         changes.append(("twice the disk", replace(base, disk_blocks=2 * base.disk_blocks)))
     else:
-        changes.append(("a disk, ten times the host memory", replace(base, disk_blocks=10 * base.cpu_blocks)))
+        changes.append(("a disk of 10x the memory", replace(base, disk_blocks=10 * base.cpu_blocks)))
     changes += [
         (f"policy {name}", replace(base, policy=name)) for name in ("lru", "arc", "density") if name != base.policy
     ]
@@ -310,6 +330,29 @@ def ask_what_if(
         for (change, config), result in zip(changes, report.results, strict=True)
     ]
     return [asked[0], *sorted(asked[1:], key=lambda each: -each.more_tokens)]
+
+
+WORTH_IT = 0.01
+"""The share of the prompt tokens that a change must find to be recommended."""
+
+
+def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
+    """The one change to make, or that none is worth it. ``tokens``: of all prompts."""
+    best = max(asked[1:], key=lambda each: each.more_tokens, default=None)
+    if best is None or best.more_tokens < WORTH_IT * tokens:
+        return "Change nothing: no change finds 1 % more of the prompt tokens."
+    config, base = best.config, asked[0].config
+    sets = []
+    if config.cpu_blocks != base.cpu_blocks:
+        sets.append(f"cpu_bytes_to_use: {exact_size(config.cpu_blocks * config.block_bytes)}")
+    if config.disk_blocks != base.disk_blocks:
+        sets.append(f"a disk tier with max_bytes: {exact_size(config.disk_blocks * config.block_bytes)}")
+    if config.policy != base.policy:
+        sets.append(f"eviction_policy: {config.policy}")
+    if config.store_threshold != base.store_threshold:
+        sets.append(f"store_threshold: {config.store_threshold}")
+    share = 100 * best.more_tokens / max(tokens, 1)
+    return f"Set {', '.join(sets)} ({best.change}). It finds {share:.1f} % more of the prompt tokens."
 
 
 def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:

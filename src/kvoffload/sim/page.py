@@ -7,6 +7,7 @@ import html
 import importlib
 import io
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from kvoffload.errors import MissingExtraError
@@ -110,8 +111,10 @@ def _bare(axis: Any, title: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- sweeps
 
 
-def draw_sweeps(reports: Sequence[Report], is_page: bool) -> bytes:
-    """Hit rate, bytes moved and prefill saved over host memory: as a PNG, or as a page with the tables."""
+def draw_sweeps(reports: Sequence[Report], is_page: bool, said: Sequence[str] = (), notes: Sequence[str] = ()) -> bytes:
+    """Hit rate, bytes moved and prefill saved over host memory: as a PNG, or as a page with the tables.
+
+    ``said`` (the verdict and warnings) comes first, ``notes`` (the assumptions) last."""
     figure, grid = pyplot().subplots(
         len(reports), 3, figsize=(15, 4.4 * len(reports)), squeeze=False, layout="constrained", width_ratios=(1.3, 1, 1)
     )
@@ -120,11 +123,29 @@ def draw_sweeps(reports: Sequence[Report], is_page: bool) -> bytes:
         _draw_bytes(axes[1], report)
         _draw_saved(axes[2], report)
     if not is_page:
-        return _png(figure)
-    parts = [f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
+        return _png(_captioned(figure, said, notes))
+    parts = [*_paragraphs(said), f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
     for report in reports:
         parts += [f"<h2>{html.escape(report.trace.name)}</h2>", _table(sweep_table(report))]
-    return _page("kvoffload simulate", parts)
+    return _page("kvoffload simulate", [*parts, *_assumed(notes)])
+
+
+def _paragraphs(said: Sequence[str]) -> list[str]:
+    return [f"<p><b>{html.escape(text)}</b></p>" for text in said]
+
+
+def _assumed(notes: Sequence[str]) -> list[str]:
+    text = html.escape("\n".join(notes))
+    return [f"<pre>{text}</pre>"] if notes else []
+
+
+def _captioned(figure: Any, said: Sequence[str], notes: Sequence[str]) -> Any:
+    """The figure with the verdict above it and the assumptions below."""
+    if said:
+        figure.suptitle("\n".join(line for text in said for line in wrap(text, 110)), fontsize=10, ha="center")
+    if notes:
+        figure.supxlabel("\n".join(notes), fontsize=7, x=0.01, ha="left", family="monospace", color=_GREY)
+    return figure
 
 
 def _policies(report: Report) -> list[str]:
@@ -154,6 +175,8 @@ def _draw_hits(axis: Any, report: Report) -> None:
     bounds = [100 * bound for _, bound in curve(report, best)]
     axis.plot(_sizes_gib(report, best), bounds, "--", color=_GREY, label="optimum (knows the future)")
     axis.axhline(100 * report.reachable_rate, color="#adb5bd", linewidth=1)
+    if report.without is not None:
+        axis.axhline(100 * report.without.hit_rate, color=_GREY, linewidth=1, linestyle=":", label="without tiers")
     axis.annotate(
         f"everything kept: {100 * report.reachable_rate:.1f} %",
         (1, 100 * report.reachable_rate),
@@ -219,15 +242,22 @@ def _draw_saved(axis: Any, report: Report) -> None:
 # -------------------------------------------------------------------------------------------------------------- fleets
 
 
-def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[Result]]], prices: Prices, is_page: bool) -> bytes:
-    """First tokens against cost, of each trace: as a PNG, or as a page with the tables."""
+def draw_fleets(
+    replayed: Sequence[tuple[Trace, Sequence[Result]]],
+    prices: Prices,
+    is_page: bool,
+    said: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> bytes:
+    """Time to first token against cost, of each trace: as a PNG, or as a page with the tables. ``said`` and ``notes``
+    as in ``draw_sweeps``."""
     height = 5.4 * len(replayed)
     figure, grid = pyplot().subplots(len(replayed), 1, figsize=(9, height), squeeze=False, layout="constrained")
     for (axis,), (trace, results) in zip(grid, replayed, strict=True):
         _draw_costs(axis, trace, results, prices)
     if not is_page:
-        return _png(figure)
-    parts = [f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
+        return _png(_captioned(figure, said, notes))
+    parts = [*_paragraphs(said), f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
     for trace, results in replayed:
         parts += [f"<h2>{html.escape(trace.name)}</h2>", _table(fleet_table(results, prices))]
         parts += [f"<p>{html.escape(text)}</p>" for text in handovers(results)]
@@ -237,7 +267,7 @@ def draw_fleets(replayed: Sequence[tuple[Trace, Sequence[Result]]], prices: Pric
         for name, result in zip(names_of(results), results, strict=True):
             title = html.escape(name)
             parts.append(f"<details><summary>{title}</summary>{_table(server_table(result))}</details>")
-    return _page("kvoffload simulate", parts)
+    return _page("kvoffload simulate", [*parts, *_assumed(notes)])
 
 
 def _draw_costs(axis: Any, trace: Trace, results: Sequence[Result], prices: Prices) -> None:

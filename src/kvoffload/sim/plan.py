@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the cheapest tiers that reach a goal, by simulating a grid of sizes."""
+"""Finds the cheapest tiers, or the cheapest fleet, that reach a goal, by simulating a grid of sizes.
+
+A run is only chosen if it is no harm: it keeps up with the load, and its time to first token is not above that of the
+same servers without tiers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvoffload.errors import ConfigError
-from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.result import Result
-from kvoffload.sim.sweep import Report, sweep
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
+from kvoffload.sim.result import SATURATED, Result
+from kvoffload.sim.sweep import Report, num_processes, runner, sweep
 from kvoffload.sim.trace import Trace
 
-_GRID = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0)
-_DISK_GRID = (0.1, 0.25, 0.5, 1.0)
-_SERVER_GRID = (0.01, 0.05, 0.2, 0.5)
-_REFINEMENTS = 4
+_CPU_SIZES = 6
+_LEAST_SHARE = 0.01
+"""The smallest host memory that is tried, as a share of the trace's footprint, unless the GPU's cache is larger."""
+_DISK_SHARES = (0.25, 1.0)
+_SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
+_REFINEMENTS = 3
+_CAPACITY_REQUESTS = 1500
+"""Requests of the trace that a search for the highest load replays."""
+_CAPACITY_RUNS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +51,22 @@ class Goal:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
     def is_met(self, result: Result) -> bool:
+        """Whether the run reaches the goal and keeps up with the load."""
         if self.hit_rate is not None:
-            return result.hit_rate >= self.hit_rate
-        assert self.ttft_s is not None
-        return result.ttft_s[self.quantile] <= self.ttft_s
+            return result.hit_rate >= self.hit_rate and not result.is_overloaded
+        return self.is_soon_enough(result)
+
+    def is_soon_enough(self, result: Result) -> bool:
+        """Whether the run keeps up, and has its first tokens in the time of the goal, if that is a time."""
+        in_time = self.ttft_s is None or result.ttft_s[self.quantile] <= self.ttft_s
+        return in_time and not result.is_overloaded
+
+    def is_harmless(self, result: Result, without: Result) -> bool:
+        """Whether a run with tiers keeps up, and has its first tokens no later than the run without tiers."""
+        return not result.is_overloaded and self.is_no_later(result, without)
+
+    def is_no_later(self, result: Result, without: Result) -> bool:
+        return all(result.ttft_s[name] <= without.ttft_s[name] for name in ("mean", self.quantile))
 
     def reached(self, result: Result) -> float:
         """How close a run comes to the goal; more is better."""
@@ -52,16 +74,37 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """The highest load at which servers still have their first tokens in time."""
+
+    what: str
+    config: SimConfig
+    requests_per_s: float
+    """0: no load is low enough."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The chosen run, its price, and every run it was chosen from."""
 
+    goal: Goal
     chosen: Result | None
-    """The device alone where that meets the goal; ``None`` where no run does."""
+    """The device alone if that meets the goal; ``None`` if no run may be chosen."""
     price: float
     report: Report
-    """All runs, those of the bisection included."""
+    """All runs."""
     best: Result
-    """The run that comes closest to the goal."""
+    """Of the runs that are no harm, the one that comes closest to the goal; the device alone if all others harm."""
+    capacities: tuple[Capacity, ...] = ()
+    """Today, with host memory, and with a disk, if these were tried."""
+
+    @property
+    def without(self) -> Result:
+        assert self.report.without is not None
+        return self.report.without
+
+    def is_harmless(self, result: Result) -> bool:
+        return result is self.without or self.goal.is_harmless(result, self.without)
 
 
 def make_plan(
@@ -74,55 +117,103 @@ def make_plan(
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """The cheapest machine that meets ``goal``.
+    """The cheapest machine that meets ``goal`` and does no harm.
 
-    Stops at the device alone if that meets it. Else tries a grid of sizes, shares of the trace's footprint (its blocks
-    and states) within the limits, then lowers the host memory of the cheapest that meets the goal by bisection.
-    ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
+    Stops at the device alone if that meets it. Else tries sizes between the GPU's own cache and the trace's footprint
+    (its blocks and states), within the limits, then lowers the host memory of the cheapest that meets the goal by
+    bisection. ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
     alone = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0)], 1, progress)
     without = alone.without
     assert without is not None
     if goal.is_met(without):
-        return Plan(without, 0.0, alone, without)
+        return Plan(goal, without, 0.0, alone, without)
     footprint = _footprint(trace, base.state_slots)
-    cpu_sizes = _sizes(footprint, _GRID, max_cpu_blocks)
-    disk_sizes = [0, *_sizes(footprint, _DISK_GRID, max_disk_blocks)]
-    grid = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes]
+    cpu_sizes = _cpu_sizes(footprint, base.gpu_blocks, max_cpu_blocks)
+    disk_sizes = _sizes(footprint, _DISK_SHARES, max_disk_blocks)
+    grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
+    grid += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
     report = replace(sweep(trace, grid, processes, progress), without=without)
-    best = max([*report.results, without], key=goal.reached)
 
     def price(result: Result) -> float:
         return prices.of_tiers(result.cpu_blocks, result.disk_blocks, base.block_bytes)
 
-    meeting = [result for result in report.results if goal.is_met(result)]
-    if not meeting:
-        return Plan(None, 0.0, report, best)
-    chosen = min(meeting, key=price)
-    smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
-    low, results, bounds = (smaller[-1] if smaller else 0), list(report.results), list(report.optimum_rates)
-    for _ in range(_REFINEMENTS):
-        middle = (low + chosen.cpu_blocks) // 2
-        if middle in (low, chosen.cpu_blocks):
-            break
-        tried = sweep(trace, [replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)], 1)
-        results += tried.results
-        bounds += tried.optimum_rates
-        if goal.is_met(tried.results[0]):
-            chosen = tried.results[0]
+    def may_choose(result: Result) -> bool:
+        return goal.is_met(result) and goal.is_harmless(result, without)
+
+    harmless = [each for each in report.results if goal.is_harmless(each, without)]
+    plan = Plan(goal, None, 0.0, report, max([without, *harmless], key=goal.reached))
+    meeting = [result for result in report.results if may_choose(result)]
+    if meeting:
+        chosen = min(meeting, key=price)
+        smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
+        low = smaller[-1] if smaller else chosen.cpu_blocks
+        results, bounds = list(report.results), list(report.optimum_rates)
+        for _ in range(_REFINEMENTS):
+            middle = (low + chosen.cpu_blocks) // 2
+            if middle in (low, chosen.cpu_blocks):
+                break
+            tried = sweep(trace, [replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)], 1, progress)
+            results += tried.results
+            bounds += tried.optimum_rates
+            if may_choose(tried.results[0]):
+                chosen = tried.results[0]
+            else:
+                low = middle
+        report = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
+        plan = replace(plan, chosen=chosen, price=price(chosen), report=report)
+    return replace(plan, capacities=tuple(_capacities(trace, plan, processes, progress)))
+
+
+def _capacities(trace: Trace, plan: Plan, processes: int | None, progress: Callable[[], object]) -> Sequence[Capacity]:
+    """The highest loads today, with host memory and with a disk: of the choice, or of the closest to the goal."""
+    runs = [("today", plan.without)]
+    harmless = [each for each in plan.report.results if plan.goal.is_no_later(each, plan.without)]
+    for what, has_disk in (("with host memory", False), ("with host memory and a disk", True)):
+        of_kind = [each for each in harmless if bool(each.disk_blocks) == has_disk]
+        if plan.chosen in of_kind:
+            runs.append((what, plan.chosen))
+        elif of_kind:
+            runs.append((what, max(of_kind, key=plan.goal.reached)))
+    short = trace.first(_CAPACITY_REQUESTS).whole_blocks()
+    with runner(highest_load, short, num_processes(processes, len(runs)), progress) as run_each:
+        rates = run_each([(run.server, plan.goal, run.utilisation) for _, run in runs])
+    return [Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True)]
+
+
+def highest_load(trace: Trace, asked: tuple[SimConfig, Goal, float], *, hashes: list[bytes]) -> float:
+    """The most requests per second that a server carries (``Goal.is_soon_enough``), to about a tenth.
+
+    The trace arrives faster or slower; ``asked`` has the utilisation at its own pace, a first guess.
+    """
+    config, goal, busy = asked
+    rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
+    low, high, factor = 0.0, math.inf, 0.8 / min(max(busy, 1e-4), 1.0)
+    for _ in range(_CAPACITY_RUNS):
+        run = simulate(trace.stretched(1 / factor), config, hashes=hashes)
+        if goal.is_soon_enough(run):
+            low = factor
+            if run.utilisation > 0.93 * SATURATED:
+                break
+            factor *= min(max(0.97 * SATURATED / max(run.utilisation, 1e-4), 1.1), 10)
         else:
-            low = middle
-    all_runs = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
-    return Plan(chosen, price(chosen), all_runs, best)
+            high = factor
+            factor *= 0.6
+        if low and high < math.inf:
+            factor = math.sqrt(low * high)
+        if low and high / low < 1.1:
+            break
+    return low * rate
 
 
 def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:
     """Servers of a fleet to choose from: without host memory, and with a few sizes of it, with and without a disk."""
     footprint = _footprint(trace, base.state_slots)
     disks = [0, *([_sizes(footprint, (0.5,), max_disk_blocks)[-1]] if max_disk_blocks else [])]
-    sizes = _sizes(footprint, _SERVER_GRID, max_cpu_blocks)
+    sizes = _sizes(footprint, _SERVER_SHARES, max_cpu_blocks)
+    worth_it = [size for size in sizes if size >= base.gpu_blocks] or sizes[-1:]
     alone = replace(base, cpu_blocks=0, disk_blocks=0)
-    return [alone, *(replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disks for cpu in sizes)]
+    return [alone, *(replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disks for cpu in worth_it)]
 
 
 def _footprint(trace: Trace, state_slots: int) -> int:
@@ -132,8 +223,88 @@ def _footprint(trace: Trace, state_slots: int) -> int:
     return max(whole.num_unique + state_slots * len(np.unique(ends)), 1)
 
 
+def _cpu_sizes(footprint: int, gpu_blocks: int, most: int | None) -> list[int]:
+    """Sizes of host memory, each larger than the one before by the same factor. All blocks pass through host memory, so
+    less than the GPU's own cache holds little that the GPU does not."""
+    largest = footprint if most is None else min(most, footprint)
+    least = max(int(footprint * _LEAST_SHARE), gpu_blocks, 1)
+    if least > largest:
+        return [] if gpu_blocks > largest else [largest]
+    return sorted({round(least * (largest / least) ** (at / (_CPU_SIZES - 1))) for at in range(_CPU_SIZES)})
+
+
 def _sizes(footprint: int, shares: tuple[float, ...], most: int | None) -> list[int]:
     sizes = {max(1, int(footprint * share)) for share in shares}
     if most is not None:
         sizes = {min(size, most) for size in sizes if most > 0}
     return sorted(sizes)
+
+
+# -------------------------------------------------------------------------------------------------------------- fleets
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The chosen fleet, and every one it was chosen from."""
+
+    goal: Goal
+    chosen: Result | None
+    """``None`` if no fleet meets the goal."""
+    results: tuple[Result, ...]
+    best: Result
+    """The one that comes closest to the goal."""
+    may_share: bool
+    """Whether a shared tier was among the choices."""
+
+    @property
+    def advice(self) -> str:
+        """The choice in words."""
+        if self.chosen is None:
+            return "No fleet within the limits reaches the goal."
+        servers = self.chosen.config.servers
+        parts = [f"{servers} server" + "s" * (servers > 1)]
+        if self.may_share:
+            parts.append("a shared tier" if self.chosen.config.shared is not None else "no shared tier")
+        memory = self.chosen.config.server.cpu_blocks
+        larger = [each.config.server.cpu_blocks for each in self.results if each.config.servers > servers]
+        if larger and memory > min(larger):
+            parts.append("fewer servers with more memory")
+        return ", ".join(parts) + "."
+
+
+def make_fleet_plan(
+    trace: Trace,
+    fleets: Sequence[FleetConfig],
+    goal: Goal,
+    prices: Prices,
+    least: int,
+    most: int,
+    processes: int | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> FleetPlan:
+    """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
+
+    The number of servers is then lowered by bisection, for the cheapest. Fleets that cost more than one that meets the
+    goal are not replayed: cells run by rising price, a wave of one for each process at a time.
+    """
+    numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
+    cells = sorted((replace(fleet, servers=number) for fleet in fleets for number in numbers), key=prices.of_fleet)
+    results: list[Result] = []
+    chosen: Result | None = None
+    wave = num_processes(processes, len(cells))
+    with runner(simulate, trace, wave, progress) as run_each:
+        while cells and chosen is None:
+            results += run_each(cells[:wave])
+            cells = cells[wave:]
+            chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
+        if chosen is not None:
+            low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
+            while chosen.config.servers - low > 1:
+                middle = (low + chosen.config.servers) // 2
+                results += run_each([replace(chosen.config, servers=middle)])
+                if goal.is_met(results[-1]):
+                    chosen = results[-1]
+                else:
+                    low = middle
+    best = max(results, key=goal.reached)
+    return FleetPlan(goal, chosen, tuple(results), best, any(fleet.shared is not None for fleet in fleets))

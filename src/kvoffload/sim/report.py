@@ -378,7 +378,7 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
         **(why_there if sources else {}),
         "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "what it means"], causes),
         "What would have saved most, by the simulator, which begins with empty tiers": Table(
-            ["change", "found", "more tokens", "saved prefill", "machine"],
+            ["change", "found", "more", "saves", "memory + disk, policy"],
             [_what_if(each, summary.tokens) for each in asked],
         ),
         "What requests waited for": Table(["for", "requests", "p50", "p90", "longest"], waits),
@@ -395,8 +395,8 @@ def _what_if(asked: WhatIf, tokens: int) -> list[str]:
     config = asked.config
     sizes = _size(config.cpu_blocks, config.block_bytes)
     if config.disk_blocks:
-        sizes += f" + {_size(config.disk_blocks, config.block_bytes)} disk"
-    more = f"{asked.more_tokens:+,} ({100 * asked.more_tokens / max(tokens, 1):+.1f} %)" if asked.more_tokens else "-"
+        sizes += f" + {_size(config.disk_blocks, config.block_bytes)}"
+    more = f"{100 * asked.more_tokens / max(tokens, 1):+.1f} %" if asked.more_tokens else "-"
     return [
         asked.change,
         f"{100 * asked.result.token_hit_rate:.1f} %",

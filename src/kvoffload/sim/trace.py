@@ -97,6 +97,28 @@ class Trace:
             ids=numbered(self.ids[position < np.repeat(kept, counts)]),
         )
 
+    def first(self, requests: int) -> Trace:
+        """The first ``requests`` requests."""
+        if requests >= len(self):
+            return self
+        end = int(self.offsets[requests])
+        return replace(
+            self,
+            times_s=self.times_s[:requests],
+            input_tokens=self.input_tokens[:requests],
+            output_tokens=self.output_tokens[:requests],
+            sessions=self.sessions[:requests],
+            offsets=self.offsets[: requests + 1],
+            ids=self.ids[:end],
+            next_uses=None if self.next_uses is None else self.next_uses[:requests],
+        )
+
+    @property
+    def requests_per_s(self) -> float:
+        """Mean rate of arrivals; infinite if all requests come at once."""
+        span_s = float(self.times_s[-1] - self.times_s[0]) if len(self) else 0.0
+        return len(self) / span_s if span_s else float("inf")
+
     def stretched(self, factor: float) -> Trace:
         """The same requests arriving ``factor`` times as slowly."""
         return replace(self, times_s=self.times_s * factor)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first screen of ``kvoffload plan``: the right answer for cases whose answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+from kvoffload.cli import main
+from kvoffload.sim.verdict import MOST_LINES, WIDTH
+from kvoffload.units import parse_bytes
+
+GIB = 1 << 30
+
+
+def documents(path: Path, *, requests: int, gap_s: float, number: int, blocks: int, output: int = 8) -> Path:
+    """Questions about documents in turn, so that each comes back after all others. A block has 512 tokens."""
+    lines = []
+    for request in range(requests):
+        document = request % number
+        ids = [1000 * document + block for block in range(blocks)]
+        lines.append(
+            {
+                "timestamp": round(1000 * gap_s * request),
+                "input_length": 512 * blocks + 100,
+                "output_length": output,
+                "hash_ids": [*ids, 1_000_000 + request],
+                "block_tokens": 512,
+            }
+        )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, dict[str, Any]]:
+    """(exit code, text, JSON) of the same plan."""
+    found = []
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *map(str, args), "--processes", "1", *more])
+        found.append((int(caught.value.code or 0), capsys.readouterr().out))
+    (code, text), (json_code, told) = found
+    assert code == json_code
+    lines = text.splitlines()
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= WIDTH
+    return code, " ".join(text.split()), json.loads(told)
+
+
+MACHINE = ("--kv-bytes-per-token", "128KiB", "--prefill-speed", "20000")
+
+
+@pytest.fixture
+def recurring(tmp_path: Path) -> Path:
+    """12 documents of 16 blocks (1 GiB each), one each second: half of what a server can compute."""
+    return documents(tmp_path / "d.jsonl", requests=120, gap_s=1.0, number=12, blocks=16)
+
+
+def test_memory_for_what_comes_back(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
+    code, text, told = plan(capsys, *args)
+    assert code == 0
+    assert text.startswith("Buy ")
+    chosen, today = told["chosen"], told["without_offloading"]
+    assert chosen["hit_rate"] >= 0.8
+    assert chosen["ttft_s"]["p90"] < today["ttft_s"]["p90"]
+    assert 11 * GIB <= chosen["cpu_blocks"] * told["block_bytes"] <= 14 * GIB, "twelve documents of 1 GiB"
+    assert [row["row"] for row in told["verdict"]["rows"]] == ["today", "goal", "knee", "ceiling"]
+    (line,) = [line for line in told["verdict"]["offload_yaml"] if line.startswith("cpu_bytes_to_use: ")]
+    assert parse_bytes(line.partition(": ")[2]) >= chosen["cpu_blocks"] * told["block_bytes"]
+
+
+def test_it_never_buys_less_host_memory_than_the_gpu_has(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_tokens = 60_000
+    code, _, told = plan(capsys, recurring, "--hit-rate", "30", "--gpu-kv-tokens", str(gpu_tokens), *MACHINE)
+    assert code == 0
+    assert all(each["cpu_blocks"] * 512 >= gpu_tokens - 512 for each in told["runs"])
+    code, text, told = plan(
+        capsys, recurring, "--hit-rate", "30", "--gpu-kv-tokens", str(gpu_tokens), "--max-cpu", "1GiB", *MACHINE
+    )
+    assert code == 1
+    assert "less host memory than the GPU's own cache" in text
+    assert told["chosen"] is None and told["runs"] == []
+
+
+def test_nothing_is_bought_if_loading_is_slower_than_computing(
+    recurring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token of 2 MiB takes 84 us to load and 50 us to compute."""
+    args = [recurring, "--hit-rate", "80", "--kv-bytes-per-token", "2MiB", "--prefill-speed", "20000"]
+    code, text, told = plan(capsys, *args)
+    assert code == 1
+    assert text.startswith("Buy nothing: loading is slower than computing")
+    assert told["chosen"] is None and told["verdict"]["offload_yaml"] == []
+
+
+def test_an_overloaded_server_is_said_first_and_nothing_is_bought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each request is new, and one server computes a quarter of them."""
+    fresh = documents(tmp_path / "f.jsonl", requests=60, gap_s=0.1, number=1000, blocks=16)
+    code, text, told = plan(capsys, fresh, "--hit-rate", "20", *MACHINE)
+    assert code == 1
+    assert text.startswith("Nothing to buy for one server: it cannot keep up with this load")
+    assert text.index("Warning: one server cannot keep up") < text.index(" row ")
+    assert told["chosen"] is None
+    assert {row["note"] for row in told["verdict"]["rows"]} == {"overloaded"}
+
+
+def test_no_recommendation_is_overloaded_or_slower_than_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for gap_s in (0.25, 0.5, 2.0):
+        trace = documents(tmp_path / f"{gap_s}.jsonl", requests=90, gap_s=gap_s, number=9, blocks=16)
+        for speed in ("20000", "60000"):
+            args = [trace, "--hit-rate", "50", "--prefill-speed", speed, "--kv-bytes-per-token", "512KiB"]
+            _, _, told = plan(capsys, *args, "--gpu-kv-tokens", "60000", "--max-disk", "100GiB")
+            if (chosen := told["chosen"]) is not None:
+                assert chosen["utilisation"] <= 0.9
+                assert chosen["ttft_s"]["p90"] <= told["without_offloading"]["ttft_s"]["p90"]
+
+
+def test_how_many_requests_a_server_carries(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [recurring, "--ttft", "0.7", "--gpu-kv-tokens", "40000", *MACHINE]
+    code, _, told = plan(capsys, *args)
+    assert code == 1 or told["chosen"]["ttft_s"]["p90"] <= 0.7
+    _, _, by_rate = plan(capsys, recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE)
+    loads = by_rate["requests_per_s"]
+    # A prompt takes 0.42 s to compute, so at most 0.9 of 2.4 requests/s; of a hit 0.04 s are loaded and 0.005 computed.
+    assert 1.4 < loads["today"] < 2.4
+    assert loads["with host memory"] > 2 * loads["today"]
+    assert "do the work of 100" in by_rate["verdict"]["load"]
+
+
+def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
+    busy = {}
+    for rate in ("0.5", "1.5"):
+        _, _, told = plan(capsys, *base, "--rate", rate)
+        busy[rate] = told["without_offloading"]["utilisation"]
+    assert busy["1.5"] == pytest.approx(3 * busy["0.5"], rel=0.1)
+
+
+def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(json.dumps({"prices": {"currency": "EUR", "cpu": 0.1}}))
+    args = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE, "--fleet", file]
+    _, text, told = plan(capsys, *args)
+    assert f"{told['price']:.3g} EUR an hour" in text
+    assert told["price"] == pytest.approx(told["chosen"]["cpu_blocks"] / 16 * 0.1)
+    assert "EUR/h" in text
+
+
+def test_json_pages_and_pictures_have_the_verdict_too(
+    recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    outs = [word for name in ("o.json", "o.png", "o.html") for word in ("--out", tmp_path / name)]
+    _, text, told = plan(capsys, recurring, "--hit-rate", "80", *outs)
+    assert json.loads((tmp_path / "o.json").read_text()) == told
+    assert told["verdict"]["answer"] in text
+    assert any("guess" in warning for warning in told["verdict"]["warnings"])
+    assert any("KV per token" in line for line in told["assumptions"])
+    page = (tmp_path / "o.html").read_text()
+    assert told["verdict"]["answer"] in page and "KV per token" in page and "without tiers" in page
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
