@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores import root as root_module
+from kvoffload.tiering.stores.disk import allocator as allocator_module
 from kvoffload.tiering.stores.disk import file as file_module
 from kvoffload.tiering.stores.disk.directory import LOCK_NAME, SlabSeen
 from kvoffload.tiering.stores.disk.file import SlabFile
@@ -958,6 +961,23 @@ class TestRoot:
         assert right(store, *KEYS[:3]) == set(KEYS[:3])
         assert slabs_of(store).num_slots == 8, "its slab is its own again"
         store.close()
+
+    def test_a_batch_is_evicted_by_one_plan(self, open_store, monkeypatch) -> None:
+        """A plan takes as long as hundreds of blocks: in a small store, parts of a batch must not have one each."""
+        store = open_store(max_bytes=slab_of(1000))
+        number = itertools.count()
+        for _ in range(16):
+            write(store, *keys_of(*itertools.islice(number, 64)))
+        plans, real = list[int](), allocator_module._make_plan
+
+        def plan(used_ns: Any, count: int) -> Any:
+            plans.append(count)
+            return real(used_ns, count)
+
+        monkeypatch.setattr(allocator_module, "_make_plan", plan)
+        for _ in range(20):
+            assert write(store, *keys_of(*itertools.islice(number, 64))) == [True] * 64
+        assert 0 < len(plans) <= 21
 
     def test_the_table_of_mounts_names_file_systems(self, small_disk: Path) -> None:
         assert root_module._mount_type(str(small_disk)) == "tmpfs"

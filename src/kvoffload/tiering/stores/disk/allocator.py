@@ -257,16 +257,25 @@ class Allocator:
         return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
 
     def evict(
-        self, count: int, before_ns: int, unlocked: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        count: int,
+        before_ns: int,
+        unlocked: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        num_wanted: int = 0,
     ) -> list[Run]:
         """Evicts up to ``count`` slots of those that were used by ``before_ns`` for the last time, none if there are
         none. They are busy afterwards: ``release`` makes them free. In ``unlocked`` contexts others may change anything
-        but the plan; none of them is entered once a slot is chosen."""
+        but the plan; none of them is entered once a slot is chosen.
+
+        A caller who evicts ``num_wanted`` slots in parts says so: a plan that is hardly longer is used up by them."""
         if not (evicted := self._evict_planned(count, before_ns, self._plan.replan_at, unlocked)):
             used_ns = dict(self._used_ns)
             with unlocked():
                 self._plan, self._next_run, self._left = _NO_PLAN, 0, []
-                self._plan = _make_plan(used_ns, count)
+                self._plan = _make_plan(used_ns, max(count, num_wanted))
+                if 2 * self._plan.num_left < 3 * num_wanted:
+                    self._plan.replan_at = 0
             evicted = self._evict_planned(count, before_ns, 0, unlocked)
         return evicted
 

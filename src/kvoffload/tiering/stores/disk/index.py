@@ -110,15 +110,14 @@ class SlotIndex:
     def remove(self, hash32: int, slot: int) -> bool:
         """``False`` if the slot is not in the index."""
         cell = hash32 << 32 | slot
+        moved = None if self._journal is None else list[int]()
         self._moves += 1
-        moved = self._cells.remove(cell)
+        is_here = self._cells.remove(cell, moved)
         self._moves += 1
-        if moved is None:
-            return False
-        if self._journal is not None:
+        if is_here and moved is not None and self._journal is not None:
             # Also what has moved, perhaps from where nobody has copied it yet to where somebody has been.
             self._journal += [(cell, False), *((other, True) for other in moved)]
-        return True
+        return is_here
 
     def drop_slab(self, slab: int) -> None:
         """Removes all slots of a slab. Its number is free when ``tables`` has it no more."""
@@ -142,7 +141,7 @@ class SlotIndex:
 
     def _lacks_room(self, count: int) -> bool:
         lacks_numbers = len(self.tables) >= _NUM_SLABS - 1 and self._num_dead > 0
-        return lacks_numbers or 3 * (self._cells.num_held + count) > 2 * len(self._cells)
+        return lacks_numbers or self._cells.num_held + count > self._cells.well_held
 
     def _make_room_at_last(self, count: int) -> None:
         """For whoever holds the lock, and finds that others have used the room that was made: the last eighth is for
@@ -206,6 +205,8 @@ class _Cells:
         """Both at once, for a reader without the lock."""
         self.num_held, self.most_held = 0, num_cells - num_cells // 8
         """With more, fewer than an eighth would be empty, and searches become long."""
+        self.well_held = 2 * num_cells // 3
+        """With more, it is time for more cells."""
         self.num_of = [0] * _NUM_SLABS
         """By slab."""
 
@@ -224,30 +225,27 @@ class _Cells:
         self.num_held += 1
         self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] += 1
 
-    def remove(self, cell: int) -> list[int] | None:
-        """The cells that were moved for it. ``None`` if it is not here."""
+    def remove(self, cell: int, moved: list[int] | None = None) -> bool:
+        """``False`` if it is not here. Adds to ``moved`` the cells that are moved for it."""
         cells, mask = self._cells, self._mask
         at = (cell >> 32) & mask
         while (here := cells[at]) != cell:
             if not here:
-                return None
+                return False
             at = (at + 1) & mask
         self.num_held -= 1
         self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] -= 1
         # Close the gap: a later cell moves into it, unless its home lies after the gap.
-        gap, moved = at, list[int]()
-        while True:
-            at = (at + 1) & mask
-            here = cells[at]
-            if not here:
-                break
-            home = (here >> 32) & mask
-            if (at - home) & mask >= (at - gap) & mask:
+        gap, at = at, (at + 1) & mask
+        while here := cells[at]:
+            if (at - (here >> 32)) & mask >= (at - gap) & mask:
                 cells[gap] = here
-                moved.append(here)
+                if moved is not None:
+                    moved.append(here)
                 gap = at
+            at = (at + 1) & mask
         cells[gap] = 0
-        return moved
+        return True
 
     def replay(self, changes: Iterable[tuple[int, bool]]) -> None:
         for cell, is_held in changes:

@@ -191,7 +191,8 @@ class Slabs:
             lacking = self._allocator.grain_of(count)
             while lacking > 0:
                 with self._lock:
-                    evicted = self._allocator.evict(min(lacking, _EVICTED_AT_ONCE), before_ns, self._unlocked)
+                    part = min(lacking, _EVICTED_AT_ONCE)
+                    evicted = self._allocator.evict(part, before_ns, self._unlocked, num_wanted=lacking)
                     for slots in evicted:
                         for slot in range(slots.start, slots.stop):
                             self._remove(self.open[slots.slab], slot % SLAB_STRIDE, "evicted")
