@@ -25,17 +25,17 @@ from kvoffload.units import parse_bytes, parse_seconds
 
 
 class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user may set: the keys of vLLM's ``kv_connector_extra_config``, and their defaults.
+    """The user's settings: the keys of vLLM's ``kv_connector_extra_config``, and their defaults.
 
-    Make it with ``parse_config``. The constructor itself checks no values.
+    Create it with ``parse_config``. The constructor itself checks no values.
     """
 
     cpu_bytes_to_use: int | str
-    """Host memory for the offloaded KV of one engine, all of its ranks together. With data parallelism each engine core
-    takes as much."""
+    """Host memory for the offloaded KV of one engine, for all of its ranks together. With data parallelism, each engine
+    core allocates this much."""
     block_size: int | None = None
-    """Tokens per offloaded block, a multiple of the engine's block size. Larger blocks mean fewer, larger copies, and
-    hits in coarser steps. Default: the engine's block size."""
+    """Tokens per offloaded block, a multiple of the engine's block size. Larger blocks mean fewer and larger copies,
+    and coarser hits. Default: the engine's block size."""
     eviction_policy: str = "density"
     """``density``, ``lru``, ``arc``, or another registered cache policy."""
     store_threshold: int = 1
@@ -53,8 +53,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     self_describing_kv_events: bool = True
     """Include token ids and block sizes in the engine's events of stored blocks. Some routers drop events without."""
     kv_cache_layout: str | None = None
-    """Layout of its KV cache that the engine is asked for, by the engine's own name. Default: the engine's, with tiers
-    vLLM's ``LBHNC``."""
+    """Layout of the engine's KV cache, by the engine's own name for it. Default: the engine's own, or with tiers vLLM's
+    ``LBHNC``."""
     record_trace: str | None = None
     """File that receives a trace of the served requests: ids, hashes and lengths, but no tokens. Only its owner can
     read it. ``{pid}`` in it becomes the process id, which is also added if another process records to the same file.
@@ -62,27 +62,28 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """Tiers below host memory, nearest first: mappings with ``type`` and that tier's own options. Default: none."""
     weights_version: str | dict[str, str] | None = None
-    """Names the weights: text, or ``{"file": path}``, which is read at the start and again at every reset. Tiers keep
-    blocks under that name. A reset that reads a new name goes on with that one's blocks; any other begins an epoch of
-    the engine's own. Without a name, the weights' files tell weights apart, until the first reset. Default: none."""
+    """A name for the weights: text, or ``{"file": path}``, which kvoffload reads at startup and at every reset. Tiers
+    store blocks under that name. A reset that reads a new name continues with the blocks of that name; any other reset
+    starts a new epoch, private to this engine. Without a name, the weights' files identify the weights until the first
+    reset. Default: none."""
     adapters_never_change: bool = False
-    """A promise: no LoRA adapter is ever replaced under its name and path. Without it requests with an adapter are
-    computed without kvoffload where a tier's blocks outlive the process."""
+    """A promise that no LoRA adapter is ever replaced under the same name and path. Without it, kvoffload ignores
+    requests with an adapter if there is a persistent tier."""
     media_never_change: bool = False
-    """A promise: no ``uuid`` of an image, video or sound ever stands for another one. Without it requests with media
-    are computed without kvoffload where a tier's blocks outlive the process."""
+    """A promise that a ``uuid`` always names the same image, video or sound. Without it, kvoffload ignores requests
+    with media if there is a persistent tier."""
     reset_tiers: bool = True
-    """With false a reset under the same ``weights_version`` resets host memory alone."""
+    """If false, a reset under the same ``weights_version`` resets only host memory."""
     load_policy: Literal["cost", "always"] = "cost"
-    """Which hits in ``secondary_tiers`` are loaded: ``"cost"``, those that are loaded faster than computed, as measured
-    while serving; ``"always"``, all."""
+    """Which hits in ``secondary_tiers`` to load: with ``"cost"``, hits that load faster than the engine computes them,
+    as measured while serving; with ``"always"``, all hits."""
     prefill_tokens_per_s: float | None = None
-    """Prompt tokens that the engine computes in a second, for ``load_policy`` until it has measured them.
+    """Prompt tokens that the engine computes per second. ``load_policy`` uses this value until it has measured its own.
     Default: measured."""
     max_wait_s: float = 10.0
-    """Seconds that a request may wait, in all, for lower tiers. What has not come by then is a miss."""
+    """Seconds that a request may wait for tiers in total. Blocks that have not arrived by then are misses."""
     promotion_share: float = 0.75
-    """Share of host memory that waiting requests and promotions may take together, above 0 and at most 1."""
+    """Share of host memory that waiting requests and reads from tiers may use together, above 0 and at most 1."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -90,7 +91,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return parse_bytes(self.cpu_bytes_to_use, "cpu_bytes_to_use")
 
     def read_weights_version(self) -> str:
-        """The name in ``weights_version``, read from its file now; empty without one. Raises ``ConfigError``."""
+        """Return the name in ``weights_version``, read from its file, or ``""`` without one. Raises ``ConfigError``."""
         version = self.weights_version
         if version is None:
             return ""
@@ -113,19 +114,19 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 _LONGEST_VERSION = 200
 
 DEFAULTS = OffloadingConfig(cpu_bytes_to_use=0)
-"""The default of every key but ``cpu_bytes_to_use``, which has none. Other modules take the defaults of such options
-from here. ``CPUOffloadingManager`` has a fixed signature that states two of them again; a test compares them."""
+"""The default of every key except ``cpu_bytes_to_use``, which has none. Other modules use the defaults of such options
+from here. The fixed signature of ``CPUOffloadingManager`` repeats two of them; a test compares them."""
 
 
 def parse_struct(
     kind: type[Any], values: Mapping[str, Any], what: str, elsewhere: Mapping[str, str] | None = None
 ) -> Any:
-    """``values`` as an instance of the msgspec struct ``kind``. A key in ``_s`` takes text such as ``"10s"``, too.
+    """Return ``values`` as an instance of the msgspec struct ``kind``. A key in ``_s`` also accepts text such as
+    ``"10s"``.
 
-    Raises ``ConfigError`` for all unknown keys, missing keys and wrong types at once, in a sentence each that calls the
-    mapping ``what``. ``elsewhere`` has what to do instead of a key that another system has. Only keys that take nothing
-    but numbers, truth or a choice have their values shown: any other may hold a secret, as text or by mistake as a
-    number.
+    Raises one ``ConfigError`` for all unknown keys, missing keys and wrong types, with a sentence for each that calls
+    the mapping ``what``. ``elsewhere`` explains what to use instead of another system's key. Values are shown only for
+    keys that accept numbers, truth or a choice, because any other value may be a secret.
     """
     known, _, problems = read_struct(kind, values, what, elsewhere or {})
     problems.raise_found()
@@ -135,7 +136,7 @@ def parse_struct(
 def read_struct(
     kind: type[Any], values: Mapping[str, Any], what: str, elsewhere: Mapping[str, str]
 ) -> tuple[dict[str, Any], set[str], Problems]:
-    """The good values of ``parse_struct``, the keys that are missing or bad, and the problems with ``values``."""
+    """Return the good values of ``parse_struct``, the missing or bad keys, and the problems with ``values``."""
     fields = _fields_of(kind)  # type: ignore[arg-type]  # a class can be hashed
     problems = Problems()
     good: dict[str, Any] = {}
@@ -171,17 +172,17 @@ def read_struct(
 
 @functools.cache
 def _fields_of(kind: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
-    """msgspec evaluates all annotations of ``kind`` each time it is asked."""
+    """Cached, because msgspec evaluates all annotations of ``kind`` on each call."""
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
 _MOST = 2**63
-"""No number of a configuration is as large: it would not fit where machines count."""
+"""Larger than any number in a configuration: 64-bit integers cannot hold it."""
 
 
 def _check_usable(value: Any, name: str) -> None:
-    """Raises ``ConfigError``, which calls ``value`` by its ``name``, for a number that nothing counts to, and for text
-    that cannot name a file."""
+    """Raise ``ConfigError``, which calls ``value`` by its ``name``, for a number that is too large, and for text that
+    cannot name a file."""
     if isinstance(value, int) and abs(value) >= _MOST:
         raise ConfigError(f"{name} is a number too large for any machine; lower it.")
     texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
@@ -200,7 +201,7 @@ def _is_encodable(text: str) -> bool:
 
 _MANY: dict[Any, str] = {dict: "mappings", str: "texts", int: "whole numbers", float: "numbers"}
 _NEEDED = {"cpu_bytes_to_use": ", the host memory for offloaded KV, for example '8GiB'"}
-"""What keys are that each configuration needs."""
+"""Explanations of the required keys."""
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -214,19 +215,19 @@ _WORDS: dict[Any, str] = {
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """What ``kind`` is a union of; ``None`` left out."""
+    """Return the types of the union ``kind``, without ``None``."""
     if get_origin(kind) in (Union, UnionType):
         return tuple(choice for part in get_args(kind) for choice in _choices(part))
     return () if kind is NoneType else (kind,)
 
 
 def _literals(kind: Any) -> tuple[Any, ...]:
-    """The values that a ``Literal`` in ``kind`` allows."""
+    """Return the values that a ``Literal`` in ``kind`` allows."""
     return tuple(value for choice in _choices(kind) if get_origin(choice) is Literal for value in get_args(choice))
 
 
 def _describe(kind: Any) -> str:
-    """What a value of the type ``kind`` is, for people."""
+    """Describe a value of the type ``kind``, for people."""
     words = []
     for choice in _choices(kind):
         origin = get_origin(choice) or choice
@@ -242,12 +243,12 @@ def _describe(kind: Any) -> str:
 
 
 def _many(kind: Any) -> str:
-    """Values of the type ``kind``, for people."""
+    """Describe several values of the type ``kind``, for people."""
     return " or ".join(_MANY.get(get_origin(choice) or choice, "values") for choice in _choices(kind))
 
 
 def _show(value: Any, kind: Any) -> str:
-    """``value``, which is not a ``kind``, for people: only its type, unless a ``kind`` is known to be no secret."""
+    """Describe ``value``, which is not a ``kind``, for people: only its type, unless a ``kind`` cannot be a secret."""
     kinds = {get_origin(choice) or choice for choice in _choices(kind)}
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
@@ -263,16 +264,16 @@ _ELSEWHERE = {
     "canonical_layout": "Leave it out.",
     "backpressure": "Leave it out: a tier that cannot keep up drops writes by itself (max_backlog_blocks).",
     "lmcache_config_file": "docs/upgrading.md has kvoffload's key for each of LMCache's.",
-    "claim_share": "promotion_share bounds one request as it bounds all of them.",
+    "claim_share": "promotion_share limits each request as it limits all of them.",
 }
-"""Keys of vLLM's own connectors, of LMCache and of older versions, and what to do instead."""
+"""Keys of vLLM's own connectors, of LMCache and of older versions, and their replacements."""
 
 
 def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
-    """Validates a user's mapping, the keys of which are the fields of ``OffloadingConfig``.
+    """Validate a user's mapping, whose keys are the fields of ``OffloadingConfig``.
 
-    Raises ``ConfigError`` with a sentence for each problem, which says what to change. Allocates nothing. Names of
-    policies, specs and tier types are checked where they are used, and with them in ``specs.read_config``.
+    Raises ``ConfigError`` with a sentence for each problem that says what to change. Allocates nothing. Names of
+    policies, specs and tier types are checked at their first use, and all together in ``specs.read_config``.
     """
     config, problems = read_config_values(values)
     problems.raise_found()
@@ -280,7 +281,7 @@ def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
 
 
 def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Problems]:
-    """The problems with ``values``, and a configuration of what is good in them, with defaults for the rest."""
+    """Return a configuration of the good keys in ``values``, with defaults for the rest, and the problems with them."""
     good, bad, problems = read_struct(OffloadingConfig, values, "the kvoffload configuration", _ELSEWHERE)
     config = OffloadingConfig(**{"cpu_bytes_to_use": 1, **good})
     if "cpu_bytes_to_use" not in bad:
@@ -304,7 +305,7 @@ def read_config_values(values: Mapping[str, Any]) -> tuple[OffloadingConfig, Pro
     if config.record_trace is not None:
         trace = Path(os.path.expanduser(config.record_trace))
         if not trace.parent.is_dir():
-            problems.add(f"record_trace names a file in {trace.parent}, which is not a directory.")
+            problems.add(f"record_trace names a file in {trace.parent}, which is not a directory; create it first.")
         elif trace.is_dir():
             problems.add(f"record_trace is {trace}, which is a directory; name a file in it.")
     return config, problems
