@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certificate authority for one test."""
+"""Make a certificate authority for one test."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def program() -> str | None:
 
 
 class AzureServer:
-    """One server on a port of its own, with one account and one container."""
+    """One server on its own port, with one account and one container."""
 
     def __init__(self, directory: Path) -> None:
         chosen = program()

@@ -11,9 +11,9 @@ from pathlib import Path
 class Version:
     name: str
     folder: str
-    """Where the hierarchy is usually mounted."""
+    """The usual mount point of the hierarchy."""
     own_line: str
-    """The process's line of ``/proc/self/cgroup``."""
+    """The process's line in ``/proc/self/cgroup``."""
     kind: str
     """File system, source and options in a line of ``/proc/self/mountinfo``."""
     limit_name: str

@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-# Objects in memory are frozen before the first test and after each file: with those of torch among them, each full
-# collection takes half a second, and some hundred tests ask for one.
+# Objects in memory are frozen before the first test and after each file. With torch's objects among them, each full
+# collection would take half a second, and a few hundred tests ask for one.
 gc.disable()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command lines of the README and of ``docs/``, and what accepts them: the very parsers that users meet.
+"""Find the command lines of the README and of ``docs/``, and run the same parsers on them as users do.
 
-A command line is a line of a fence marked ``sh`` or ``console`` (there after ``$``), or a code span that begins with a
-program of ``PROGRAMS``. Pages have command lines nowhere else.
+A command line is a line of a fence marked ``sh`` or ``console`` (after ``$`` there), or a code span that starts with a
+program of ``PROGRAMS``. There are no other command lines on pages.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def compiler() -> str | None:
 
 
 class JumpingClock:
-    """``environment`` has it for the processes that it is given to; ``set`` makes it jump in all of them at once."""
+    """A clock that jumps.
+
+    Processes with its ``environment`` use it, and ``set`` makes it jump in all of them at once.
+    """
 
     def __init__(self, directory: Path) -> None:
         built = compiler()
@@ -51,7 +54,7 @@ class JumpingClock:
         self.environment = {**os.environ, "LD_PRELOAD": str(library), "KVO_CLOCK": str(self._plan)}
 
     def run_client(self, options: dict[str, Any]) -> list[Outcome]:
-        """An outcome for each of ``JUMPS``."""
+        """Run a client and return an outcome for each of ``JUMPS``."""
         words = [sys.executable, "-m", "tests.jumping_clock", json.dumps(options)]
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False

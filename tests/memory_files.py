@@ -20,7 +20,7 @@ _SHM = "/dev/shm"
 
 @contextmanager
 def memory_directory() -> Iterator[Path]:
-    """A new directory on a tmpfs, which is removed afterwards."""
+    """Yield a new directory on a tmpfs, which is removed afterwards."""
     if not os.access(_SHM, os.W_OK) or memory_file_system(_SHM) != "tmpfs":
         pytest.skip(f"needs a tmpfs at {_SHM}")
     with tempfile.TemporaryDirectory(dir=_SHM, prefix="kvoffload-test-") as path:

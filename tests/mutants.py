@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples faults in ``src/kvoffload``, one at a time, and prints those that no test notices: ``make mutants``.
+"""Sample faults in ``src/kvoffload``, one at a time, and print those that no test notices: ``make mutants``.
 
-A map of the suite comes first: which tests execute a line, and what they take. It is kept in ``build/mutants`` until a
-file of ``src`` or ``tests`` changes. Each fault is then put into a temporary copy of the tree, where the tests that
-execute its line run until one fails, the quickest files first. Lines that run at import, or in no process that the map
-saw, take the files that mirror the room or import the module. A test that fails is run again without the fault: one
-that fails then too proves nothing. The exit code is always 0: a survivor may be a fault that changes nothing, or only
-speed. What only a real engine runs is left to its lane.
+First, a map of the suite records which tests execute a line, and their times. It is kept in ``build/mutants`` until a
+file of ``src`` or ``tests`` changes. Then each fault is put into a temporary copy of the tree, and the tests that
+execute its line run until one fails, the fastest files first. For lines that run at import, or in a process outside the
+map, the test files that mirror the room or import the module run. A failed test is repeated without the fault, and
+counts only if it passes then. The exit code is always 0, because a surviving fault may change nothing, or only speed.
+Code that only a real engine runs is left to its lane.
 
-None of the tools on the package index samples with a seed, picks tests by line and leaves the working tree alone.
+None of the tools on the package index samples with a seed, selects tests by line and leaves the working tree alone.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PATIENT = {"connect_timeout_s": 30.0, "request_timeout_s": 60.0}
 
 
 class S3Server:
-    """One server on a port of its own, with one bucket."""
+    """One server on its own port, with one bucket."""
 
     def __init__(self, directory: Path, authority: Authority | None = None) -> None:
         self.directory, self._authority = directory, authority

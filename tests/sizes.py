@@ -20,5 +20,5 @@ IS_THOROUGH = SIZE == "thorough"
 
 
 def by_size(quick: T, thorough: T) -> T:
-    """The number, or whatever it is, of the size that runs."""
+    """Return the value for the size that runs."""
     return thorough if IS_THOROUGH else quick

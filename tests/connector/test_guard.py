@@ -154,7 +154,7 @@ def test_a_block_that_is_missing_is_in_no_hit_whatever_is_answered_after_it() ->
 def test_what_is_no_answer_is_a_miss_too(
     method: str, answer: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A plug-in's mistake: a short list without a miss at its end, or a forgotten return."""
+    """The plug-in makes a mistake: a short list without a miss at its end, or a forgotten return."""
     rig = Rig(groups=(FULL, STATE))
     rig.scheduler = OffloadingConnectorScheduler(
         GuardedManager(rig.manager), rig.layout, OffloadingConfig(cpu_bytes_to_use=1 << 20)

@@ -141,7 +141,8 @@ def test_the_limits_are_independent() -> None:
 
 @dataclass
 class Unread(Request):
-    """A request that asks the engine not to read its prefix cache, as vLLM's do for prompt log probabilities."""
+    """A request that asks the engine not to read its prefix cache, like vLLM's requests for prompt log
+    probabilities."""
 
     skip_reading_prefix_cache: bool = True
 

@@ -16,7 +16,7 @@ from kvoffload.connector.requests import Keys
 from kvoffload.connector.requests import Request as OwnRequest
 
 PARTS = "abcd"
-"""A block's hash names the part of the input that gave its last token."""
+"""The part of the input that produced a block's last token is in the block's hash."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ def test_what_was_computed_is_ready_again_when_a_later_step_shows_it() -> None:
 
 @pytest.mark.parametrize("policy", OffloadPolicy)
 def test_a_block_whose_last_token_was_replaced_is_stored_once_it_is_computed_again(policy: OffloadPolicy) -> None:
-    """The step that computed the replaced token was planned before the engine knew that the turn ends with it."""
+    """The step that computed the replaced token was planned before the engine knew that the turn ended with it."""
     rig = Rig(num_blocks=3, policy=policy)
     other = Request("other", 3 * BT, "other")
     others = rig.admit(other, range(20, 23)).stores  # all slots are in use

@@ -71,7 +71,7 @@ class Prometheus:
         return [(each["metric"], float(each["value"][1])) for each in found]
 
     def wait_for(self, query: str, timeout_s: float = 120) -> list[tuple[dict[str, str], float]]:
-        """The series of ``query`` once there are any."""
+        """Return the series of ``query`` once there are any."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:

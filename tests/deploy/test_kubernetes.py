@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest in ``deploy/kubernetes``: the schemas of Kubernetes accept it, and its parts fit one another."""
+"""Test the manifest in ``deploy/kubernetes``: the schemas of Kubernetes accept it, and its parts fit together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of ``kvoffload explain`` in Debian's Chromium, at the width of a desk and of a phone."""
+"""Test the page of ``kvoffload explain`` in Debian's Chromium, at the width of a desktop and of a phone."""
 
 from __future__ import annotations
 

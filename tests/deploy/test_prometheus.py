@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard and the alert rules, against the table of metrics and against Debian's Prometheus."""
+"""Test the dashboard and the alert rules, against the table of metrics and against Debian's Prometheus."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models, made in seconds and loaded offline, whose greedy tokens tell whether the KV cache is right.
+"""Small random models, made in seconds and loaded offline, whose greedy tokens show whether the KV cache is right.
 
 A freshly initialised transformer is a bad witness: its attention is almost uniform, so a wrong block of KV hardly
-moves the output. Here queries and keys are scaled up until attention picks out few positions anywhere in the context,
-and values until what it picks dominates the residual stream. In float32 the gap between the two best tokens is then
-many orders above rounding, while one foreign block changes the tokens. Both are checked, not assumed.
+changes the output. So queries and keys are scaled up until attention picks out a few positions anywhere in the context,
+and values until the picked positions dominate the residual stream. In float32, the gap between the two best tokens is
+then orders of magnitude above rounding, while one wrong block changes the tokens. The tests check both.
 """
 
 from __future__ import annotations

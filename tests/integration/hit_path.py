@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a maintainer meets in one hit from disk, from its arrival to its end: functions, classes, files.
+"""Count the functions, classes and files that one hit from disk involves, from its arrival to its end::
 
     python -m tests.integration.hit_path [--list]
 
-What three hits have in common counts, on all threads. A class counts if one of its functions ran; lambdas and generator
-expressions belong to the function around them. The engine and its copies are fakes.
+Code counts if three hits have it in common, on any thread. A class counts if one of its functions ran. Lambdas and
+generator expressions belong to the function around them. The engine and its copies are fakes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def functions_of_a_hit() -> set[CodeType]:
     sys.setprofile(profile)
     with tempfile.TemporaryDirectory() as folder:
         served = _Quiet(Path(folder), 2 * BLOCKS, block_worth=worth)
-        served.serve(rounds=2)  # more than host memory: the first prompt lies on disk alone
+        served.serve(rounds=2)  # more than host memory, so that the first prompt is only on disk
         found = 0.0
         hits: list[set[CodeType]] = []
         for n in range(40):  # a busy disk may be too slow

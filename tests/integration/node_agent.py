@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a node's agent in a test: its region is a memory file, and its packets come over a socket."""
+"""Run a node's agent in its own process for a test.
+
+Its region is a memory file, and its packets arrive through a socket.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 
 
 class NodeSpec(TieringOffloadingSpec):
-    """The spec of a rank, whose region is given by a descriptor of it."""
+    """The spec of a rank whose region is given by a file descriptor."""
 
     def map_region(self, memory: int) -> None:
         shape = self.num_blocks, self.block_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small engine over host memory and a real disk tier, in real time, whose metrics are served over HTTP."""
+"""Run a small engine over host memory and a real disk tier, in real time, and serve its metrics over HTTP."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ServedTiers:
             self.drain()
 
     def ask(self, first_token: int, num_blocks: int) -> FakeRequest:
-        """A request with a prompt of ``num_blocks`` full blocks and one more token."""
+        """Serve a request with a prompt of ``num_blocks`` full blocks and one more token."""
         self._num_requests += 1
         return self.engine.add(f"r{self._num_requests}", prompt(first_token, num_blocks), max_new_tokens=1)
 

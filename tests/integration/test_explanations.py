@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The explanations of a recorded run: causes are injected one by one, each is named right, and the tokens add up."""
+"""Test the explanations of a recorded run: causes are injected one by one, each is named correctly, and the tokens add
+up."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Setup:
         self.num_requests = 0
 
     def ask(self, first_token: int, num_blocks: int) -> FakeRequest:
-        """A request with a prompt of ``num_blocks`` full blocks and one more token."""
+        """Serve a request with a prompt of ``num_blocks`` full blocks and one more token."""
         self.num_requests += 1
         tokens = [first_token] + [n % 11 for n in range(num_blocks * BLOCK_TOKENS)]
         return self.engine.add(f"r{self.num_requests}", tokens, max_new_tokens=1)

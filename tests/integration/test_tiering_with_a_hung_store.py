@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose reads hang, under the real tier with its threads: requests go on, and memory stays safe."""
+"""Test a store whose reads hang, under the real tier with its threads: requests continue, and memory stays safe."""
 
 from __future__ import annotations
 

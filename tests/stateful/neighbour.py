@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another process on the root of a store, ``fs`` or ``disk``. It does what it is asked through its pipe.
+"""Another process on the root of a store, ``fs`` or ``disk``, which executes commands from its pipe.
 
-``write NUMBERS``, ``read NUMBERS``, ``discard NUMBERS`` and ``scan`` answer ``done``, if no byte that was read is
-wrong. ``begin`` begins what a dead writer would leave half done. ``hold`` holds the root's lock until it hears again.
-``hammer SEED COUNT`` does COUNT random things as fast as it can.
+``write NUMBERS``, ``read NUMBERS``, ``discard NUMBERS`` and ``scan`` answer ``done`` if no byte that was read is wrong.
+``begin`` starts the work that a dead writer would leave half done. ``hold`` holds the root's lock until the next
+message. ``hammer SEED COUNT`` performs COUNT random actions as fast as it can.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiering manager of an earlier revision beside that of this tree, on a trace, request by request::
+"""Compare an earlier revision's tiering manager with this tree's on a trace, request by request::
 
     python -m tests.tiering.shadow 8828d72 TRACE cost always+asked+resets+hints [--requests 150]
 
-A case is ``always`` or ``cost``, and what is on besides: ``asked``, a second tier that must find out what it has;
-``resets`` of the cache; ``hints``. Two requests are alike if they hit as many blocks, from the same tiers, after the
-same time. With ``cost``, this tree's manager is run with the earlier planner in it, too: what differs no longer then is
-the planner's. And each plan is made by both planners in the same state, and counted by how the two differ.
+A case is ``always`` or ``cost``, with optional parts: ``asked``, a second tier that must find out which blocks it
+contains; ``resets`` of the cache; ``hints``. Two requests are alike if they hit equally many blocks, from the same
+tiers, after the same time. With ``cost``, this tree's manager also runs with the earlier planner, and differences that
+then disappear are caused by the planner. In addition, both planners make each plan in the same state, and the
+differences between the two are counted.
 
-Time is a number, tiers read one block after another, and the engine computes prompts at a fixed speed. So a run is the
-same each time, on any machine.
+Time is a number, tiers read one block after another, and the engine computes prompts at a fixed speed. So each run has
+the same result, on any machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang lacks to serve without a GPU: a plugin of its own kind, which it loads in each of its processes.
+"""A plugin that lets SGLang serve without a GPU. SGLang loads it in each of its processes.
 
-SGLang finds it by an entry point, which ``write_entry_points`` lays where Python looks. Each patch stands for something
-that only a GPU has. None touches the radix cache, the HiCache controller or the storage backend.
+SGLang finds it through an entry point, which ``write_entry_points`` installs. Each patch replaces something that only a
+GPU has. No patch changes the radix cache, the HiCache controller or the storage backend.
 """
 
 from __future__ import annotations

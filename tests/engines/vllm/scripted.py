@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manager that does what a test says, and a worker whose device holds what each position was computed from.
+"""A manager that follows a test's script, and a worker whose device records the tokens from which each position was
+computed.
 
-Both stand behind vLLM's real schedulers in ``steps.py``. No model is needed: the "KV" of a position is the tokens that
-it depends on, so that a block with a wrong, rejected or missing position gives itself away.
+Both work behind vLLM's real schedulers in ``steps.py``. No model is needed: the "KV" of a position is the list of
+tokens on which it depends, so that a block with a wrong, rejected or missing position is detected.
 """
 
 from __future__ import annotations

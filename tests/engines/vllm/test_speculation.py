@@ -67,8 +67,8 @@ def test_a_drafter_finds_its_kv_again(method: str, drafts: dict[str, Speculation
     print(method, rates)
     least = 1.0 if method == "draft_model" else 0.8
     assert min(rates["computed"], rates["on the device"]) >= least
-    # Requests of one family part at a block's end, where the head saw the next token of only one of them. So a few more
-    # or fewer drafts are accepted, on the device too, by which of them came first.
+    # Requests of one family diverge at a block's end, where the head saw the next token of only one of them. So a few
+    # more or fewer drafts are accepted, also on the device, depending on the order of the requests.
     assert rates["restored"] >= min(rates["computed"], rates["on the device"]) - 0.02
     assert rates["spoiled"] < 0.5 * rates["restored"]
     assert {value for name, value in seen["idle"].items() if name != "used_blocks"} == {0}

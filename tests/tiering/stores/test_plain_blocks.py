@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that were stored before ``encryption_key`` was set, and what others see of a key."""
+"""Test blocks that were stored before ``encryption_key`` was set, and the information about a key that others can
+see."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_blocks_are_stored_found_read_and_deleted(
         store.touch(KEYS)
         store.discard(KEYS[:20])
         with server.client() as client:
-            client.get("nothing")  # what expires is gone once the server has gone on
+            client.get("nothing")  # expired names are gone once the server has resumed
         store.discard(KEYS[:20])
     said = [record.getMessage() for record in caplog.records]
     assert [text for command in without for text in said if f"does not take {command} " in text] == said
