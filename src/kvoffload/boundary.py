@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary to foreign code: whatever it raises, and whatever is no answer, becomes the mildest answer there is."""
+"""The boundary to foreign code: its exceptions and invalid answers become the mildest possible answer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ R = TypeVar("R")
 
 
 class Boundary:
-    """Stands in front of ``inner``, which is foreign. The class body is a table of ``guarded`` methods."""
+    """A wrapper of ``inner``, which is foreign code. The class body is a table of ``guarded`` methods."""
 
     inner: Any
 
     def failed(self, name: str, exc: BaseException) -> None:
-        """``inner.name`` raised ``exc``, or gave no answer. To be logged or counted."""
+        """Log or count that ``inner.name`` raised ``exc``, or gave an invalid answer."""
 
 
 def guarded(
@@ -26,12 +26,12 @@ def guarded(
     otherwise: Callable[..., R],
     answer: Callable[..., R] | None = None,
 ) -> Callable[Concatenate[Any, P], R]:
-    """``method`` of a ``Boundary``, which calls that of ``inner`` and never raises.
+    """Return a method of a ``Boundary`` that calls the same method of ``inner`` and never raises.
 
-    ``otherwise(*args)`` is the answer to a call that raised. It costs a recomputation and nothing else. (A method that
-    has no such answer raises there.) ``answer(answered, *args)``, if it is given, is what was answered in the shape
-    that callers rely on, or raises. This includes exceptions that are no ``Exception``, such as a native client's
-    panic, but not those that end the process.
+    ``otherwise(*args)`` is the answer to a call that raised. It must cost only a recomputation. (A method without such
+    an answer raises in ``otherwise``.) ``answer(answered, *args)``, if given, converts an answer into the form that
+    callers rely on, or raises. The boundary also catches exceptions that are not an ``Exception``, such as a native
+    client's panic, but not those that end the process.
     """
     name, parameters = method.__name__, [*inspect.signature(method).parameters.values()][1:]
 
@@ -53,17 +53,20 @@ def guarded(
 def _by_place(
     parameters: Sequence[inspect.Parameter], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[object, ...]:
-    """Foreign code may call its parameters what it likes."""
+    """Return all arguments by position, because foreign code may use other parameter names."""
     last = max(at for at, each in enumerate(parameters) if each.name in kwargs)
     return args + tuple(kwargs.get(each.name, each.default) for each in parameters[len(args) : last + 1])
 
 
 def up_to_a_miss(answers: Sequence[object], keys: Sequence[object], *_: object) -> list[bool | None]:
-    """There is an answer for each key up to the first ``False``. What is answered after a miss must not make a hit of
-    it."""
+    """Return the answers up to and including the first ``False``.
+
+    Raises ``TypeError`` if there are fewer answers than keys without a ``False`` at the end. Answers after a miss are
+    dropped, because they must not turn it into a hit.
+    """
     if {*map(type, answers)} == {NoneType} and len(answers) >= len(keys):  # most of the long ones
         return [None] * len(keys)
     found = [None if answer is None else bool(answer) for answer in answers]
     if len(found) < len(keys) and not (found and found[-1] is False):
-        raise TypeError(f"this is no answer for {len(keys)} blocks: {answers!r:.100}")
+        raise TypeError(f"this is not an answer for {len(keys)} blocks: {answers!r:.100}")
     return found[: found.index(False) + 1] if False in found else found[: len(keys)]

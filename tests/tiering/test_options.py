@@ -54,7 +54,7 @@ def test_a_tier_without_enough_threads_is_refused_and_holds_nothing(
     build_tier(options, view(), "ns").shutdown()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_few)
-        with pytest.raises(ConfigError, match="'disk' needs 9 threads, and only 5 could be started: lower its threads"):
+        with pytest.raises(ConfigError, match="'disk' needs 9 threads, but only 5 could be started; lower its threads"):
             build_tier(options, view(), "ns")
     assert [path for _, path in root._open_under([str(tmp_path)], "self")] == []
     for thread in threading.enumerate():

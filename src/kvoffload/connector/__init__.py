@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine drives offloading with: one class in its scheduler, one in each worker, and the messages between.
+"""The interface through which an engine offloads: one class in its scheduler, one in each worker, and their messages.
 
-``engine.py`` says what an engine must provide, and in which order it calls.
+``engine.py`` documents the types that an engine must provide, and the order of its calls.
 """
 
 from __future__ import annotations

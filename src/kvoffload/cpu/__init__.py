@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier. What is named here is its control plane, which loads no torch."""
+"""Offloading to host memory. The names in this package are its control plane, which does not load torch."""
 
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUOffloadingManager

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine gives offloading: its facts (``system``), copies (``copies``), and what follows (``findings``)."""
+"""Examine a machine for offloading: its facts (``system``), its copies (``copies``), and the conclusions
+(``findings``)."""

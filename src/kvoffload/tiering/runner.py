@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs synchronous calls in I/O threads: queues, deadlines, cancellation and drain."""
+"""Run synchronous calls in I/O threads, with queues, deadlines, cancellation and draining."""
 
 from __future__ import annotations
 
@@ -16,105 +16,111 @@ from kvoffload.errors import ConfigError
 
 
 class IoQueue(IntEnum):
-    """The queues of a ``TierRunner``. Lookups and loads share threads, and lookups go first. Stores have threads of
-    their own. While a lookup or load is queued, one slice of a store begins for each eight of those."""
+    """The queues of a ``TierRunner``.
+
+    Lookups and loads share threads, and lookups run first. Stores have their own threads. While lookups or loads are
+    queued, one slice of a store starts for every eight slices of those.
+    """
 
     LOOKUP = 0
     LOAD = 1
     STORE = 2
     UPKEEP = 3
-    """For calls that may take minutes. A thread of its own serves it, without a deadline."""
+    """A queue for calls that may take minutes. It has its own thread and no deadline."""
 
 
 READS = (IoQueue.LOOKUP, IoQueue.LOAD)
 
 _READS_PER_STORE = 8
-"""A disk that is never idle leaves stores this share. Without it they would be cancelled once they are too old."""
+"""The number of reads per store while reads are queued. On a disk that is never idle, stores would otherwise be
+cancelled when they become too old."""
 
 
 class IoStatus(Enum):
-    """How a slice of a task ended, or that it does not end."""
+    """The state of a slice of a task: how it ended, or that it is overdue."""
 
     DONE = "done"
     """The work returned an outcome for each item."""
     FAILED = "failed"
     """The work raised, or returned too few outcomes."""
     CANCELLED = "cancelled"
-    """The work never began."""
+    """The work never started."""
     OVERDUE = "overdue"
-    """The work runs longer than it may. Not the end: another result follows if it ever returns."""
+    """The work has been running for too long. This is not its end: another result follows if it ever returns."""
 
 
 @dataclass(slots=True, eq=False)
 class IoTask:
-    """``num_items`` items to work on. ``work(start, stop)`` runs in an I/O thread and returns an outcome per item.
+    """A task of ``num_items`` items. ``work(start, stop)`` runs in an I/O thread and returns an outcome per item.
 
-    Every other attribute belongs to the thread that submits the task.
+    All other attributes belong to the thread that submits the task.
     """
 
     queue: IoQueue
     num_items: int
     work: Callable[[int, int], list[bool]]
     keys: Sequence[OffloadKey] = ()
-    """The blocks that are the items, if they are blocks."""
+    """The blocks of the items, if the items are blocks."""
     on_result: Callable[[IoResult], None] = lambda result: None
-    """Called with each result by whoever takes them, not by the runner."""
+    """A function that the caller who takes results calls with each result. The runner does not call it."""
     num_open_slices: int = field(init=False, default=0)
     num_hung_slices: int = field(init=False, default=0)
-    """Open slices that are overdue and still run. The runner's threads change it too."""
+    """The number of open slices that are overdue and still running. The runner's threads also change it."""
 
     @property
     def hangs(self) -> bool:
-        """The task is open, and nothing but overdue slices is left of it."""
+        """Whether the task is open and all of its remaining slices are overdue."""
         return 0 < self.num_open_slices <= self.num_hung_slices
 
 
 @dataclass(slots=True, eq=False)
 class _Slice:
-    """Items ``start`` to ``stop`` of a task: what one thread works on at a time."""
+    """Items ``start`` to ``stop`` of a task, on which one thread works at a time."""
 
     task: IoTask
     start: int
     stop: int
     since_s: float
-    """When it was queued; once it runs, when it began."""
+    """The time at which the slice was queued, or started once it is running."""
     is_overdue: bool = False
-    """It has run for too long, and ``take_results`` has returned that."""
+    """Whether the slice has been running for too long and ``take_results`` has reported that."""
 
 
 @dataclass(slots=True, eq=False)
 class IoResult:
-    """The end of one slice, items ``start`` to ``stop`` of ``task``; or, once, that it is ``OVERDUE``."""
+    """The end of one slice, items ``start`` to ``stop`` of ``task``, or a single report that it is ``OVERDUE``."""
 
     task: IoTask
     start: int
     stop: int
     status: IoStatus
     error: BaseException | None
-    """What the work raised; only if it ``FAILED``."""
+    """The exception that the work raised, if it ``FAILED``."""
     is_last: bool
-    """The task has no other open slice: it has ended. ``take_results`` finds out."""
+    """Whether the task has no other open slice and has ended. ``take_results`` sets this."""
     outcomes: Sequence[bool]
-    """Of the slice's items; all ``False`` unless it is ``DONE``."""
+    """The outcomes of the slice's items. They are all ``False`` unless it is ``DONE``."""
     seconds: float = 0.0
-    """How long the work took, in real time; 0 if it never began or has not ended."""
+    """The seconds that the work took, in real time, or 0 if it never started or has not ended."""
     ended_s: float = 0.0
-    """When the slice ended, by the runner's clock; 0 while it has not."""
+    """The time at which the slice ended, by the runner's clock, or 0 until then."""
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """The slice's blocks."""
+        """The blocks of the slice."""
         return self.task.keys[self.start : self.stop]
 
 
 class TierRunner:
-    """Runs lookups and loads in ``threads`` daemon threads, stores in as many others, and upkeep in one more. So reads
-    always have threads that stores cannot occupy. Tasks are cut into slices, so that several threads share one task.
+    """Runs lookups and loads in ``threads`` daemon threads, stores in as many others, and upkeep in one more.
 
-    One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns
-    or raises, however late: memory that it still touches may not be reused. A slice that is queued for longer than
-    ``timeout_s`` is cancelled. ``clock`` gives seconds and never goes back; only ``drain`` and ``shutdown`` wait, in
-    real time. Raises ``ConfigError`` if the threads cannot be had.
+    So stores can never occupy all threads for reads. Tasks are cut into slices, so that several threads can share one
+    task.
+
+    One thread submits tasks and takes results; neither call blocks. A running slice ends only when its work returns or
+    raises, however late that is, so memory that it uses may not be reused until then. A slice that is queued for longer
+    than ``timeout_s`` is cancelled. ``clock`` returns seconds and never goes back. Only ``drain`` and ``shutdown``
+    wait, in real time. Raises ``ConfigError`` if the threads cannot be started.
     """
 
     def __init__(
@@ -135,17 +141,17 @@ class TierRunner:
         }
         self._queues: tuple[deque[_Slice], ...] = tuple(deque() for _ in IoQueue)
         self._reads_since_store = 0
-        """Slices of lookups and loads that began since one of a store did."""
+        """The number of slices of lookups and loads that started since the last slice of a store."""
         self._running: dict[_Slice, None] = {}
         self.ended: deque[IoResult] = deque()
-        """What ``take_results`` will return. Others only test whether there is anything."""
+        """Results that ``take_results`` will return. Other code only tests whether there are any."""
         self._is_closing = False
         # These belong to the thread that submits. The backlog counts items whose result was not taken, by queue.
         self._backlog = [0] * len(IoQueue)
         self.num_open_slices = 0
-        """Slices that are queued or running, or whose result was not taken."""
+        """The number of slices that are queued or running, or whose result was not taken."""
         self.on_ended: Callable[[], None] = lambda: None
-        """Called in an I/O thread after each slice that ended there, for callers that wait for results."""
+        """A function that an I/O thread calls after each of its slices, for callers that wait for results."""
         self._next_check_s = 0.0
         self._threads: list[threading.Thread] = []
         duties = [READS] * threads + [(IoQueue.STORE,)] * threads + [(IoQueue.UPKEEP,)]
@@ -156,8 +162,8 @@ class TierRunner:
             except RuntimeError as exc:
                 self.shutdown(0.0)
                 raise ConfigError(
-                    f"The tier {name!r} needs {len(duties)} threads, and only {index} could be started: lower its "
-                    "threads, or raise the limit of processes (ulimit -u, or that of the container)."
+                    f"The tier {name!r} needs {len(duties)} threads, but only {index} could be started; lower its "
+                    "threads, or raise the limit of processes (ulimit -u, or the container's limit)."
                 ) from exc
             self._threads.append(thread)
 
@@ -168,15 +174,15 @@ class TierRunner:
 
     @property
     def is_closing(self) -> bool:
-        """``shutdown`` was called. Long work looks here now and then, and stops."""
+        """Whether ``shutdown`` was called. Long work checks this from time to time, and stops."""
         return self._is_closing
 
     def backlog(self, queue: IoQueue) -> int:
-        """Items submitted to ``queue`` whose results were not taken."""
+        """Return the number of items submitted to ``queue`` whose results were not taken."""
         return self._backlog[queue]
 
     def submit(self, task: IoTask, slice_items: int) -> None:
-        """Queues ``task`` (of one item at least) in slices of at most ``slice_items``."""
+        """Queue ``task``, which has at least one item, in slices of at most ``slice_items``."""
         now_s = self._clock()
         slices = [
             _Slice(task, start, min(start + slice_items, task.num_items), now_s)
@@ -190,7 +196,7 @@ class TierRunner:
             self._queued[task.queue].notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
-        """The slices that ended since the last call, each once, and those that became ``OVERDUE``."""
+        """Return the slices that ended since the last call, each once, and those that became ``OVERDUE``."""
         results = []
         while self.ended:
             result = self.ended.popleft()
@@ -204,8 +210,11 @@ class TierRunner:
         return results + self._check_deadlines(now_s) if now_s >= self._next_check_s else results
 
     def _check_deadlines(self, now_s: float) -> list[IoResult]:
-        """Cancels slices that have been queued for more than ``timeout_s``. Returns a result for each slice that has
-        been running for longer, once. To be called at most 20 times per ``timeout_s``."""
+        """Cancel slices that have been queued for more than ``timeout_s``.
+
+        Returns, once, a result for each slice that has been running for longer than that. Call it at most 20 times per
+        ``timeout_s``.
+        """
         self._next_check_s = now_s + self.timeout_s / 20
         late_since_s = now_s - self.timeout_s
         with self._lock:
@@ -223,19 +232,19 @@ class TierRunner:
         return [IoResult(part.task, part.start, part.stop, IoStatus.OVERDUE, None, False, ()) for part in overdue]
 
     def num_overdue(self, queues: Iterable[IoQueue] = tuple(IoQueue)) -> int:
-        """Slices that are overdue and still run."""
+        """Return the number of slices that are overdue and still running."""
         with self._lock:
             return sum(part.is_overdue and part.task.queue in queues for part in self._running)
 
     def cancel_queued(self, *queues: IoQueue) -> None:
-        """Cancels what is queued. What runs goes on."""
+        """Cancel queued slices. Running slices continue."""
         with self._lock:
             self._cancel_all(queues)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until no load or store is queued or running. After ``timeout_s`` it cancels those still queued.
+        """Wait until no load or store is queued or running, and return whether that is so.
 
-        ``False``: some are running even so.
+        After ``timeout_s``, it cancels the queued ones and returns ``False`` if some are still running.
         """
         with self._lock:
             if not self._slice_ended.wait_for(self._has_no_transfers, timeout_s):
@@ -243,8 +252,10 @@ class TierRunner:
             return self._has_no_transfers()
 
     def shutdown(self, timeout_s: float) -> int:
-        """Cancels what is queued, waits for what runs, and ends the threads. Returns how many threads hang; those
-        live until the process ends."""
+        """Cancel queued slices, wait for running ones, and end the threads.
+
+        Returns the number of threads that hang. They live until the process ends.
+        """
         with self._lock:
             self._cancel_all(IoQueue)
             self._is_closing = True
@@ -276,7 +287,7 @@ class TierRunner:
         return not are_queued or self._reads_since_store >= _READS_PER_STORE
 
     def _begin_next(self, queues: tuple[IoQueue, ...]) -> _Slice | None:
-        """Takes a slice of the first of ``queues`` from which one may begin."""
+        """Take a slice from the first of ``queues`` that may start one."""
         for queue in queues:
             if self._queues[queue] and (queue is not IoQueue.STORE or self._store_may_begin()):
                 break
@@ -304,7 +315,7 @@ class TierRunner:
                     self._queued[queues[0]].wait()
             result = self._run(part)
             with self._lock:
-                # Both at once: whoever sees that the slice does not run any more can take its result.
+                # Both must change together: a caller who sees that the slice has stopped running can take its result.
                 del self._running[part]
                 part.task.num_hung_slices -= part.is_overdue
                 self.ended.append(result)
@@ -317,7 +328,7 @@ class TierRunner:
     def _run(self, part: _Slice) -> IoResult:
         begin_s = time.perf_counter()
         try:
-            # What a store returns is foreign: a numpy array of booleans, say, is neither true nor false.
+            # A store's result is foreign: a numpy array of booleans, for example, is neither true nor false.
             outcomes = [bool(outcome) for outcome in part.task.work(part.start, part.stop)]
             if len(outcomes) != part.stop - part.start:
                 raise ValueError(f"{len(outcomes)} outcomes for {part.stop - part.start} blocks")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What direct I/O asks of buffers, whole aligned pages, and what it tells of devices."""
+"""Support direct I/O: its requirements for buffers, which must be whole aligned pages, and its errors from devices."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
-"""0: this system has no direct I/O."""
+"""The flag of ``os.open``, or 0 if this system does not support direct I/O."""
 PAGE_BYTES = 4096
 _BYTE = ctypes.c_char
 BLOCK_ERRORS = frozenset(
     getattr(errno, name, errno.EIO) for name in ("EIO", "ENODATA", "EILSEQ", "EREMOTEIO", "EUCLEAN", "EBADMSG")
 )
-"""Some bytes cannot be read or written, whatever the others do. The page cache makes EIO of most of these. Direct I/O
-tells what the device said: a bad medium, a checksum that does not fit, a target that failed. The last two are of a file
+"""Errors that concern only some bytes of a file. The page cache turns most of these into EIO. Direct I/O reports the
+device's own error: a bad medium, a checksum that does not match, a target that failed. The last two concern a file
 system's own data."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = (*NO_SPACE, errno.EROFS)
-"""The file system takes no writes. What is there is as good as before."""
+"""Errors of a file system that rejects writes. Existing data remains valid."""
 
 
 def is_aligned(buffer: memoryview) -> bool:
-    """Whether ``buffer`` (contiguous bytes) begins at a page."""
+    """Return whether ``buffer`` (contiguous bytes) starts at a page boundary."""
     if buffer.readonly:
         address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
     else:
@@ -35,7 +35,7 @@ def is_aligned(buffer: memoryview) -> bool:
 
 
 def after(buffers: Sequence[memoryview], moved: int) -> list[memoryview]:
-    """What is left of ``buffers`` once their first ``moved`` bytes have been read or written."""
+    """Return the rest of ``buffers`` after their first ``moved`` bytes have been read or written."""
     for at, buffer in enumerate(buffers):
         if moved < buffer.nbytes:
             return [buffer[moved:], *buffers[at + 1 :]]

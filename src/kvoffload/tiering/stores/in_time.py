@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on disks that may hang, without hanging with them."""
+"""Call functions that may hang on a disk, without hanging as well."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ T = TypeVar("T")
 def in_time(
     calls: Sequence[Callable[[], T]], timeout_s: float, unused: Callable[[T], object] = lambda result: None
 ) -> list[T | BaseException]:
-    """Runs ``calls`` at the same time, each in a thread of its own, and returns what each returned or raised, a
-    ``TimeoutError`` for those that have not ended after ``timeout_s``. What such a call returns later goes to
-    ``unused``, in its thread."""
+    """Run ``calls`` concurrently, each in its own thread, and return each one's result or exception.
+
+    The outcome is a ``TimeoutError`` for a call that has not ended after ``timeout_s``. If such a call returns later,
+    its result is passed to ``unused`` in the call's thread.
+    """
     lock, is_over = threading.Lock(), False
     outcomes: list[T | BaseException] = [TimeoutError(errno.ETIMEDOUT, "no answer in time") for _ in calls]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure."""
+"""Blocks in an object store: S3 and compatible services, Google Cloud Storage, and Azure."""
 
 from __future__ import annotations
 
