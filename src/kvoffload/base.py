@@ -319,6 +319,10 @@ class OffloadingManager(ABC):
         would say so too."""
         return [None] * len(keys)
 
+    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """``peek`` at each of ``keys`` alone: the answers go on after a ``False``."""
+        return [self.peek([key], req_context)[0] for key in keys]
+
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pins ``keys``, each of which ``lookup`` found (``True``) in this step. Returns where they lie, in order."""

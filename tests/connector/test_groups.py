@@ -72,6 +72,9 @@ class Tier:
                 break
         return found
 
+    def ask_each(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        return [self.ask([key])[0] for key in keys]
+
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return which blocks are present, as far as is known."""
         return [self.answers[get_offload_group_idx(key)][get_offload_block_hash(key)[0]] is True for key in keys]
@@ -172,7 +175,9 @@ def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(ca
 def test_a_part_of_a_hit_ends_where_all_states_are(case: Case) -> None:
     groups, answers, computed, most = case
     anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
-    possible, ends = possible_hit(groups, anywhere.keys, anywhere.ask, anywhere.holds, computed, most)
+    possible, ends = possible_hit(
+        groups, anywhere.keys, anywhere.ask, anywhere.ask_each, anywhere.holds, computed, most
+    )
     assert possible is not None
     states = [group for group in groups if group.kind is GroupKind.SINGLE_STATE]
     if possible == computed or not states:
@@ -265,7 +270,7 @@ def test_states_that_a_tier_must_be_asked_for_are_asked_for_in_one_step(blocks: 
     tier = SlowTier([[block < blocks for block in range(64)], states])
     asked = []
     while True:
-        hit, _ = possible_hit(groups, tier.keys, tier.ask, tier.holds, 0, 64 * 4)
+        hit, _ = possible_hit(groups, tier.keys, tier.ask, tier.ask_each, tier.holds, 0, 64 * 4)
         asked.append(tier.end_step())
         if hit is not None:
             break

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from tests.connector.rig import BT, FULL, Request, SpyManager, key
+from tests.connector.rig import BT, FULL, STATE, Request, Rig, SpyManager, key
 
 from kvoffload.base import Direction, OffloadKey, ReqContext, TransferResult
 from kvoffload.config import EngineLayout, OffloadingConfig
@@ -215,3 +216,33 @@ def test_a_request_that_was_preempted_is_counted_once() -> None:
         state.lose_gpu_blocks()
     stats = desk.hits.get_stats()
     assert (stats["lookup_tokens",], stats["hit_tokens",], stats["tier_hit_tokens", "CPU"]) == (33, 32, 32)
+
+
+def counting(method: Callable[..., Any], count: list[int]) -> Callable[..., Any]:
+    """``method``, which counts its calls."""
+
+    def counted(*args: Any, **named: Any) -> Any:
+        count[0] += 1
+        return method(*args, **named)
+
+    return counted
+
+
+@pytest.mark.parametrize("num_states", [0, 1])
+def test_the_search_for_a_state_takes_a_few_calls_however_many_there_could_be(num_states: int) -> None:
+    """4,000 states were looked at one by one."""
+    calls = []
+    for num_blocks in (20, 200):
+        rig = Rig(groups=(FULL, STATE), num_blocks=1000)
+        stored = [key(n) for n in range(num_blocks)] + [key(n, group=1) for n in range(num_states)]
+        context = ReqContext("seed")
+        output = rig.manager.prepare_store(stored, context)
+        assert output is not None
+        rig.manager.complete_store(stored, context)
+        count = [0]
+        for name in ("peek", "peek_each", "holds", "lookup_prefix"):
+            setattr(rig.manager, name, counting(getattr(rig.manager, name), count))
+        request = rig.arrive(Request("r", num_blocks * BT + 1))
+        assert rig.ask(request) == (num_states * BT, num_states > 0)
+        calls.append(count[0])
+    assert calls[0] == calls[1]

@@ -282,15 +282,15 @@ class _GroupAnswers:
     def any_deferred(self, blocks: range) -> bool:
         return None in self._known[blocks.start : blocks.stop]
 
-    def ask_below(self, hit_tokens: int, computed_tokens: int, unit_tokens: int) -> None:
-        """Asks for the states of all hits shorter than ``hit_tokens``, the longest first, up to one that is there."""
-        for tokens in range(hit_tokens - unit_tokens, computed_tokens, -unit_tokens):
-            block = self.group.blocks_to_find(computed_tokens, tokens)[0]
-            if self._known[block] is _NOT_ASKED:
-                self._are_any = True
-                (self._known[block],) = self._ask(self._keys[block : block + 1])
-            if self._known[block]:
-                return
+    def longest_with_state(self, hits: range, ask_each: AskBlocks) -> int:
+        """The longest of ``hits``, which fall, whose state is there or "not yet"; 0 without one. Asks for all states in
+        one call."""
+        size, known = self.group.block_tokens, self._known
+        blocks = [tokens // size - 1 for tokens in hits]
+        new = [block for block in blocks if known[block] is _NOT_ASKED]
+        for block, answer in zip(new, ask_each([self._keys[block] for block in new]) if new else ()):
+            known[block] = answer
+        return next((tokens for tokens, block in zip(hits, blocks) if known[block] is not False), 0)
 
 
 def find_hit(
@@ -300,14 +300,14 @@ def find_hit(
     computed_tokens: int,
     max_tokens: int,
     *,
-    states_at_once: bool = False,
+    ask_each: AskBlocks | None = None,
 ) -> int | None:
     """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
 
     ``keys[g]`` are those of the request's full blocks in group g; the hit is at most ``max_tokens``. Returns
     ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
-    again in a later step. With ``states_at_once``, for an ``ask`` that promotes nothing, a state that is "not yet" has
-    those of all shorter hits asked for in the same step, instead of one in each.
+    again in a later step. With ``ask_each``, which promotes nothing and answers for each block alone, all states are
+    asked for in one call.
     """
     unit = hit_unit_tokens(tuple(groups))
     bound = min(max_tokens, *(group.longest_hit(len(own)) for own, group in zip(keys, groups, strict=True)))
@@ -330,32 +330,36 @@ def find_hit(
     # The others need other blocks when the hit becomes shorter, so they are asked until none shortens it.
     windowed = [each for each in answers if each.group.kind is not _FULL_ATTENTION]
     before = -1
+    # Before the attention is known, it is not known how long a hit can be at all.
+    at_once = not any(full.any_deferred(full.group.blocks_to_find(computed_tokens, hit)) for full in answers)
     while hit > computed_tokens and hit != before:
         before = hit
         for each in windowed:
-            hit = shrink(hit, each)
+            if at_once and ask_each is not None and each.group.kind is _SINGLE_STATE:
+                hit = each.longest_with_state(range(hit, computed_tokens, -unit), ask_each)
+            else:
+                hit = shrink(hit, each)
     if hit <= computed_tokens:
         return computed_tokens
-    deferred = [each for each in answers if each.any_deferred(each.group.blocks_to_find(computed_tokens, hit))]
-    # Before the attention is known, it is not known how long a hit can be at all.
-    if states_at_once and all(each.group.kind is _SINGLE_STATE for each in deferred):
-        for each in deferred:
-            each.ask_below(hit, computed_tokens, unit)
-    return None if deferred else hit
+    is_deferred = any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers)
+    return None if is_deferred else hit
 
 
 def possible_hit(
     groups: Sequence[GroupGeometry],
     keys: Sequence[Sequence[OffloadKey]],
     peek: AskBlocks,
+    peek_each: AskBlocks,
     holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
     computed_tokens: int,
     max_tokens: int,
 ) -> tuple[int | None, set[OffloadKey] | None]:
-    """The longest hit of a hybrid model by what is anywhere (``find_hit``), found by ``peek``, which promotes nothing;
-    and where it could be cut off (the ``ends`` of ``OffloadingManager.lookup_prefix``), which is ``None`` without
-    states and without a hit."""
-    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens, states_at_once=True)
+    """The longest hit of a hybrid model by the blocks that are anywhere (``find_hit``), and where it could be cut off.
+
+    ``peek`` and ``peek_each`` promote nothing. The ends of parts of the hit (``ends`` of
+    ``OffloadingManager.lookup_prefix``) are ``None`` without states and without a hit.
+    """
+    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens, ask_each=peek_each)
     if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
         return hit, None
     return hit, _hit_ends(groups, keys, holds, computed_tokens, hit)

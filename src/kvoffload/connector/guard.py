@@ -82,6 +82,11 @@ class GuardedManager(Boundary, OffloadingManager):
     lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
     is_waiting = guarded(OffloadingManager.is_waiting, lambda *_: False, _a(bool))
     peek = guarded(OffloadingManager.peek, lambda keys, *_: [None] * len(keys), up_to_a_miss)
+    peek_each = guarded(
+        OffloadingManager.peek_each,
+        lambda keys, *_: [None] * len(keys),
+        lambda found, keys, *_: [None if answer is None else bool(answer) for answer in _for_each(found, keys)],
+    )
     prepare_load = guarded(OffloadingManager.prepare_load, _lost_load, _a(LoadStoreSpec))
     complete_load = guarded(OffloadingManager.complete_load, _nothing)
     touch = guarded(OffloadingManager.touch, _nothing)

@@ -7,7 +7,15 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvoffload.base import Direction, GPULoadStoreSpec, LoadStoreSpec, NextUse, OffloadingManager, OffloadKey
+from kvoffload.base import (
+    Direction,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    NextUse,
+    OffloadingManager,
+    OffloadKey,
+    ReqContext,
+)
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import NO_BLOCK
 from kvoffload.connector.groups import (
@@ -111,8 +119,10 @@ class Hits:
         ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=request.context)
         if self._is_hybrid:
             if hit.possible == UNKNOWN and not self._is_unknown(request):
-                peek: AskBlocks = functools.partial(self._peek, request)
-                hit.possible = possible_hit(self._geometry, keys, peek, self._manager.holds, computed_tokens, most)
+                peek: AskBlocks = functools.partial(self._peek, request, self._manager.peek)
+                each: AskBlocks = functools.partial(self._peek, request, self._manager.peek_each)
+                holds = self._manager.holds
+                hit.possible = possible_hit(self._geometry, keys, peek, each, holds, computed_tokens, most)
             tokens, ends = hit.possible
             most = most if tokens is None else min(most, tokens)
             if ends is not None:  # a manager of others may not know it
@@ -131,8 +141,13 @@ class Hits:
         hit.unknown = None
         return False
 
-    def _peek(self, request: Request, keys: Sequence[OffloadKey]) -> Sequence[bool | None]:
-        answers = self._manager.peek(keys, request.context)
+    @staticmethod
+    def _peek(
+        request: Request,
+        peek: Callable[[Sequence[OffloadKey], ReqContext], Sequence[bool | None]],
+        keys: Sequence[OffloadKey],
+    ) -> Sequence[bool | None]:
+        answers = peek(keys, request.context)
         if request.hit.unknown is None and None in answers:
             request.hit.unknown = keys[answers.index(None)]
         return answers

@@ -506,6 +506,10 @@ class CPUOffloadingManager(OffloadingManager):
         self.count_peek(keys[: len(answers)], req_context)
         return answers
 
+    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        self.count_peek(keys, req_context)
+        return [block is not None for block in self.slots.get_all(keys)]
+
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """The request has looked up ``keys``, here or in a tier below."""
         if self._filter is not None:

@@ -125,6 +125,10 @@ class SecondaryTierManager(ABC):
                 break
         return answers
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """``lookup`` of each of ``keys``. A tier overrides this only to be faster."""
+        return [self.lookup(key, req_context) for key in keys]
+
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
         """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job. May begin

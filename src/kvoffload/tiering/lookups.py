@@ -93,6 +93,11 @@ class Lookups:
         self._primary.count_peek(keys[: len(answers)], request.context)
         return answers
 
+    def peek_each(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """The same for each of ``keys`` alone."""
+        answers = self._primary.peek_each(keys, request.context)
+        return answers if self._waits.is_over(request) else self._places.peek_each(request, keys, answers)
+
     def end(self, request: Request) -> None:
         """The request has ended."""
         self._places.end(request)

@@ -139,6 +139,9 @@ class TieringOffloadingManager(OffloadingManager):
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._lookups.peek(self._request(req_context), keys)
 
+    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self._lookups.peek_each(self._request(req_context), keys)
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
         # Pinned now: no claims are needed any more.

@@ -75,6 +75,22 @@ class Places:
             answers += [None if place.is_unknown else True] * num_blocks
         return [*answers, False] if is_end else answers
 
+    def peek_each(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
+        """Whether each of ``keys`` is somewhere. ``answers`` are those of host memory."""
+        lost = request.wait.lost if request.wait is not None else ()
+        verdicts = request.verdicts
+        missing = [at for at, answer in enumerate(answers) if not answer]
+        if lost or verdicts:
+            missing = [
+                at for at in missing if keys[at] not in lost and verdicts.get(keys[at]) is not Miss.PROMOTION_FAILED
+            ]
+        for tier in self._tiers:
+            if missing:
+                for at, found in zip(missing, tier.lookup_each([keys[at] for at in missing], request.context)):
+                    answers[at] = found if found is not False else answers[at]
+                missing = [at for at in missing if not answers[at]]
+        return answers
+
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
         """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
 

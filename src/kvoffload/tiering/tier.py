@@ -195,6 +195,16 @@ class StoreTier(SecondaryTierManager):
         counts["pending"] += answers.count(None)
         return answers
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if not self._reads.breaker.is_closed:
+            return [False] * len(keys)
+        is_complete = self._exclusive and self._scan is not None and self._scan.is_complete
+        answers = self._index.lookup_each(keys, is_complete)
+        if self._questions is not None and None in answers:
+            ask = self._questions.ask
+            answers = [ask(key, req_context) if answer is None else answer for key, answer in zip(keys, answers)]
+        return answers
+
     def _ask(self, keys: Sequence[OffloadKey], answers: list[bool | None], req_context: ReqContext) -> None:
         """Has the store asked for the unknown ones of ``keys``. ``False`` where that is too much."""
         assert self._questions is not None

@@ -55,6 +55,9 @@ class GuardedTier(Boundary):
         """A tier from which the request may not load is not asked."""
         return self._lookup_prefix(keys, req_context) if self.allows(req_context) else [False]
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self._lookup_each(keys, req_context) if self.allows(req_context) else [False] * len(keys)
+
     def allows(self, req_context: ReqContext) -> bool:
         """Whether the request may load from the tier."""
         allowed = req_context.load_tiers
@@ -86,6 +89,14 @@ class GuardedTier(Boundary):
         return True
 
     _lookup_prefix = guarded(SecondaryTierManager.lookup_prefix, lambda *_: [False], up_to_a_miss)
+    _lookup_each = guarded(
+        SecondaryTierManager.lookup_each,
+        lambda keys, *_: [False] * len(keys),
+        lambda found, keys, *_: (
+            [None if answer is None else bool(answer) for answer in found[: len(keys)]]
+            + [False] * (len(keys) - len(found))
+        ),
+    )
     _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
     _submit_store = guarded(SecondaryTierManager.submit_store, lambda *_: False, lambda *_: True)
     _on_new_request = guarded(
