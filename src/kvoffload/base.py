@@ -92,6 +92,9 @@ class ReqContext:
     """When the client says that it will use the request's blocks again."""
     is_prefetch: bool = False
     """It has lower tiers promote its blocks for a later request, while no other request waits for them to read."""
+    tokens_ahead: int | None = None
+    """While the request waits for its turn: the prompt tokens that the engine computes before it, besides those of
+    running requests. ``None``: its turn has come. The connector changes it."""
 
 
 class OffloadPolicy(Enum):
@@ -307,6 +310,11 @@ class OffloadingManager(ABC):
             if answer is False:
                 break
         return answers
+
+    def reads_ahead(self) -> bool:
+        """Whether lookups for requests that wait for their turn (``ReqContext.tokens_ahead``) are of use now: a tier
+        can begin to read, and there is room for its blocks."""
+        return False
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         """Whether the request waits, and nothing has happened to the blocks that it waits for: its last lookups would

@@ -342,7 +342,7 @@ def test_declined_by_cost(make: MakeRecorded, tmp_path: Path, monkeypatch: pytes
     recorded.ask(1)
     recorded.fill()
     planner = recorded.served.manager._planner
-    monkeypatch.setattr(planner, "plan", lambda survey, key, ends, so_far: Plan(0))
+    monkeypatch.setattr(planner, "plan", lambda *_: Plan(0))
     monkeypatch.setattr(planner, "weighs", lambda key: True)
     recorded.ask(1)
     explanation = recorded.last()

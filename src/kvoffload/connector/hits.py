@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from kvoffload.base import (
     Direction,
@@ -102,6 +103,24 @@ class Hits:
         hit.computed_tokens, hit.is_answered, hit.possible, hit.unknown = computed_tokens, True, UNKNOWN, None
         return tokens
 
+    def has_asked(self, request: Request) -> bool:
+        """Whether the engine has asked for the request, and waits for the answer."""
+        return request in self._waiting
+
+    def look_ahead(self, request: Request) -> int:
+        """Look up the blocks of a request whose turn has not come. Returns the tokens that it will probably load."""
+        coming: list[int] = []
+
+        def look_up(keys: Sequence[OffloadKey], *args: Any, **options: Any) -> Sequence[bool | None]:
+            answers = self._manager.lookup_prefix(keys, *args, **options)
+            coming.append(len(answers) - (False in answers))
+            return answers
+
+        found = self._search(request, 0, request.of_engine.num_tokens - 1, look_up)
+        if found is None and coming:  # full attention is looked up first
+            found = coming[0] * request.groups[0].group.block_tokens
+        return found or 0
+
     def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
         """The longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer. Lookups promote what
         they find. So where a hit needs windows or states too, no attention is looked up after the last of them that is
@@ -110,13 +129,22 @@ class Hits:
         A request whose load failed gets no other. vLLM would count what it still needs as reserved for it, also against
         the next load, and wait for ever if the two do not fit.
         """
+        found = self._search(request, computed_tokens, most, self._manager.lookup_prefix)
+        if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
+            return None
+        return found
+
+    def _search(
+        self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
+    ) -> int | None:
+        """Do the same, but wait for no other request's load."""
         hit = request.hit
         if hit.load_failed:
             return computed_tokens
         request.extend_keys()
         most = min(most, computed_tokens + request.max_load_tokens)
         keys = [own.keys for own in request.groups]
-        ask: AskBlocks = functools.partial(self._manager.lookup_prefix, req_context=request.context)
+        ask: AskBlocks = functools.partial(look_up, req_context=request.context)
         if self._is_hybrid:
             if hit.possible == UNKNOWN and not self._is_unknown(request):
                 peek: AskBlocks = functools.partial(self._peek, request, self._manager.peek)
@@ -126,11 +154,8 @@ class Hits:
             tokens, ends = hit.possible
             most = most if tokens is None else min(most, tokens)
             if ends is not None:  # a manager of others may not know it
-                ask = functools.partial(self._manager.lookup_prefix, req_context=request.context, ends=ends)
-        found = find_hit(self._geometry, keys, ask, computed_tokens, most)
-        if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
-            return None
-        return found
+                ask = functools.partial(look_up, req_context=request.context, ends=ends)
+        return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
     def _is_unknown(self, request: Request) -> bool:
         """Whether nothing is known of a block of which nothing was known. It is the only one that is looked at then:

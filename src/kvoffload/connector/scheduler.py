@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from kvoffload.base import Direction, OffloadingEvent, OffloadingManager, ReqContext, StepWork
 from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.connector.ahead import ReadAhead
 from kvoffload.connector.engine import (
     BlockIds,
     BoundaryState,
@@ -71,6 +72,7 @@ class OffloadingConnectorScheduler:
         num_slots = layout.num_slots(config)
         self._offers = StoreOffers(manager, geometry, jobs, epochs, config.offload_prompt_only, num_slots)
         self._hits = Hits(manager, geometry, jobs, self._observer, clock)
+        self._ahead = ReadAhead(manager, self._hits)
         self._prefetches = Prefetches(manager, geometry, self._hits)
         self._hints = Hints()
         self._log = RateLimitedLog(logger)
@@ -116,6 +118,7 @@ class OffloadingConnectorScheduler:
         groups = tuple(map(Keys, self._geometry))
         request = Request(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
         self._requests[context.req_id] = request
+        self._ahead.arrive(request)
         if self._observer is not None:
             self._observer.arrived(request)
         return request
@@ -146,6 +149,7 @@ class OffloadingConnectorScheduler:
             self._observer.finished(request, self._offers.max_tokens(request), request in self._offers.refused)
         self._offers.forget(request)
         self._hits.forget(request)
+        self._ahead.leave(request)
         if any(own.gpu_block_ids for own in request.groups) and (keys := request.keys_in_use()):
             # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
             self._manager.touch(keys, request.context)
@@ -174,6 +178,7 @@ class OffloadingConnectorScheduler:
             # A preempted request too: the engine reports that only with the step.
             self._offers.forget(own)
             own.enter(epoch)
+        own.context.tokens_ahead = None  # its turn has come
         tokens = self._hits.find(own, num_computed_tokens)
         if tokens is None:
             return None, False
@@ -190,6 +195,7 @@ class OffloadingConnectorScheduler:
         self._epochs.use()
         self._flush_users(block_ids, own.hit.computed_tokens)
         own.set_gpu_blocks(block_ids)
+        self._ahead.leave(own)
         if own.hit.is_answered:
             self._hits.admit(own, num_external_tokens)
             self._offers.admit(own, own.hit.tokens)
@@ -212,6 +218,7 @@ class OffloadingConnectorScheduler:
                 self._jobs.flush_for_request(preempted)
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
+                self._ahead.arrive(preempted, comes_first=True)
         if step.needed_block_ids:
             self._jobs.flush_for_blocks(step.needed_block_ids)
         named = self._take_states(step.boundary_states) if step.boundary_states else ()
@@ -248,6 +255,7 @@ class OffloadingConnectorScheduler:
         if self._prefetches.open:
             self._prefetches.step()
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
+        self._ahead.step(self._epochs)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
 
@@ -418,6 +426,7 @@ class OffloadingConnectorScheduler:
     def check_invariants(self) -> None:
         """For tests: asserts everything that must hold between two calls."""
         self._jobs.check_invariants()
+        self._ahead.check_invariants()
         self._hits.check_invariants(self._requests.values())
         live = set(self._requests.values())
         for job in self._jobs.in_flight.values():

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
@@ -52,6 +52,9 @@ TOO_SLOW = 2.0
 as too slow, ..."""
 _SURE_SAMPLES = 3
 """... in the log once this many reads have been measured."""
+AHEAD_S = 0.3
+"""A tier that has reads for so long begins none for requests that wait for their turn."""
+_NEVER = Pace(math.inf, math.inf)
 _LEAST_PAUSE_S = 0.005
 """A plan is looked at no more often than this without an answer that is new."""
 
@@ -108,12 +111,18 @@ class LoadPlanner:
         return group < len(self._tokens) and bool(self._tokens[group])
 
     def plan(
-        self, survey: Sequence[Segment], key: OffloadKey, ends: Sequence[int] | None, so_far: SoFar = NOTHING
+        self,
+        survey: Sequence[Segment],
+        key: OffloadKey,
+        ends: Sequence[int] | None,
+        so_far: SoFar = NOTHING,
+        tokens_ahead: int | None = None,
     ) -> Plan:
         """For the blocks of ``survey``, of whose group, which is weighed, ``key`` is one; ``ends`` and ``so_far`` as in
         ``plan``."""
         is_below = any(segment.place != HERE for segment in survey)
-        return plan(survey, self.speeds(self._tokens[get_offload_group_idx(key)], is_below), ends, so_far)
+        speeds = self.speeds(self._tokens[get_offload_group_idx(key)], is_below, tokens_ahead)
+        return plan(survey, speeds, ends, so_far)
 
     def sources(self, survey: Sequence[Segment]) -> tuple[Segment, ...]:
         """The blocks of ``survey`` with their sources, however long they take, up to one in a read that is overdue: it
@@ -122,13 +131,24 @@ class LoadPlanner:
         is_plain = all(len(place.tiers) + len(place.unknown) < 2 for place, _ in survey)
         return tuple(survey) if is_plain else plan(survey, self.speeds(0)).segments
 
-    def speeds(self, tokens: int, with_links: bool = True) -> Speeds:
-        """What is known now, for blocks of ``tokens`` tokens; with 0, as if they could not be computed."""
+    def can_read_ahead(self) -> bool:
+        """Whether some tier will have nothing to read soon."""
+        return any(link.queue_s() < AHEAD_S for link in self._links)
+
+    def speeds(self, tokens: int, with_links: bool = True, tokens_ahead: int | None = None) -> Speeds:
+        """What is known now, for blocks of ``tokens`` tokens; with 0, as if they could not be computed.
+
+        ``tokens_ahead`` as in ``ReqContext``. A request that waits for its turn reads nothing from a tier that has
+        enough to read until the next step: a request before it may come to need the tier.
+        """
         tokens_per_s = self._prefill.tokens_per_s
-        queue_s = 0.0 if tokens_per_s is None else self._prefill.queued_tokens / tokens_per_s
+        queued_tokens = self._prefill.queued_tokens + (tokens_ahead or 0)
+        queue_s = 0.0 if tokens_per_s is None else queued_tokens / tokens_per_s
         # Each token is charged for the blocks of all weighed groups.
         share = tokens * self._bytes_per_token / self._block_bytes if tokens else 1.0
         links = [self._state_of(link, share) for link in self._links if with_links]
+        if tokens_ahead is not None:
+            links = [link if link.queue_s < AHEAD_S else replace(link, pace=_NEVER, reason="busy") for link in links]
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
 
     def _state_of(self, link: Link, share: float) -> LinkState:

@@ -60,11 +60,20 @@ class Lookups:
         only if its last block is one of them. Begins promotions, and a wait for them."""
         if not keys:
             return []
+        is_ahead = request.context.tokens_ahead is not None
+        if (begun := request.wait) is not None and request is not self._asking:
+            if is_ahead:
+                self._waits.look_ahead(begun)
+            elif begun.is_ahead:
+                self._waits.take_turn(begun)
         self._take_in(request)
         if self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
         else:
             wait = self._waits.of(request)
+            if is_ahead and not wait.has_begun:
+                self._waits.begin(wait)
+                wait.is_ahead = True
             told = self._holding(wait, keys)
             answers = self._look_up(wait, keys, ends) if told is None else [*told.answers]
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
@@ -222,7 +231,7 @@ class Lookups:
             self.num_planned_again += 1
             seen_s = self._waits.seen_s(wait, is_news=marks(survey.segments) != wait.marks)
             so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.num_paid)
-        plan = self._planner.plan(survey.segments, keys[0], useful, so_far)
+        plan = self._planner.plan(survey.segments, keys[0], useful, so_far, request.context.tokens_ahead)
         self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:
             return plan._replace(stop=stop)

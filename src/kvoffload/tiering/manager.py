@@ -133,6 +133,9 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> list[bool | None]:
         return self._lookups.ask(self._request(req_context), keys, ends)
 
+    def reads_ahead(self) -> bool:
+        return bool(self._tiers) and self._waits.room_beside(()) > 0 and self._planner.can_read_ahead()
+
     def is_waiting(self, req_context: ReqContext) -> bool:
         return self._lookups.is_waiting(self._request(req_context))
 

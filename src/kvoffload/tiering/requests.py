@@ -71,6 +71,8 @@ class Wait:
     claims: dict[OffloadKey, bool] = field(default_factory=dict)
     """Blocks that it claims, each with whether it is ready. Until the wait begins: those that were ready in this
     step."""
+    is_ahead: bool = False
+    """The request's turn has not come, so that its time in the engine's queue does not count as waiting."""
     is_dirty: bool = False
     """Something has happened to a block that it waits for or claims, so its answers may have changed."""
     told: dict[OffloadKey, Told] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Wait:
 
     def waited_s(self, now_s: float) -> float:
         """How long it has waited for answers."""
-        if not self.has_begun:
+        if not self.has_begun or self.is_ahead:
             return 0.0
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
 

@@ -120,6 +120,26 @@ class Waits:
         self._hold([key for key in here if self._claim(wait, key, True)])
         self._set_deadline(wait, now_s)
 
+    def look_ahead(self, wait: Wait) -> None:
+        """The request is looked up before its turn, as if it had just arrived."""
+        wait.is_ahead = True
+        self._plan_anew(wait)
+
+    def take_turn(self, wait: Wait) -> None:
+        """The request's turn has come. Its blocks that have not arrived are weighed as if it had just arrived."""
+        wait.is_ahead = False
+        wait.began_s = self._clock()
+        self._due_s = min(self._due_s, wait.began_s + wait.request.budget_s)
+        if wait.answered_s is not None:
+            wait.answered_s = wait.began_s
+        self._plan_anew(wait)
+
+    def _plan_anew(self, wait: Wait) -> None:
+        wait.plan, wait.planned, wait.marks, wait.num_paid = None, (), (), 0
+        wait.deadline_s, wait.due_s = None, inf
+        wait.declined.clear()
+        wait.is_dirty = True
+
     def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
         that has begun are claimed as far as the limit allows. It begins with the first that is not ready."""
@@ -417,6 +437,8 @@ class Waits:
             return
         self._due_s = inf
         for request, wait in list(self._waiting.items()):
+            if wait.is_ahead:
+                continue
             if now_s - wait.began_s < request.budget_s:
                 self._due_s = min(self._due_s, wait.began_s + request.budget_s)
             elif wait.answered_s is None:

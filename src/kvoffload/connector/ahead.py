@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading ahead: lower tiers read the blocks of requests that wait for their turn. Scheduler thread only."""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from kvoffload.base import OffloadingManager
+from kvoffload.connector.epochs import Epochs
+from kvoffload.connector.hits import Hits
+from kvoffload.connector.requests import Request
+
+MOST_BLOCKS = 2048
+"""Blocks that are looked up in a step for requests that wait for their turn."""
+MOST_REQUESTS = 64
+"""Requests at the head of the queue for which blocks are looked up in a step."""
+
+
+@dataclass(slots=True, order=True)
+class _Place:
+    """A request's place in the queue: requests with a smaller priority come first, then those that arrived first."""
+
+    priority: int
+    number: int
+    request: Request = field(compare=False)
+    hit_tokens: int = field(default=0, compare=False)
+    """The tokens that it will probably load."""
+
+
+class ReadAhead:
+    """The queue of requests that have arrived and have no GPU blocks yet, in the order of their turns.
+
+    At the end of each step, the manager looks up blocks for the requests at the head of the queue, one after the other,
+    as if each asked, and learns how many prompt tokens the engine computes before their turns
+    (``ReqContext.tokens_ahead``). What arrives by then costs no time. The first request in the queue is the first at a
+    tier, because a request is looked up only once the reads of those before it have begun.
+    """
+
+    def __init__(self, manager: OffloadingManager, hits: Hits) -> None:
+        self._manager = manager
+        self._hits = hits
+        self._queue: list[_Place] = []
+        self._places: dict[Request, _Place] = {}
+        self._num_arrived = 0
+
+    def __repr__(self) -> str:
+        return f"ReadAhead({len(self._queue)} requests queue)"
+
+    def arrive(self, request: Request, *, comes_first: bool = False) -> None:
+        """The request waits for its turn. One that was preempted comes first among those of its priority."""
+        if not request.context.reads_cache or request in self._places:
+            return
+        self._num_arrived += 1
+        number = -self._num_arrived if comes_first else self._num_arrived
+        place = _Place(getattr(request.of_engine, "priority", 0), number, request)
+        insort(self._queue, place)
+        self._places[request] = place
+
+    def leave(self, request: Request) -> None:
+        """The request was admitted, or it has ended."""
+        place = self._places.pop(request, None)
+        if place is not None:
+            self._queue.remove(place)
+            request.context.tokens_ahead = None
+
+    def step(self, epochs: Epochs) -> None:
+        """Look up blocks for the requests at the head of the queue, while a tier can begin to read."""
+        if not self._queue or not self._manager.reads_ahead():
+            return
+        ahead, left, epoch = 0, MOST_BLOCKS, epochs.use()
+        for place in self._queue[:MOST_REQUESTS]:
+            request = place.request
+            num_tokens = request.of_engine.num_tokens
+            if left > 0 and self._may_look(request) and self._manager.reads_ahead():
+                request.context.tokens_ahead = ahead
+                if request.epoch is not epoch:
+                    request.enter(epoch)
+                place.hit_tokens = self._hits.look_ahead(request)
+                left -= sum(len(own.keys) for own in request.groups)
+            ahead += max(num_tokens - place.hit_tokens, 1)
+
+    def _may_look(self, request: Request) -> bool:
+        """Whether its turn has not come, and it has nothing on the device that a lookup would have to respect."""
+        has_asked = request.context.tokens_ahead is None and self._hits.has_asked(request)
+        return not has_asked and not request.job_ids and not request.is_prefilled_elsewhere
+
+    def check_invariants(self) -> None:
+        """For tests."""
+        assert sorted(self._queue) == self._queue
+        assert {place.request for place in self._queue} == self._places.keys()
