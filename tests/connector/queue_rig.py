@@ -5,7 +5,7 @@ that read at known speeds. Nothing sleeps, so a minute of a saturated server tak
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -69,11 +69,10 @@ class QueueTier(VirtualTier):
 
     def __init__(self, name: str, clock: ManualClock, block_s: float, answer_s: float | None = None) -> None:
         super().__init__(name, clock, block_s, answer_s)
-        self.reads: dict[OffloadKey, int] = {}
+        self.reads: Counter[OffloadKey] = Counter()
 
     def submit_load(self, job: JobMetadata) -> None:
-        for key in job.keys:
-            self.reads[key] = self.reads.get(key, 0) + 1
+        self.reads.update(job.keys)
         super().submit_load(job)
 
     def submit_store(self, job: JobMetadata) -> None:

@@ -11,6 +11,9 @@ import pytest
 from tests.connector.queue_rig import BT, Prompt, QueueRig, throughput
 from tests.sizes import by_size
 
+from kvoffload.connector.ahead import MOST_BLOCKS
+from kvoffload.connector.engine import EngineStep
+
 
 def random_rig(random: Random) -> QueueRig:
     disks = [
@@ -55,6 +58,9 @@ def test_every_request_is_served_and_nothing_is_left(seed: int) -> None:
     for prompt in prompts:
         assert prompt.first_token_s is not None or prompt.abort_s < math.inf
     wanted = Counter(key for prompt in prompts for key in prompt.keys)
+    if rig.manager.primary_tier.num_blocks >= len(wanted):
+        reads = Counter(key for tier in rig.tiers for key in tier.reads.elements())
+        assert max(reads.values(), default=0) <= 1, "a block is read twice"
     for tier in rig.tiers:
         assert all(count <= wanted[key] for key, count in tier.reads.items()), "a block is read in vain"
     stats = rig.manager.get_stats()
@@ -62,15 +68,69 @@ def test_every_request_is_served_and_nothing_is_left(seed: int) -> None:
     assert rig.manager.primary_tier.slots.num_busy == 0
 
 
-def test_a_fast_disk_takes_work_off_a_saturated_engine() -> None:
+def serve_documents(load: float, disk: float, policy: str, num_requests: int = 80) -> list[Prompt]:
+    """Prompts over 100 documents, of which host memory holds a quarter and the disk holds all."""
     random = Random(1)
     documents = {f"d{n}": BT * random.randint(16, 64) for n in range(100)}
-    reached = {}
-    for policy in ("none", "cost"):
-        rig = QueueRig([(3.0, None)] if policy == "cost" else [], policy=policy)
-        rig.serve([Prompt(f"w{name}", name, size) for name, size in documents.items()])
-        names = Random(2).choices([*documents], k=60)
-        prompts = [Prompt(f"r{n}", name, documents[name] + 8) for n, name in enumerate(names)]
-        rig.serve(prompts)
-        reached[policy] = throughput(prompts, rig.tokens_per_s)
-    assert reached["cost"] > 2 * reached["none"]
+    rig = QueueRig([(disk, None)] if policy != "none" else [], policy=policy)
+    rig.serve([Prompt(f"w{name}", name, size) for name, size in documents.items()])
+    prompts, at_s = [], 0.0
+    for n, name in enumerate(random.choices([*documents], k=num_requests)):
+        prompts.append(Prompt(f"r{n}", name, documents[name] + 8, arrival_s=at_s))
+        at_s += random.expovariate(1.0) * documents[name] / rig.tokens_per_s / load
+    rig.serve(prompts)
+    rig.check()
+    return prompts
+
+
+def reached(prompts: list[Prompt]) -> float:
+    return throughput(prompts, 2000.0)
+
+
+@pytest.mark.parametrize("disk", [0.3, 0.6, 1.0])
+def test_a_saturated_engine_and_its_disk_hardly_pause(disk: float) -> None:
+    """In a fluid model, the engine and the disk work side by side and never pause."""
+    none, always, cost = (reached(serve_documents(10.0, disk, policy)) for policy in ("none", "always", "cost"))
+    assert cost >= 0.8 * none * (1 + disk)
+    assert cost >= always
+
+
+@pytest.mark.parametrize("disk", [0.3, 0.6, 1.0, 3.0])
+@pytest.mark.parametrize("load", [0.5, 0.9])
+def test_no_quantile_is_later_than_without_a_disk(load: float, disk: float) -> None:
+    found = [
+        sorted(p.first_token_s - p.arrival_s for p in serve_documents(load, disk, way)) for way in ("none", "cost")
+    ]  # type: ignore[operator]
+    for rank in (39, 71, 78):
+        without, with_disk = (ttft_s[rank] for ttft_s in found)
+        assert with_disk <= 1.05 * without
+
+
+def test_requests_read_in_the_order_of_their_turns() -> None:
+    rig = QueueRig([(0.5, None)], most_running=1)
+    prompts = [Prompt(f"r{n}", f"d{n}", 40 * BT, priority=n == 1) for n in range(4)]
+    for prompt in prompts:
+        rig.tiers[0].keys.update(prompt.keys)
+    rig.serve([Prompt("before", "before", 200 * BT), *prompts])
+    read = [*dict.fromkeys(key[:2] for key in rig.tiers[0].reads)]
+    assert read == [b"d0", b"d2", b"d3", b"d1"], "the second one has the least priority"
+
+
+def test_each_step_looks_at_few_of_the_requests_that_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(0.01, None)])
+    for n in range(2000):
+        prompt = Prompt(f"r{n}", f"d{n}", 64 * BT)
+        rig.tiers[0].keys.update(prompt.keys)
+        rig.scheduler.on_new_request(prompt)
+    looked: list[int] = []
+    real = rig.manager.lookup_prefix
+    monkeypatch.setattr(
+        rig.manager,
+        "lookup_prefix",
+        lambda keys, *args, **options: looked.append(len(keys)) or real(keys, *args, **options),
+    )
+    for _ in range(5):
+        looked.clear()
+        rig.scheduler.build_connector_meta(EngineStep())
+        rig.clock.advance(0.1)
+        assert sum(looked) <= MOST_BLOCKS + 64
