@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -71,6 +72,20 @@ def test_a_full_disk_behind_standard_output_is_one_sentence(name: str, commands:
     assert code == 2
     assert err.splitlines()[-1] == "kvoffload: No space left on device."
     assert "Traceback" not in err and "Errno" not in err
+
+
+@pytest.mark.parametrize("name", ["ls", "check", "help", "simulate"])
+def test_without_standard_output_nothing_is_raised(name: str, commands: dict[str, list[str]]) -> None:
+    command = shlex.join([sys.executable, "-m", "kvoffload", *commands[name]])
+    done = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr
+
+
+def test_without_standard_input_nobody_is_asked(commands: dict[str, list[str]]) -> None:
+    command = shlex.join([sys.executable, "-m", "kvoffload", "store", "clear", commands["ls"][2], "--all"])
+    done = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Nothing was deleted" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)

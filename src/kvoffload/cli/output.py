@@ -177,7 +177,7 @@ def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None
 def can_print(text: str) -> bool:
     """Return whether standard output has the characters of ``text``."""
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")  # there may be no standard output
     except (LookupError, UnicodeEncodeError):
         return False
     return True

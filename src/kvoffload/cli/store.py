@@ -237,7 +237,7 @@ def _ask(question: str, is_answered: bool) -> None:
     """Return if the user agrees, or ``is_answered``. Raise ``ConfigError`` if there is no terminal to ask."""
     if is_answered:
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError(f"{question} Nothing was deleted: there is no terminal to ask, so give --yes.")
     if not typer.confirm(question, err=True):
         print("Nothing was deleted.", file=sys.stderr)
