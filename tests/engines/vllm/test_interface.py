@@ -69,11 +69,12 @@ def test_what_a_newer_version_has_otherwise_is_named(
 
 
 def test_a_newer_version_may_have_more(sources: Sources) -> None:
+    lacks = missing(sources, (0, 34))  # the lane may be of an older version
     more = Changed(sources.root, "vllm.distributed.utils", "pp_size: int", "pp_size: int, heads: int = 1")
-    assert missing(more, (0, 34)) == []
+    assert missing(more, (0, 34)) == lacks
     hook = "def a_new_hook(self) -> None: ...\n\n    "
     more = Changed(sources.root, BASE, "def has_pending_push_work", f"{hook}def has_pending_push_work")
-    assert missing(more, (0, 34)) == []
+    assert missing(more, (0, 34)) == lacks
 
 
 def test_a_reset_reaches_the_connector_by_the_names_in_the_docs(sources: Sources) -> None:
