@@ -587,6 +587,11 @@ def weights_without_a_reset(model: str, other: str, extra: dict[str, Any]) -> di
             engine.forget_device_cache()
 
     ask("first")
+    engine.core.collective_rpc(_look_at_the_worker)
+    engine.llm.apply_model(_look_at_the_worker)
+    result["looked"], result["looked cached"] = engine.answers(prompts)
+    engine.drain()
+    engine.forget_device_cache()
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
     ask("reloaded")
     engine.core.collective_rpc(_load_with_a_function, args=(model,))
@@ -602,6 +607,10 @@ def weights_without_a_reset(model: str, other: str, extra: dict[str, Any]) -> di
     result["idle"] = idle_state(engine)
     engine.close()
     return result
+
+
+def _look_at_the_worker(part: Any) -> str:
+    return type(part).__name__
 
 
 def _load_with_a_function(worker: Any, path: str) -> None:

@@ -68,6 +68,7 @@ def test_an_update_without_a_reset_is_seen(
         # Blocks computed since then are found by this engine.
         assert baseline.wrong(seen[f"{name} again"]) == [], name
         assert max(seen[f"{name} again cached"].values()) == 992, name
+    assert max(seen["looked cached"].values()) == 992, "looking changes nothing"
     assert seen["metrics"]["cache_resets|own"] == 3
     assert_idle(seen["idle"])
     if tier is not None:  # another engine has the first weights

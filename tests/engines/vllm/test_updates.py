@@ -183,7 +183,6 @@ SLEEPS: list[tuple[list[tuple[str, tuple[Any, ...]]], list[str]]] = [
     ([("discard", (("kv_cache",),)), ("wake_up", (None,))], ["released"]),
     ([("discard", (("kv_cache", "weights"),)), ("wake_up", (None,))], ["'discard'", "'wake_up'"]),
     ([("elastic_ep_execute", ("commit_scale_up", True)), ("elastic_ep_execute", ("clear_async",))], []),
-    ([("elastic_ep_execute", ("prepare_new_worker",))], ["'elastic_ep_execute'"]),
     ([("checkpoint_prepare", ()), ("checkpoint_restore", ())], []),
 ]
 

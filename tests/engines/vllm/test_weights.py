@@ -187,6 +187,16 @@ def test_the_first_start_downloads_the_model_without_symbolic_links(
     assert weights(UNNAMED, model_config__model=write_model(tmp_path / "copy")) == first
 
 
+def test_an_engine_that_elastic_scaling_adds_has_the_weights_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those may have been updated since they were loaded."""
+    path = write_model(tmp_path / "model")
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    assert weights(UNNAMED, model_config__model=path) is None
+    assert weights(NAMED, model_config__model=path) == ""
+
+
 def test_without_the_plug_in_nobody_has_seen_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = vllm_config(model_config__model=write_model(tmp_path / "model"))
     assert name_of_weights(config, parse_config(UNNAMED))() is None

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _RESET_ENCODER = "reset_encoder_cache"
 _ADD_ADAPTER = "add_lora"
-_SLEEP, _DISCARD, _WAKE, _SCALE = "sleep", "discard", "wake_up", "elastic_ep_execute"
+_SLEEP, _DISCARD, _WAKE = "sleep", "discard", "wake_up"
 
 HARMLESS = frozenset(
     # A step.
@@ -33,7 +33,7 @@ HARMLESS = frozenset(
     f"reset_mm_cache release_late_interaction_query_cache {_RESET_ENCODER} "
     f"{_ADD_ADAPTER} remove_lora pin_lora list_loras "
     # Memory and processes, which keep the weights; ``_loses_weights`` knows the exceptions.
-    f"{_SLEEP} {_DISCARD} {_WAKE} {_SCALE} checkpoint_prepare checkpoint_restore".split()
+    f"{_SLEEP} {_DISCARD} {_WAKE} elastic_ep_execute checkpoint_prepare checkpoint_restore".split()
 )
 """Methods of vLLM's workers (0.32 and 0.33) that leave the model's weights alone. ``test_updates`` knows all others
 that vLLM calls by name."""
@@ -146,15 +146,14 @@ def _tell(executor: Any, method: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _loses_weights(executor: Any, method: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call in ``HARMLESS`` leaves other weights than before: sleep above level 1, the end of that sleep, or a
-    new worker of elastic expert parallelism. That gets the weights of other engines, which may have been updated."""
+    """Whether a call in ``HARMLESS`` leaves other weights than before: sleep above level 1, and the end of that
+    sleep."""
     if method == _SLEEP:
         is_lost = any(isinstance(level, int) and level > 1 for level in arguments)
     elif method == _DISCARD:
         is_lost = any("weights" in tags for tags in arguments)
     else:
-        is_new = method == _SCALE and arguments[:1] in (("prepare_new_worker",), ("load_model",))
-        return is_new or (method == _WAKE and executor in _without_weights)
+        return method == _WAKE and executor in _without_weights
     if is_lost:
         _without_weights.add(executor)
     return is_lost

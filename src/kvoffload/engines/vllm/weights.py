@@ -30,6 +30,7 @@ _READ_FROM_FILES = (
 _before_load: dict[str, list[Files | str | OSError]] = {}
 """By ``instance_id`` of an engine in this process, the files that were there right before vLLM loaded them."""
 
+_IS_SCALE_UP = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 _IS_MODELSCOPE = "VLLM_USE_MODELSCOPE"
 
 
@@ -86,6 +87,8 @@ def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
 
 def _doubt(before: list[Files | str | OSError] | None, after: list[Files | str | OSError]) -> str | None:
     """Why vLLM need not have loaded the files that are here now: a sentence."""
+    if os.environ.get(_IS_SCALE_UP, "") not in ("", "0"):
+        return "Elastic scaling has added this engine, and its weights come from others, which may have been updated"
     if before is None:
         return "vLLM has not loaded kvoffload's plug-in (VLLM_PLUGINS), which looks at the files before vLLM loads them"
     for old, new in zip(before, after, strict=True):
