@@ -73,10 +73,13 @@ class Noting(FakeTier):
         self.calls.append([*keys[: len(answers)]])
         return answers
 
+    def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        self.calls.append([*keys])
+        return super().lookup_each(keys, req_context)
+
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_survey_finds_each_block_that_a_tier_has_or_may_have(seed: int) -> None:
-    """Only blocks that another tier has are not asked of every tier, and those for a while that doubles."""
+def test_a_survey_finds_each_block_in_all_tiers_that_have_it_or_may_have_it(seed: int) -> None:
     chance, parts = random.Random(seed), Asking()
     tiers = [Noting(number, parts) for number in range(chance.randint(1, 3))]
     guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
@@ -91,20 +94,30 @@ def test_a_survey_finds_each_block_that_a_tier_has_or_may_have(seed: int) -> Non
     failed = chance.choice([*blocks, None])
     if failed is not None:
         request.verdicts[failed] = Miss.PROMOTION_FAILED
-    found = [place for place, num_blocks in places.below(request, blocks) for _ in range(num_blocks)]
-    for at, key in enumerate(blocks):
-        answers = [None if key == failed else tier.answers[key] for tier in tiers]
-        having = {number for number, answer in enumerate(answers) if answer} if key != failed else set()
-        unknown = {number for number, answer in enumerate(answers) if answer is None} if key != failed else set()
-        if not having and not unknown:
-            assert len(found) == at
+    wanted = list[Place]()
+    for key in blocks:
+        having = tuple(number for number, tier in enumerate(tiers) if tier.answers[key])
+        unknown = tuple(number for number, tier in enumerate(tiers) if tier.answers[key] is None)
+        if key == failed or not (having or unknown):
             break
-        assert {*found[at].tiers} <= having
-        assert {*found[at].unknown} <= unknown
-        assert found[at].tiers or found[at].unknown
+        wanted.append(Place(having, unknown))
+    assert [place for place, count in places.below(request, blocks) for _ in range(count)] == wanted
     for tier in tiers:
         asked = [key for call in tier.calls for key in call]
         assert len(asked) == len({*asked}), "no block is asked for twice"
+
+
+@pytest.mark.parametrize("num_blocks", [400, 4000])
+def test_a_survey_of_blocks_that_alternate_between_tiers_takes_few_calls(num_blocks: int) -> None:
+    parts = Asking()
+    tiers, blocks = [Noting(number, parts) for number in range(2)], keys(*range(num_blocks))
+    for number, tier in enumerate(tiers):
+        tier.answers = {key: at % 2 == number for at, key in enumerate(blocks)}
+    guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
+    planner = LoadPlanner([tier.name for tier in guarded], BlockWorth(BLOCK_BYTES), parts.clock)
+    places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
+    assert places.below(parts.request("r"), blocks) == [Segment(Place((at % 2,)), 1) for at in range(num_blocks)]
+    assert max(len(tier.calls) for tier in tiers) <= num_blocks.bit_length()
 
 
 @pytest.mark.parametrize("num_blocks", [400, 4000])
@@ -127,7 +140,7 @@ def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
     tier.answers = dict.fromkeys(blocks, True)
     places = Places(parts.primary, [GuardedTier(0, tier)], parts.waits, parts.promotions, parts.planner(), parts.clock)
     assert places.below(parts.request("r"), blocks) == [Segment(Place((0,)), 1000)]
-    assert len(tier.calls) == 3
+    assert len(tier.calls) == 2
 
 
 def test_one_unknown_block_is_watched_until_its_answer_comes() -> None:

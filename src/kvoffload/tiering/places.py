@@ -24,7 +24,7 @@ from kvoffload.tiering.waits import Waits
 
 _RUN = 64
 """Blocks of which a tier is asked in the first call. A prefix that is nowhere costs one such call for each tier."""
-_GROWTH = 4
+_GROWTH = 16
 """The next call asks for so many times as many, if the tier has answered for all of them."""
 
 
@@ -159,9 +159,9 @@ class Places:
         """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
         to the first that no tier has, or that is a miss for this request.
 
-        A tier that lacks a block which another one has is asked again after one more block, then after two, four and so
-        on, so a long run in one tier costs few calls of the others. It counts as lacking the blocks between. A tier
-        that is too slow to be of use beside others is asked only for blocks that these lack.
+        A tier is asked for a run of blocks up to its first miss. If other tiers have that block, it is asked for each
+        of the following ones alone. A tier that is too slow to be of use beside others is asked only for blocks that
+        these lack.
         """
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts
@@ -172,7 +172,13 @@ class Places:
         found: list[Segment] = []
         at = 0
         while at < len(keys):
-            having = self._having(views, request, keys, at)
+            having: list[_View] = []
+            for view in views:
+                sure = [each.tier.index for each in having if each.answer(at)]
+                if view.stop <= at and (not sure or self._planner.adds(view.tier.index, sure)):
+                    self._ask(view, request, keys, at)
+                if view.answer(at) is not False:
+                    having.append(view)
             if not having:
                 break
             stop = min(view.end_of_run(at) for view in views)
@@ -184,33 +190,18 @@ class Places:
             at = stop
         return joined(found)
 
-    def _having(self, views: Sequence[_View], request: Request, keys: Sequence[OffloadKey], at: int) -> list[_View]:
-        """The tiers that have the block at ``at``, or do not know."""
-        for must_ask in (False, True):
-            having: list[_View] = []
-            for view in views:
-                if view.stop <= at and (must_ask or at >= view.due):
-                    sure = [each.tier.index for each in having if each.answer(at)]
-                    if sure and not self._planner.adds(view.tier.index, sure):
-                        continue
-                    self._ask(view, request, keys, at)
-                if view.answer(at) is not False:
-                    having.append(view)
-            if having:
-                return having
-        return []
-
     def _ask(self, view: _View, request: Request, keys: Sequence[OffloadKey], at: int) -> None:
         """Asks a tier for the blocks from ``at`` on. Of its unknown blocks one is watched."""
         tier, keys = view.tier, keys[at : at + view.size]
-        answers = tier.lookup_prefix(keys, request.context)
+        lookup = tier.lookup_each if view.has_missed else tier.lookup_prefix
+        answers = lookup(keys, request.context)
         view.take(at, answers)
         asked = self._asked.get(tier)
         if asked is None:
             if None in answers:
                 now_s, key = self._clock(), keys[answers.index(None)]
                 self._asked[tier] = _Asked(key, request, now_s, now_s)
-        elif asked.key in keys[: len(answers)]:
+        elif (asked.request is request or asked.may_be_known) and asked.key in keys[: len(answers)]:
             self._saw(tier, asked, answers[keys.index(asked.key)])
 
     # ------------------------------------------------------------------------------------------------- answers
@@ -284,44 +275,36 @@ class _Asked:
 
 
 class _View:
-    """What one tier answers about the blocks of a survey, as far as it was asked."""
+    """The answers of one tier about the blocks of a survey, as far as it was asked."""
 
-    __slots__ = ("_answers", "_gap", "_start", "due", "size", "stop", "tier")
+    __slots__ = ("_answers", "_start", "has_missed", "size", "stop", "tier")
 
     def __init__(self, tier: GuardedTier) -> None:
         self.tier = tier
         self.size = _RUN
         self._start = self.stop = 0
         self._answers: list[bool | None] = []
-        self.due = 0
-        """Before this block it is asked only for blocks that no other tier has."""
-        self._gap = 1
+        self.has_missed = False
+        """It lacks a block that another tier has."""
 
     def take(self, at: int, answers: list[bool | None]) -> None:
         """It was asked for the blocks from ``at`` on, and gave these answers."""
         self._start, self._answers, self.stop = at, answers, at + len(answers)
-        self.due = self.stop
-        if answers[-1] is False:
-            self.due += self._gap - 1
-            self._gap *= 2
-        else:
-            self.size *= _GROWTH
+        self.has_missed |= answers[-1] is False
+        self.size *= _GROWTH
 
     def answer(self, at: int) -> bool | None:
         return self._answers[at - self._start] if at < self.stop else False
 
     def end_of_run(self, at: int) -> int:
-        """Where another answer follows, or the tier is asked again."""
-        if at >= self.stop:
-            return max(self.due, at + 1)
-        rest = self._answers[at - self._start :]
-        answer = rest[0]
-        if answer is False:
-            return max(self.due, at + 1)
-        others = {True, None, False} - {answer}
-        if others.isdisjoint(rest):
+        """Where another answer follows, or the tier must be asked again."""
+        if at >= self.stop:  # it was not asked
+            return at + 1
+        answers, first = self._answers, at - self._start
+        answer = answers[first]
+        if ({True, None, False} - {answer}).isdisjoint(answers):
             return self.stop
-        return at + next(number for number, each in enumerate(rest) if each is not answer)
+        return self._start + next((n for n in range(first + 1, len(answers)) if answers[n] is not answer), len(answers))
 
 
 @cache
