@@ -13,8 +13,8 @@ vLLM's ``Request`` satisfies ``EngineRequest``, and vLLM's adapter translates it
 
 and each worker, with the result of ``build_connector_meta``::
 
-    start_step(meta)       before the forward pass: start the last stores of ended requests, flush what must end
-                           first, start loads
+    start_step(meta)       before the forward pass: start the last stores of ended requests, flush jobs that must
+                           end first, start loads
     end_step()             after the forward pass was submitted: start stores
     get_report()           the transfers that ended since the last call
 """
@@ -29,11 +29,11 @@ from typing import Any, Protocol
 # dataclass takes three times as long to make, and an engine makes one for each running request in each step.
 
 NO_BLOCK = -1
-"""The entry of a block table where a request has no GPU block, because its tokens are outside the window (vLLM's null
-block). It is never stored, loaded or fenced."""
+"""The entry of a block table for tokens without a GPU block, because they are outside the window (vLLM's null block).
+It is never stored, loaded or fenced."""
 
 BlockIds = tuple[Sequence[int], ...]
-"""GPU block ids by KV group, each in the request's block order, with ``NO_BLOCK`` where there is no block."""
+"""GPU block ids by KV group, each in the request's block order, with ``NO_BLOCK`` for missing blocks."""
 
 
 class EngineRequest(Protocol):
@@ -71,7 +71,7 @@ class EngineRequest(Protocol):
 
 
 class GPUBlockPool(Protocol):
-    """The pool from which the engine allocates GPU blocks.
+    """The engine's pool of GPU blocks.
 
     An engine passes it to the connector (``hold_sources``) only if the engine writes new blocks before ``start_step``,
     because a flush would be too late there.
@@ -92,7 +92,7 @@ class GPUBlockPool(Protocol):
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """A request for which this step computes tokens."""
+    """A request whose tokens this step computes."""
 
     request_id: str
     new_block_ids: BlockIds

@@ -61,8 +61,8 @@ class GuardedManager(Boundary, OffloadingManager):
     """Wraps any manager, and replaces exceptions and invalid answers by answers that cost only a recomputation.
 
     Engine adapters use it, because an engine step must survive a broken manager or plug-in. Tests use the bare manager,
-    so that faults show. ``prepare_load`` has no harmless answer: it raises ``TransferError``, which the scheduler side
-    treats as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
+    so that faults show. No answer to ``prepare_load`` would be harmless, so it raises ``TransferError``, which the
+    scheduler side treats as a failed load. Logs a traceback at most every ``log_every_s`` seconds.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class RequestLimits:
     max_load_tokens: int | None = None
     """The number of tokens that may be loaded from offloaded blocks at each admission. 0: no block is looked up."""
     load_tiers: LoadTiers | None = None
-    """The tiers below host memory from which the request may load."""
+    """The tiers below host memory that the request may load from."""
 
     @classmethod
     def parse(cls, params: object) -> tuple[RequestLimits, list[str]]:

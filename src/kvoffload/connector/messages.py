@@ -53,7 +53,7 @@ class WorkerReport:
     """
 
     results: tuple[tuple[int, TransferResult], ...] = ()
-    """Pairs of a rank and a result. The results of one rank are in the order in which its transfers ended."""
+    """Pairs of a rank and a result. Each rank's results are ordered by the ends of its transfers."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
