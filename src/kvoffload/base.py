@@ -453,12 +453,8 @@ class OffloadingHandler(ABC):
     def flush(self, job_ids: Collection[int]) -> None:
         """Compute submitted from now on finds these transfers ended: it waits for them on the device where that is
         possible, else the host waits for them here. Not enough where something else than the device's compute uses
-        their GPU blocks."""
+        their GPU blocks. Those that have failed by then must be in the next ``get_finished``."""
         self.wait(job_ids)
-
-    def mark_compute(self) -> None:
-        """Loads started from now on, until the next mark, overwrite no GPU block that is used by compute submitted
-        after this call. So they need not wait for it. Without a mark they wait for all compute submitted so far."""
 
     def take_addresses(self) -> None:
         """The engine had its KV cache unmapped, and has mapped it again: reads anew where its tensors lie. No transfer

@@ -18,6 +18,7 @@ from kvoffload.connector.hits import Hits
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.requests import Keys
 from kvoffload.connector.requests import Request as OwnRequest
+from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 
 
@@ -53,7 +54,8 @@ class Desk:
         self.manager.prepare_store(stored, context)
         self.manager.complete_store(stored, context)
         self.jobs = JobTable(self.geometry, num_ranks=1)
-        self.hits = Hits(self.manager, self.geometry, self.jobs, None, lambda: self.now_s)
+        short_loads = ShortLoads(self.geometry, self.jobs, lambda: self.now_s)
+        self.hits = Hits(self.manager, self.geometry, self.jobs, short_loads, None, lambda: self.now_s)
         self.requests: list[OwnRequest] = []
 
     def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> OwnRequest:

@@ -173,11 +173,11 @@ def test_a_load_that_is_cancelled_is_not_sent_and_others_are(
     first, second = (
         table.begin_load(request_state, [], source, GPULoadStoreSpec([block], [1], [0]), [block]) for block in (1, 2)
     )
-    assert table.cancel_load(first.job_id) is first
+    assert table.cancel_load(request_state) is first
     assert {*table.in_flight} == request_state.job_ids == {second.job_id}
     meta = table.take(())
     (sent,) = meta.lost_loads if is_lost else meta.loads
     assert (sent.job_id, sent.source) == (second.job_id, sent.destination if is_lost else source)
     assert sent.destination.block_ids.tolist() == [2]
-    assert table.cancel_load(second.job_id) is None, "the workers have it"
+    assert table.cancel_load(request_state) is None, "the workers have it"
     assert table.take(()) == ConnectorMeta()

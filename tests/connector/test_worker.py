@@ -106,9 +106,6 @@ class RecordingHandler(ManualHandler):
     def wait(self, job_ids: Collection[int]) -> None:
         self.calls.append("wait")
 
-    def mark_compute(self) -> None:
-        self.calls.append("mark")
-
 
 @pytest.mark.parametrize(("on_host", "call"), [(False, "flush"), (True, "wait")])
 def test_flushes_wait_on_the_host_where_the_engine_asks_for_it(on_host: bool, call: str) -> None:
@@ -116,8 +113,7 @@ def test_flushes_wait_on_the_host_where_the_engine_asks_for_it(on_host: bool, ca
     spec = ManualSpec(CPUOffloadingManager(SLOTS), handler)
     worker.register_kv_caches(spec, CanonicalKVCaches(), flushes_on_host=on_host)
     worker.start_step(ConnectorMeta(flush_job_ids=frozenset({7})))
-    worker.mark_compute()
-    assert handler.calls == [call, "mark"]
+    assert handler.calls == [call]
 
 
 def test_a_store_whose_step_was_never_ended_can_still_be_flushed() -> None:
@@ -254,9 +250,6 @@ class BrokenHandler(ManualHandler):
     def wait(self, job_ids: Collection[int]) -> None:
         self._call("wait", job_ids)
 
-    def mark_compute(self) -> None:
-        self._call("mark_compute")
-
     def get_finished(self) -> list[TransferResult]:
         return self._call("get_finished")
 
@@ -278,7 +271,6 @@ def test_a_store_that_could_not_be_flushed_has_failed_unless_the_host_waited_for
     rank.worker.end_step()
     rank.handler.broken = broken
     rank.worker.start_step(ConnectorMeta(flush_job_ids=frozenset({0})))
-    rank.worker.mark_compute()
     rank.gpu[5] = 99  # the next forward pass writes the block
     rank.handler.broken = ()
     for job_id in rank.handler.pending:
@@ -312,8 +304,7 @@ def test_what_is_no_end_of_a_transfer_is_no_answer(end: object, monkeypatch: pyt
 
 def test_a_broken_handler_stops_neither_a_step_nor_the_shutdown() -> None:
     rank = broken_rank()
-    rank.handler.broken = ("mark_compute", "shutdown")
-    rank.worker.mark_compute()
+    rank.handler.broken = ("shutdown",)
     rank.worker.shutdown()
 
 
@@ -344,7 +335,6 @@ def test_no_transfer_is_open_while_an_engine_sleeps() -> None:
     assert handler.pending == []
     assert rank.slots[2].tolist() == [6] * 4, "its compute was submitted"
     rank.worker.start_step(ConnectorMeta(loads=(load(2, 4, 2),), final_stores=(store(3, 5, 3),)))
-    rank.worker.mark_compute()
     rank.worker.end_step()
     assert handler.pending == []
     ends = {result.job_id: result.success for _, result in rank.worker.get_report().results}
@@ -376,3 +366,80 @@ def test_a_handler_that_cannot_follow_its_memory_is_given_no_transfer_any_more(
     rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 1),)))
     assert handler.pending == []
     assert rank.worker.get_report().results == ((3, TransferResult(0, False)),)
+
+
+# -------------------------------------------------------------------------------------------- loads within the step
+
+
+def awaited(job_id: int, gpu: int, slot: int) -> TransferJob:
+    return TransferJob(job_id, "r", CPULoadStoreSpec([slot]), GPULoadStoreSpec([gpu], [1], [0]), within_step=True)
+
+
+def test_a_load_within_the_step_has_ended_when_the_step_begins_and_no_request_is_told() -> None:
+    rank = Rank()
+    rank.slots[1] = 9
+    rank.worker.start_step(ConnectorMeta(loads=(load(0, 5, 2, "a"), awaited(1, 6, 1))))
+    assert rank.gpu[6].tolist() == [9] * 4
+    assert rank.handler.pending == [0], "others are not waited for"
+    report = rank.worker.get_report()
+    assert [result[:2] for _, result in report.results] == [(1, True)]
+    assert not report.undefined_loads
+    assert rank.worker.take_load_outcome() == LoadOutcome()
+
+
+@pytest.mark.parametrize("how", ["refused", "failed", "lost", "suspended"])
+def test_a_load_within_the_step_that_fails_is_undefined_in_the_same_report(how: str) -> None:
+    rank = Rank()
+    rank.handler.refuse_next, rank.handler.fail_next_wait = how == "refused", how == "failed"
+    if how == "suspended":
+        rank.worker.suspend()
+    job = awaited(1, 6, 1)
+    rank.worker.start_step(ConnectorMeta(lost_loads=(job,)) if how == "lost" else ConnectorMeta(loads=(job,)))
+    report = rank.worker.get_report()
+    assert [result[:2] for _, result in report.results] == [(1, False)]
+    assert report.undefined_loads == {1}
+    assert rank.worker.take_load_outcome() == LoadOutcome()
+    assert not rank.worker.get_report().undefined_loads, "once"
+    merged = WorkerReport.merge((WorkerReport(), report))
+    assert pickle.loads(pickle.dumps(merged)).undefined_loads == {1}
+
+
+def test_a_load_within_the_step_that_nobody_could_wait_for_is_undefined_and_ends_when_it_has() -> None:
+    rank = broken_rank()
+    rank.handler.broken = ("flush", "wait")
+    rank.worker.start_step(ConnectorMeta(loads=(awaited(0, 5, 1),)))
+    report = rank.worker.get_report()
+    assert (report.results, report.undefined_loads) == ((), {0})
+    rank.handler.broken = ()
+    rank.handler.run(0)
+    assert [result[:2] for _, result in rank.worker.get_report().results] == [(0, True)]
+
+
+class LateHandler(ManualHandler):
+    """Tells of ends late: after ``polls`` calls."""
+
+    polls = 0
+
+    def get_finished(self) -> list[TransferResult]:
+        self.polls -= 1
+        return [] if self.polls >= 0 else super().get_finished()
+
+
+@pytest.mark.parametrize(("polls", "is_undefined"), [(0, False), (3, False), (10_000, True)])
+def test_a_handler_must_know_the_end_of_a_load_that_the_host_waited_for(polls: int, is_undefined: bool) -> None:
+    rank = Rank()
+    rank.handler = LateHandler(rank.gpu, rank.slots, (4,), 1)
+    rank.worker.register_kv_caches(ManualSpec(CPUOffloadingManager(SLOTS), rank.handler), CanonicalKVCaches())
+    rank.handler.polls = polls
+    rank.worker.start_step(ConnectorMeta(loads=(awaited(0, 5, 1),)))
+    assert (0 in rank.worker.get_report().undefined_loads) is is_undefined
+
+
+def test_compute_waits_on_the_device_where_the_handler_can_have_it_wait() -> None:
+    handler, worker = RecordingHandler(), OffloadingConnectorWorker()
+    worker.register_kv_caches(
+        ManualSpec(CPUOffloadingManager(SLOTS), handler), CanonicalKVCaches(), flushes_on_host=True
+    )
+    worker.start_step(ConnectorMeta(loads=(awaited(0, 5, 1),)))
+    assert handler.calls == ["flush"]
+    assert worker.get_report() == WorkerReport(), "it runs"

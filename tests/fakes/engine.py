@@ -86,6 +86,8 @@ class FakeEngine:
         self.computed_total = 0
         """Tokens computed since the start, including those computed again."""
         self.num_preempted = 0
+        self.num_undone = 0
+        """Requests whose load within a step failed."""
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._scheduling = scheduling
@@ -175,6 +177,9 @@ class FakeEngine:
         meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted), states, copied))
         for worker in self.workers:
             worker.start_step(meta)
+        if any(load.within_step for load in (*meta.loads, *meta.lost_loads)):
+            self._undo_failed()
+            scheduled = [each for each in scheduled if each[0].status is Status.RUNNING]
         if copy is not None:
             for pages in self.pages:
                 pages[copy[1]] = pages[copy[0]]
@@ -187,6 +192,14 @@ class FakeEngine:
         for request in undelivered:
             self._deliver(request)
         self._collect()
+
+    def _undo_failed(self) -> None:
+        """Requests whose load within this step failed are preempted before anything is computed."""
+        outcome = self._collect(within_step=True)
+        for request in [each for each in self.running if each.request_id in outcome]:
+            self._preempt(request)
+            self._preempted.add(request.request_id)
+            self.num_undone += 1
 
     def _schedule_running(self, preempted: set[str]) -> list[tuple[FakeRequest, ScheduledRequest]]:
         scheduled: list[tuple[FakeRequest, ScheduledRequest]] = []
@@ -233,19 +246,20 @@ class FakeEngine:
             # A request that cannot be admitted delays those after it, but none that has loaded blocks already.
             if pool_is_short and not request.has_blocks:
                 continue
-            external = 0
+            external, waits = 0, False
             if not request.has_blocks:
                 hit, tables = self._device_hit(request)
                 answer, is_async = self.connector.get_num_new_matched_tokens(request, hit)
                 if answer is None:
                     continue
-                assert is_async == (answer > 0), "only asynchronous loads are promised"
-                external = answer
+                assert not is_async or answer > 0
+                external, waits = answer, is_async
                 request.tables, request.computed_tokens = tables, hit
                 for block_id in (each for table in tables for each in table if each != NO_BLOCK):
                     self.pool.share(block_id)
-            n = 0 if external else min(self._chunk_tokens, request.num_tokens - request.computed_tokens)
-            assert external or n > 0, "a hit must leave a token to compute"
+            left = request.num_tokens - request.computed_tokens - external
+            assert left > 0, "a hit must leave a token to compute"
+            n = 0 if waits else min(self._chunk_tokens, left)
             until = request.computed_tokens + external + n
             # The windows move to the end of the load before anything is computed, so they end there.
             new = self._grow(request, until, keep_from=request.computed_tokens + external)
@@ -257,11 +271,12 @@ class FakeEngine:
                 continue
             self.connector.update_state_after_alloc(request, self._tables(request), external)
             request.table_is_new = True
-            if external:
+            if waits:
                 request.status = Status.LOADING
                 request.valid_tokens = request.computed_tokens
                 request.computed_tokens += external
                 continue
+            request.computed_tokens += external
             self.waiting.remove(request)
             self.running.append(request)
             request.status = Status.RUNNING
@@ -409,9 +424,12 @@ class FakeEngine:
                 if table[n] != NO_BLOCK:
                     self.pool.name(table[n], prefix_hash, group.index)
 
-    def _collect(self) -> None:
+    def _collect(self, within_step: bool = False) -> set[str]:
+        """``within_step``: before the step is computed. Returns the requests whose load within it failed."""
         report = WorkerReport.merge(worker.get_report() for worker in self.workers)
+        assert within_step or not report.undefined_loads
         outcome = self.connector.update_connector_output(report)
+        undone = {each.request_id for each in self.running} & outcome.failed_loads.keys()
         by_id = {request.request_id: request for request in self.waiting}
         for request_id in outcome.loaded_request_ids:
             request = by_id[request_id]
@@ -419,6 +437,8 @@ class FakeEngine:
             request.status = Status.WAITING
             self._name_blocks(request)
         for request_id, invalid in outcome.failed_loads.items():
+            if request_id in undone:
+                continue
             request = by_id[request_id]
             assert request.status is Status.LOADING
             request.status, request.computed_tokens = Status.WAITING, request.valid_tokens
@@ -433,6 +453,7 @@ class FakeEngine:
             else:  # the windows moved to the end of the hit
                 self._free_blocks(request)
                 request.computed_tokens = 0
+        return undone
 
     def _keep_blocks(self, request: FakeRequest, num_tokens: int) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):

@@ -53,6 +53,8 @@ class ManualHandler(OffloadingHandler):
         self._finished: list[TransferResult] = []
         self.refuse_next = False
         """Makes the next ``transfer_async`` raise, as with a broken device."""
+        self.fail_next_wait = False
+        """Makes what the next ``wait`` or ``flush`` waits for fail."""
 
     @property
     def pending(self) -> list[int]:
@@ -78,8 +80,9 @@ class ManualHandler(OffloadingHandler):
         return finished
 
     def wait(self, job_ids: Collection[int]) -> None:
+        success, self.fail_next_wait = not self.fail_next_wait, False
         for job_id in [each for each in self._pending if each in job_ids]:
-            self.run(job_id)
+            self.run(job_id, success)
 
     def shutdown(self) -> None:
         self._pending.clear()

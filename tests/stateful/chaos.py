@@ -54,6 +54,7 @@ class Setup:
     scheduling: Scheduling = Scheduling.SYNCHRONOUS
     reuses_newest: bool = False
     keeps_all_states: bool = True
+    loads_within_steps: bool = False
 
     @staticmethod
     def random(chance: random.Random) -> Setup:
@@ -71,6 +72,7 @@ class Setup:
             scheduling=chance.choice(list(Scheduling)),
             reuses_newest=chance.random() < 0.5,
             keeps_all_states=chance.random() < 0.5,
+            loads_within_steps=chance.random() < 0.5,
         )
 
 
@@ -112,6 +114,10 @@ class Chaos:
             keeps_all_states=setup.keeps_all_states,
         )
         self.engine.pool.reuses_newest = setup.reuses_newest
+        if setup.loads_within_steps:
+            self.engine.connector.load_within_steps()
+            self.engine.connector._short_loads.failed = lambda: None  # type: ignore[method-assign] # it goes on
+        self.loads_within_steps = 0
         self.stopped = 0
         """Requests that ended by a string: the frontend found it, and aborted them while they were running."""
         self.orders_judged = 0
@@ -136,6 +142,7 @@ class Chaos:
         for group in (each.index for each in self.engine.groups if each.kind is GroupKind.SINGLE_STATE):
             self.states_stored += sum(job.source.group_sizes[group] for job in meta.stores)
             self.states_loaded += sum(job.destination.group_sizes[group] for job in meta.loads)
+        self.loads_within_steps += sum(load.within_step for load in meta.loads)
         self.final_stores += len(meta.final_stores)
         self.final_stores_flushed += sum(job.job_id in meta.flush_job_ids for job in meta.final_stores)
         return meta

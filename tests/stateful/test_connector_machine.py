@@ -79,7 +79,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.chaos.stop(generating[data.draw(st.integers(0, len(generating) - 1))])
 
     @rule(
-        what=st.sampled_from(["device", "device", "device", "reset", "refuse", "preempt", "move"]),
+        what=st.sampled_from(["device", "device", "device", "reset", "refuse", "fail", "preempt", "move"]),
         rank=st.integers(0, 1),
     )
     def disturb(self, what: str, rank: int) -> None:
@@ -107,6 +107,8 @@ def disturb(chaos: Chaos, what: str, rank: int) -> None:
             chaos.engine.move_cached()
         case "refuse":
             chaos.engine.handlers[rank % len(chaos.engine.handlers)].refuse_next = True
+        case "fail":
+            chaos.engine.handlers[rank % len(chaos.engine.handlers)].fail_next_wait = True
 
 
 TestConnectorMachine = ConnectorMachine.TestCase
@@ -133,6 +135,8 @@ def soak(seed: int, rounds: int) -> Chaos:
             disturb(chaos, "move", 0)
         if chance.random() < 0.03:
             disturb(chaos, chance.choice(["reset", "refuse", "preempt"]), chance.randrange(2))
+        if chance.random() < 0.1:
+            disturb(chaos, "fail", chance.randrange(2))
         chaos.end_some_jobs(chance, lag, failures=0.05)
         chaos.step()
     chaos.drain()
@@ -164,4 +168,6 @@ def test_soak() -> None:
     assert sum(run.final_stores_flushed for run in runs) >= 5
     assert sum(run.states_stored for run in runs) >= 10
     assert sum(run.states_loaded for run in runs) >= 10
+    assert sum(run.loads_within_steps for run in runs) >= 10
+    assert sum(run.engine.num_undone for run in runs) >= 3
     assert sum(run.flushed_for_copies for run in runs) >= 3

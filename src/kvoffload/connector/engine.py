@@ -14,7 +14,7 @@ vLLM's ``Request`` satisfies ``EngineRequest``, and vLLM's adapter translates it
 and each worker, with the result of ``build_connector_meta``::
 
     start_step(meta)       before the forward pass: start the last stores of ended requests, flush jobs that must
-                           end first, start loads
+                           end first, start loads; the forward pass waits for loads within the step
     end_step()             after the forward pass was submitted: start stores
     get_report()           the transfers that ended since the last call
 """

@@ -31,6 +31,7 @@ from kvoffload.connector.groups import (
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.observer import Observer
 from kvoffload.connector.requests import UNKNOWN, Request
+from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
 
@@ -48,6 +49,7 @@ class Hits:
         manager: OffloadingManager,
         geometry: tuple[GroupGeometry, ...],
         jobs: JobTable,
+        short_loads: ShortLoads,
         observer: Observer | None,
         clock: Callable[[], float],
     ) -> None:
@@ -58,6 +60,7 @@ class Hits:
         self._counted = finest_of(attention) if attention else None
         """The group by whose blocks the tokens of a hit are told apart. ``None``: states alone."""
         self._jobs = jobs
+        self._short_loads = short_loads
         self._observer = observer
         self._clock = clock
         self._waiting: dict[Request, tuple[float, int, int]] = {}
@@ -72,9 +75,9 @@ class Hits:
 
     # ------------------------------------------------------------------------------------------------- the search
 
-    def find(self, request: Request, computed_tokens: int) -> int | None:
-        """The tokens that the request can have, ``computed_tokens`` on the device included; ``None``: ask again in a
-        later step."""
+    def find(self, request: Request, computed_tokens: int, is_alone: bool = False) -> int | None:
+        """Return the tokens that the request can have, ``computed_tokens`` on the device included. ``None``: ask again
+        in a later step. ``is_alone``: the engine has no other request."""
         hit, tokens = request.hit, computed_tokens
         if request.context.reads_cache and not request.is_prefilled_elsewhere:
             # A request may have one load or several stores in flight, never both. So one that was preempted waits for
@@ -101,6 +104,9 @@ class Hits:
             if self._observer is not None:
                 self._observer.answered(request)
         hit.computed_tokens, hit.is_answered, hit.possible, hit.unknown = computed_tokens, True, UNKNOWN, None
+        hit.within_step = tokens > computed_tokens and self._short_loads.fits(
+            sum(len(group.gpu_blocks_for_hit(computed_tokens, tokens)) for group in self._geometry), is_alone
+        )
         return tokens
 
     def has_asked(self, request: Request) -> bool:
@@ -216,6 +222,8 @@ class Hits:
                 self._manager.touch(by_position(self._geometry, blocks, keys), request.context)
         if self._observer is not None:
             self._observer.admitted(request)
+        if hit.within_step:
+            hit.computed_tokens = hit.tokens
 
     def _count_admission(self, request: Request, num_external_tokens: int) -> None:
         """Counts a request once, however often it is preempted."""
@@ -275,15 +283,19 @@ class Hits:
         if source is None:
             hit.load_failed = True
             keys = []
-        hit.load_job_id = self._jobs.begin_load(request, keys, source, destination, gpu_ids).job_id
+        job_id = self._jobs.begin_load(request, keys, source, destination, gpu_ids, hit.within_step).job_id
+        if not hit.within_step:
+            hit.load_job_id = job_id
         for key in keys:
-            self._loading.setdefault(key, hit.load_job_id)
+            self._loading.setdefault(key, job_id)
 
     def end_load(self, job: JobRecord) -> bool:
-        """The load ended on all ranks. Returns whether its request still waits for it: if not, it was aborted or
-        preempted meanwhile."""
+        """The load ended on all ranks. Return whether its request waits for it. If not, it was aborted or preempted
+        meanwhile, or the load ended within the step."""
         self._release(job)
         hit = job.request.hit
+        if job.within_step:
+            hit.load_failed |= not job.success
         if hit.load_job_id != job.job_id:
             return False
         hit.load_job_id = None
@@ -295,15 +307,14 @@ class Hits:
 
     def is_new(self, request: Request) -> bool:
         """Whether the request has a load that the workers do not have yet."""
-        job_id = request.hit.load_job_id
-        return job_id is not None and not self._jobs.in_flight[job_id].submitted
+        return self._jobs.new_load(request) is not None
 
     def forget(self, request: Request) -> None:
         """The request ended. Cancels its load if the workers do not have it yet. One that runs is left to end; its GPU
         blocks are fenced."""
         self._waiting.pop(request, None)
-        job_id, request.hit.load_job_id = request.hit.load_job_id, None
-        if job_id is not None and (job := self._jobs.cancel_load(job_id)) is not None:
+        request.hit.load_job_id = None
+        if (job := self._jobs.cancel_load(request)) is not None:
             self._release(job)
 
     def _release(self, job: JobRecord) -> None:

@@ -59,6 +59,8 @@ class JobRecord:
     not submitted can be cancelled, but not flushed."""
     flushed: bool = False
     """Workers wait for it before its GPU blocks are used again, so it has no fences."""
+    within_step: bool = False
+    """A load that the step waits for which begins it: its request runs meanwhile, and may have stores."""
 
 
 class JobTable:
@@ -76,6 +78,8 @@ class JobTable:
         whether there are any."""
         self.pool: GPUBlockPool | None = None
         """Holds the GPU blocks of fenced stores, where flushes come too late. Set before the first job begins."""
+        self.num_loading_blocks = 0
+        """GPU blocks of all loads in flight. Others only read it."""
         self._num_ranks = num_ranks
         self._next_id = 0
         self._loads: list[TransferJob] = []
@@ -103,7 +107,9 @@ class JobTable:
         request.job_ids.add(job_id)
         for block_id in job.gpu_block_ids:
             fences[block_id] = (*fences[block_id], job_id) if block_id in fences else (job_id,)
-        if direction is _STORE and self.pool is not None:
+        if direction is _LOAD:
+            self.num_loading_blocks += len(blocks)
+        elif self.pool is not None:
             self.pool.hold(job.gpu_block_ids)
         return job
 
@@ -114,21 +120,27 @@ class JobTable:
         source: LoadStoreSpec | None,
         destination: GPULoadStoreSpec,
         gpu_block_ids: Sequence[int],
+        within_step: bool = False,
     ) -> JobRecord:
-        """A load to ``gpu_block_ids``, of which ``NO_BLOCK`` is none. Without a ``source`` it is lost."""
+        """Begin a load to ``gpu_block_ids``, of which ``NO_BLOCK`` is none. Without a ``source`` it is lost."""
         job = self.begin(_LOAD, request, keys, [each for each in gpu_block_ids if each != NO_BLOCK])
-        transfer = TransferJob(job.job_id, request.context.req_id, source or destination, destination)
+        job.within_step = within_step
+        transfer = TransferJob(job.job_id, request.context.req_id, source or destination, destination, within_step)
         (self._lost_loads if source is None else self._loads).append(transfer)
         return job
 
-    def cancel_load(self, job_id: int) -> JobRecord | None:
-        """Ends a load that the workers do not have yet, and returns it."""
-        job = self.in_flight[job_id]
-        if job.submitted:
-            return None
-        self._loads = [load for load in self._loads if load.job_id != job_id]
-        self._lost_loads = [load for load in self._lost_loads if load.job_id != job_id]
-        self.remove(job)
+    def new_load(self, request: Request) -> JobRecord | None:
+        """Return the load of the request that the workers do not have yet."""
+        jobs = map(self.in_flight.__getitem__, request.job_ids)
+        return next((job for job in jobs if not job.submitted), None)
+
+    def cancel_load(self, request: Request) -> JobRecord | None:
+        """End the load of the request that the workers do not have yet, and return it."""
+        job = self.new_load(request)
+        if job is not None:
+            self._loads = [load for load in self._loads if load.job_id != job.job_id]
+            self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
+            self.remove(job)
         return job
 
     def add_final_stores(self, stores: Iterable[TransferJob]) -> None:
@@ -180,8 +192,10 @@ class JobTable:
             job.success &= job.direction is _LOAD
 
     def remove(self, job: JobRecord) -> None:
-        """Ends a job: its fences go, and its request no longer waits for it."""
+        """End a job: its fences go, and its request no longer waits for it."""
         del self.in_flight[job.job_id]
+        if job.direction is _LOAD:
+            self.num_loading_blocks -= len(job.gpu_block_ids)
         job.request.job_ids.discard(job.job_id)
         if not job.flushed:
             self._unfence(job)
@@ -233,6 +247,8 @@ class JobTable:
             if not job.flushed:
                 for block_id in job.gpu_block_ids:
                     fences.setdefault(block_id, []).append(job.job_id)
+        loading = [len(job.gpu_block_ids) for job in self.in_flight.values() if job.direction is _LOAD]
+        assert self.num_loading_blocks == sum(loading)
         assert {b: sorted(j) for b, j in fences.items()} == {b: sorted(j) for b, j in self.fences.items()}
 
 

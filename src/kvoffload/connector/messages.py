@@ -21,6 +21,8 @@ class TransferJob:
     request_id: str
     source: LoadStoreSpec
     destination: LoadStoreSpec
+    within_step: bool = False
+    """A load that the forward pass of its step waits for. No request waits for its end."""
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class ConnectorMeta:
     """The message from the scheduler to the workers, once per step."""
 
     loads: tuple[TransferJob, ...] = ()
-    """Loads to start before the forward pass."""
+    """Loads to start before the forward pass, those within the step first."""
     stores: tuple[TransferJob, ...] = ()
     """Stores to start after the forward pass that writes their blocks has been submitted."""
     final_stores: tuple[TransferJob, ...] = ()
@@ -54,10 +56,17 @@ class WorkerReport:
 
     results: tuple[tuple[int, TransferResult], ...] = ()
     """Pairs of a rank and a result. Each rank's results are ordered by the ends of its transfers."""
+    undefined_loads: frozenset[int] = frozenset()
+    """Loads within this step that failed on a rank: the step computed with undefined blocks, and all that it computed
+    is void. Their ends are in ``results``, of this step or a later one."""
 
     @staticmethod
     def merge(reports: Iterable[WorkerReport]) -> WorkerReport:
-        return WorkerReport(tuple(result for report in reports for result in report.results))
+        reports = list(reports)
+        return WorkerReport(
+            tuple(result for report in reports for result in report.results),
+            frozenset[int]().union(*(report.undefined_loads for report in reports)),
+        )
 
 
 @dataclass(slots=True)

@@ -73,6 +73,8 @@ class Hit:
     """While that is not known: a block of which it is not known whether it is anywhere."""
     awaited_job_id: int | None = None
     """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
+    within_step: bool = False
+    """The load of the last answer is short: its step waits for it, and computes the request. Else the request waits."""
     load_job_id: int | None = None
     """The load that the request waits for."""
     load_failed: bool = False
@@ -100,7 +102,7 @@ class Request:
     stored: set[OffloadKey] = field(default_factory=set)
     """Keys that the request stored, if it reads no cache."""
     job_ids: set[int] = field(default_factory=set)
-    """Jobs in flight: one load, or any number of stores, never both."""
+    """Jobs in flight: one load, or any number of stores. Both only if the load ends within a step."""
     last_scheduled: ScheduledRequest | None = None
     """Its part of the last step that computed tokens for it. ``None`` if none has since it was given GPU blocks."""
     offered_tokens: int = 0

@@ -29,6 +29,7 @@ from kvoffload.connector.observer import Observer, Watch
 from kvoffload.connector.offers import StoreOffers
 from kvoffload.connector.prefetches import Prefetches
 from kvoffload.connector.requests import Keys, Request
+from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
 
@@ -65,13 +66,15 @@ class OffloadingConnectorScheduler:
         self._geometry = geometry = geometry_of(layout, config)
         self._requests: dict[str, Request] = {}
         self._epochs = epochs = Epochs(config, weights_name)
+        self._num_ranks = layout.num_ranks
         self._jobs = jobs = JobTable(geometry, layout.num_ranks)
         self._observer: Observer | None = None
         if config.record_trace or watch is not None:
             self._observer = Observer(manager, geometry, layout, config, epochs, clock, watch)
         num_slots = layout.num_slots(config)
         self._offers = StoreOffers(manager, geometry, jobs, epochs, config.offload_prompt_only, num_slots)
-        self._hits = Hits(manager, geometry, jobs, self._observer, clock)
+        self._short_loads = ShortLoads(geometry, jobs, clock)
+        self._hits = Hits(manager, geometry, jobs, self._short_loads, self._observer, clock)
         self._ahead = ReadAhead(manager, self._hits)
         self._prefetches = Prefetches(manager, geometry, self._hits)
         self._hints = Hints()
@@ -84,6 +87,11 @@ class OffloadingConnectorScheduler:
         """From now on ``pool`` holds the GPU blocks of each store until the store is flushed or has ended. To be called
         before the first step."""
         self._jobs.pool = pool
+
+    def load_within_steps(self) -> None:
+        """From now on answer with loads within the step where they are short (``ShortLoads``). For engines that can
+        undo a step in which one failed. Does nothing for models with states."""
+        self._short_loads.turn_on()
 
     # --------------------------------------------------------------------------------------------- requests
 
@@ -164,11 +172,13 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------------- hits
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens beyond ``num_computed_tokens`` that can be loaded.
+        """Return the number of tokens beyond ``num_computed_tokens`` that can be loaded, and whether by an asynchronous
+        load, which the request waits for.
 
         ``(None, False)``: ask again in a later step. ``(n > 0, True)``: n tokens, by an asynchronous load that starts
-        after ``update_state_after_alloc``. ``(0, False)``: none. The last token is never part of a hit, since the
-        engine must compute something.
+        after ``update_state_after_alloc``. ``(n > 0, False)``: n tokens, by a load within the step: the engine computes
+        the request's other tokens in this very step, which waits for the load (``load_within_steps``). ``(0, False)``:
+        none. The last token is never part of a hit, since the engine must compute something.
         """
         if self._epochs.can_be_named:
             self._name_weights()
@@ -179,10 +189,10 @@ class OffloadingConnectorScheduler:
             self._offers.forget(own)
             own.enter(epoch)
         own.context.tokens_ahead = None  # its turn has come
-        tokens = self._hits.find(own, num_computed_tokens)
+        tokens = self._hits.find(own, num_computed_tokens, is_alone=len(self._requests) == 1)
         if tokens is None:
             return None, False
-        return tokens - num_computed_tokens, tokens > num_computed_tokens
+        return tokens - num_computed_tokens, tokens > num_computed_tokens and not own.hit.within_step
 
     def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         """The engine allocated GPU blocks. ``block_ids`` are all that the request has, in order.
@@ -254,6 +264,7 @@ class OffloadingConnectorScheduler:
             own.states.clear()  # refused ones too: later the engine may write over them
         if self._prefetches.open:
             self._prefetches.step()
+        self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._ahead.step(self._epochs)
         self._manager.on_schedule_end()
@@ -297,19 +308,23 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------ ends of jobs
 
     def update_connector_output(self, report: WorkerReport) -> LoadOutcome:
-        """Records what ended on the workers. A job ends when all ranks have reported it, and fails if one failed.
+        """Record what ended on the workers. A job ends when all ranks have reported it, and fails if one failed.
 
-        Returns the loads that ended for requests which still wait for them.
+        Returns the loads that ended for requests which still wait for them, and those within the step that failed.
+        After one of these, the engine preempts each request that the step computed with its blocks, drops the tokens,
+        and forgets what the step computed.
         """
-        if not report.results:
+        if not (report.results or report.undefined_loads):
             return _NO_LOADS
         loaded: set[str] = set()
-        failed: dict[str, frozenset[int]] = {}
+        failed = self._step_is_void(report.undefined_loads) if report.undefined_loads else {}
         for rank, result in report.results:
             job = self._jobs.record(rank, result)
             if job is None:
                 continue
             self._epochs.job_ended(job.epoch)
+            if job.success:
+                self._short_loads.copied(job, self._num_ranks)
             request = job.request
             if job.direction is _STORE:
                 if not job.success and self._observer is not None:
@@ -326,6 +341,19 @@ class OffloadingConnectorScheduler:
                 request.begin_offers(request.hit.computed_tokens)
                 failed[request.context.req_id] = frozenset(job.gpu_block_ids)
         return LoadOutcome(frozenset(loaded), failed)
+
+    def _step_is_void(self, undefined_loads: Collection[int]) -> dict[str, frozenset[int]]:
+        """Loads within the step failed, so nothing that it computed is stored. Return the GPU blocks by request."""
+        undefined: dict[str, frozenset[int]] = {}
+        for job_id in self._jobs.in_flight.keys() & undefined_loads:
+            job = self._jobs.in_flight[job_id]
+            job.success, job.request.hit.load_failed = False, True
+            if self._known(job.request.of_engine) is not None:
+                undefined[job.request.context.req_id] = frozenset(job.gpu_block_ids)
+        self._short_loads.failed()
+        self._jobs.fail_stores()
+        self._forget_computed()
+        return undefined
 
     def blocks_are_undefined(self, gpu_block_ids: Collection[int]) -> None:
         """A load failed: the engine computes these GPU blocks again. Call it before the same step's report is recorded.
@@ -430,8 +458,10 @@ class OffloadingConnectorScheduler:
         self._hits.check_invariants(self._requests.values())
         live = set(self._requests.values())
         for job in self._jobs.in_flight.values():
-            siblings = [self._jobs.in_flight[each].direction for each in job.request.job_ids]
-            assert Direction.LOAD not in siblings or len(siblings) == 1, f"a load beside other jobs: {siblings}"
+            jobs = map(self._jobs.in_flight.__getitem__, job.request.job_ids)
+            siblings = [each for each in jobs if not each.within_step]
+            loads = [each for each in siblings if each.direction is Direction.LOAD]
+            assert not loads or len(siblings) == 1, f"a load beside other jobs: {siblings}"
             waits = job.request.hit.load_job_id is not None
             assert not waits or job.request in live, f"{job} belongs to a half-dropped request"
         for request in live:

@@ -14,15 +14,17 @@ from kvoffload.logs import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
+_MOST_POLLS = 100
+"""For the end of a load that the host has waited for. A handler should know it at once."""
+
 
 class OffloadingConnectorWorker:
     """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
     In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
-    is no forward pass. An engine that submits the forward pass before it starts loads calls ``mark_compute`` first, in
-    every step. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed. Where a
-    handler cannot say which transfers ended, they have failed once it has waited for them. Until it can do that, they
-    have not ended: they may still write.
+    is no forward pass. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
+    Where a handler cannot say which transfers ended, they have failed once it has waited for them. Until it can do
+    that, they have not ended: they may still write.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -43,6 +45,8 @@ class OffloadingConnectorWorker:
         """The newest load of each request id, until it ends. An engine may use an id again while a load of the id's
         earlier request runs. Nobody waits for that load any more, so its end is not reported here."""
         self._results: list[TransferResult] = []
+        self._undefined_loads: set[int] = set()
+        """Loads within this step that failed."""
         self._loaded_request_ids: set[str] = set()
         self._failed_loads: dict[str, frozenset[int]] = {}
 
@@ -70,7 +74,11 @@ class OffloadingConnectorWorker:
         self._flushes_on_host = flushes_on_host
 
     def start_step(self, meta: ConnectorMeta) -> None:
-        """Starts the final stores, flushes, then starts the loads. Other stores wait until ``end_step``."""
+        """Start the final stores, flush, then start the loads. Other stores wait until ``end_step``.
+
+        The compute that is submitted next finds the loads within this step ended, or the next report names them as
+        undefined.
+        """
         # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
         # may name them.
         self.end_step()
@@ -79,19 +87,40 @@ class OffloadingConnectorWorker:
             self._start(job)
         if meta.flush_job_ids:
             self._flush(meta.flush_job_ids)
-        for job in meta.loads:
-            self._expect(job)
+        awaited = [job for job in meta.loads if job.within_step]
+        for job in awaited:
             self._start(job)
+        for job in meta.loads:
+            if not job.within_step:
+                self._expect(job)
+                self._start(job)
         for job in meta.lost_loads:
-            self._expect(job)
+            if job.within_step:
+                self._undefined_loads.add(job.job_id)
+            else:
+                self._expect(job)
             self._end(TransferResult(job.job_id, success=False))
+        if awaited:
+            self._await({job.job_id for job in awaited})
         self._waiting_stores += meta.stores
 
-    def mark_compute(self) -> None:
-        """The forward pass of this step will be submitted now, and the loads of this step need not wait for it: they
-        overwrite no GPU block that it uses."""
-        for handler in dict.fromkeys(self._handlers.values()):
-            self._guard("mark_compute", handler.mark_compute)
+    def _await(self, job_ids: set[int]) -> None:
+        """Let the compute that is submitted from now on wait for these transfers. A failure must be known now."""
+        for handler, open_ids in self._open.items():
+            own = open_ids.keys() & job_ids
+            if not own:
+                continue
+            waits_on_device = type(handler).flush is not OffloadingHandler.flush
+            if not any(self._guard("flush", flush, own) for flush in (handler.flush, handler.wait)):
+                self._undefined_loads |= own
+            elif not waits_on_device:
+                polls = 0
+                while not own.isdisjoint(open_ids) and polls < _MOST_POLLS:
+                    self._poll()
+                    polls += 1
+                self._undefined_loads |= own & open_ids.keys()
+        self._poll()
+        self._undefined_loads |= {each.job_id for each in self._results if each.job_id in job_ids and not each.success}
 
     def end_step(self) -> None:
         """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
@@ -117,7 +146,8 @@ class OffloadingConnectorWorker:
         """The transfers that ended on this rank since the last call."""
         self._poll()
         results, self._results = self._results, []
-        return WorkerReport(tuple((self._rank, result) for result in results))
+        undefined, self._undefined_loads = frozenset(self._undefined_loads), set()
+        return WorkerReport(tuple((self._rank, result) for result in results), undefined)
 
     def take_load_outcome(self) -> LoadOutcome:
         """Return the loads that ended on this rank since the last call, for engines whose workers report loads.

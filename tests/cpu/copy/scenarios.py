@@ -73,34 +73,12 @@ def a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: CudaRig) -> No
 
 
 @scenario
-def a_load_waits_for_the_compute_before_the_mark(rig: CudaRig) -> None:
-    rig.load.mark_compute()
-
-    def start() -> None:
-        rig.load.mark_compute()
-        rig.start(1, rig.load, 3, 0)
-
-    _read_while_loading(rig, start)
-
-
-@scenario
-def a_load_does_not_wait_for_the_compute_after_the_mark(rig: CudaRig) -> None:
-    rig.load.mark_compute()
+def a_load_does_not_wait_for_the_compute_after_it(rig: CudaRig) -> None:
+    rig.start(1, rig.load, 3, 0)
     with rig.cuda.held(rig.compute):
         rig.compute_fills(1, 5)
-        rig.start(1, rig.load, 3, 0)
         rig.cuda.settle()
         assert [result.job_id for result in rig.load.get_finished()] == [1]
-
-
-@scenario
-def a_store_waits_for_the_compute_after_the_mark(rig: CudaRig) -> None:
-    rig.load.mark_compute()
-    with rig.cuda.held(rig.compute):
-        rig.compute_fills(1, 5)
-        rig.start(1, rig.store, 1, 2)
-    rig.store.wait([1])
-    assert rig.in_slot(2) == {5}
 
 
 @scenario

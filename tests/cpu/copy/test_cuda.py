@@ -77,7 +77,7 @@ def test_rule(cuda: FakeCuda, check: Scenario) -> None:
 
 @pytest.mark.parametrize("seed", range(by_size(4, 40)))
 def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, seed: int) -> None:
-    """Jobs of several blocks, some named twice, marks, flushes, and compute that overwrites blocks after a flush."""
+    """Jobs of several blocks, some named twice, flushes, and compute that overwrites blocks after a flush."""
     cuda.pace(seed)
     if seed % 2:
         cuda.limit_registrations(largest_bytes=1 << 18)
@@ -108,7 +108,6 @@ def test_random_jobs_leave_what_a_serial_run_leaves(cuda: FakeCuda, seed: int) -
             block = chance.randrange(16)
             blocks[block] = np.full(4096, chance.randrange(256), np.uint8)
             rig.compute_fills(block, int(blocks[block][0]))
-            rig.load.mark_compute()
     for handler, ids in open_jobs.items():
         assert all(result.success for result in collect(handler, ids).values())
     cuda.settle()
@@ -158,8 +157,6 @@ def test_an_error_of_a_wait_waits_all_the_same(cuda: FakeCuda) -> None:
     cuda.fail("cuStreamWaitEvent")
     rig.store.flush([2])
     assert rig.in_slot(2) == {6}
-    cuda.fail("cuEventRecord")
-    rig.load.mark_compute()  # fails, and loads wait for all compute again
     with cuda.held(rig.compute):
         rig.compute_fills(3, 1)
         rig.start(3, rig.load, 3, 2)
@@ -190,7 +187,6 @@ def test_a_broken_device_fails_jobs_and_hangs_nothing(cuda: FakeCuda, kept: list
     rig.store.wait([0])
     rig.load.wait([1])
     rig.store.flush([0])
-    rig.load.mark_compute()
     assert not collect(rig.load, [1])[1].success
     calls = cuda.count("batches")
     rig.start(2, rig.store, 0, 0)
@@ -274,11 +270,23 @@ def _close_broken(cuda: FakeCuda, rig: CudaRig, kept: list[object]) -> None:
     cuda.calls.fake_forget_registrations()
 
 
+def test_the_failure_of_a_flushed_load_is_known_at_once(cuda: FakeCuda) -> None:
+    """A step waits for its loads, and must not compute with what one has not loaded."""
+    cuda.pace(1, longest_pause_us=20_000)
+    rig = make_rig(cuda)
+    for job_id in range(9):
+        rig.start(job_id, rig.load, job_id, 0)
+    rig.put(9, rig.load, [9], [999])  # no such slot, which the lane finds out
+    rig.load.flush([9])
+    ends = {result.job_id: result.success for result in rig.load.get_finished()}
+    assert ends.get(9) is False
+    rig.close()
+
+
 def test_a_handler_that_is_closed_touches_the_device_no_more(cuda: FakeCuda) -> None:
     rig = make_rig(cuda)
     rig.store.shutdown()
     rig.load.shutdown()
-    rig.load.mark_compute()
     rig.store.flush([1])
     rig.store.wait([1])
     rig.close()
@@ -369,7 +377,6 @@ def test_an_engine_thread_on_another_device_is_served_and_stays_there(cuda: Fake
     for job_id in range(60):  # until the pools need new events
         rig.tensors[0][1] = job_id
         rig.put(job_id, rig.store, [1], [2])
-        rig.load.mark_compute()
         rig.put(100 + job_id, rig.load, [5], [2])
         rig.load.flush([100 + job_id])
         if job_id % 10 == 0:

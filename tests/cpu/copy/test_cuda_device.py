@@ -86,13 +86,12 @@ def test_a_load_waits_for_the_compute_that_still_reads_its_blocks(rig: Rig) -> N
     assert rig.pool[3].unique().tolist() == [9]
 
 
-def test_a_load_does_not_wait_for_the_compute_after_the_mark(rig: Rig) -> None:
+def test_a_load_does_not_wait_for_the_compute_after_it(rig: Rig) -> None:
     np.asarray(rig.region.create_kv_memoryview())[0] = 9
-    rig.load.mark_compute()
+    rig.transfer(1, rig.load, 3, 0)
     compute_for_long()
     busy = torch.cuda.Event()
     busy.record()
-    rig.transfer(1, rig.load, 3, 0)
     rig.load.wait([1])
     assert not busy.query()
     torch.cuda.synchronize()

@@ -23,13 +23,16 @@ Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _compute_before(skipped: Direction) -> Mutant:
-    real = backend._Copies.compute_before
+    real = backend.CudaHandler._put
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
-        def before(self: backend._Copies, direction: Direction) -> Moment:
-            return self.pools.untimed.moment() if direction is skipped else real(self, direction)
+        def put(self: backend.CudaHandler, *args: object) -> None:
+            with pytest.MonkeyPatch.context() as inner:
+                if self._direction is skipped:
+                    inner.setattr(backend._Copies, "compute_before", lambda copies: copies.pools.untimed.moment())
+                real(self, *args)  # type: ignore[arg-type]
 
-        patch.setattr(backend._Copies, "compute_before", before)
+        patch.setattr(backend.CudaHandler, "_put", put)
 
     return mutate
 
@@ -50,15 +53,6 @@ def _replaced(owner: type, name: str, function: Callable[..., object]) -> Mutant
     return lambda patch: patch.setattr(owner, name, function)
 
 
-def _ignores_the_mark(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backend._Copies, "mark_compute", lambda self: None)
-
-
-def _marks_once(patch: pytest.MonkeyPatch) -> None:
-    real = backend._Copies.mark_compute
-    patch.setattr(backend._Copies, "mark_compute", lambda self: real(self) if self._mark is None else None)
-
-
 def _shares_slots(extent: Extent, job: Job) -> bool:
     return not extent.slots.isdisjoint(job.extent.slots)
 
@@ -66,8 +60,6 @@ def _shares_slots(extent: Extent, job: Job) -> bool:
 MUTANTS: dict[str, Mutant] = {
     "a store does not wait for compute": _compute_before(Direction.STORE),
     "a load does not wait for compute": _compute_before(Direction.LOAD),
-    "a load waits for the compute after the mark": _ignores_the_mark,
-    "a load waits for an old mark": _marks_once,
     "a load does not wait for stores": _conflicts(lambda direction, extent, job: direction is Direction.STORE),
     "a store does not wait for loads": _conflicts(lambda direction, extent, job: direction is Direction.LOAD),
     "jobs on one slot overtake each other": _conflicts(lambda direction, extent, job: not _shares_slots(extent, job)),

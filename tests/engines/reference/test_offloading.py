@@ -16,6 +16,7 @@ from tests.sizes import by_size
 
 from kvoffload.base import LoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.config import OffloadingConfig, parse_config
+from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams, State
 from kvoffload.errors import ConfigError
 
@@ -187,7 +188,11 @@ def test_aborts_and_resets_at_random_leave_tokens_and_books_right(family: str, s
         assert_nothing_leaks(engine)
 
 
-def test_a_request_aborted_while_it_loads_leaves_its_blocks_to_others() -> None:
+@pytest.mark.parametrize("within_step", [False, True])
+def test_a_request_aborted_while_it_loads_leaves_its_blocks_to_others(
+    within_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShortLoads, "fits", lambda *_: within_step)
     prompts = random_prompts(3, 60, 60, seed=6)
     with Engine(tiny_model("llama"), OPTIONS, config()) as engine:
         expected = engine.generate(prompts, SamplingParams(max_tokens=4))
@@ -196,7 +201,7 @@ def test_a_request_aborted_while_it_loads_leaves_its_blocks_to_others() -> None:
             engine.reset_cache(offloaded=False)
             request = engine.add_request(prompts[0], SamplingParams(max_tokens=4))
             begin_step(engine)
-            assert request.state is State.LOADING
+            assert request.state is (State.RUNNING if within_step else State.LOADING)
             engine.abort(request.request_id)
             engine.check_invariants()
             end_step(engine)
@@ -238,3 +243,44 @@ def test_bad_sizes_are_refused_before_anything_is_allocated() -> None:
         Engine(tiny_model("llama"), EngineOptions(prefix_caching=False), config())
     with pytest.raises(ConfigError, match=r"Unknown .*policy"):
         Engine(tiny_model("llama"), OPTIONS, config(eviction_policy="lur"))
+
+
+# -------------------------------------------------------------------------------------------- loads within the step
+
+
+def steps_to_first_token(engine: Engine, prompt: list[int]) -> int:
+    """While three other requests decode."""
+    for other in random_prompts(3, 5, 5, seed=9):
+        engine.add_request([*other, len(engine._requests)], SamplingParams(max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    request, steps = engine.add_request(prompt, SamplingParams(max_tokens=1)), 0
+    while not request.is_done:
+        engine.step()
+        steps += 1
+    engine.drain()
+    return steps
+
+
+def test_a_hit_in_host_memory_takes_as_many_steps_as_one_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on)
+    (prompt,) = random_prompts(1, 60, 60)
+    options = EngineOptions(num_blocks=96, block_tokens=4, max_batch_tokens=24, max_requests=4)
+    with Engine(tiny_model("llama"), options, config()) as engine:
+        computed, on_device = steps_to_first_token(engine, prompt), steps_to_first_token(engine, prompt)
+        engine.reset_cache(offloaded=False)
+        assert steps_to_first_token(engine, prompt) == on_device == 1 < computed
+        assert engine.counts.external_hit_tokens >= 56
+        assert_nothing_leaks(engine)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_tokens_are_the_same_when_loads_within_steps_fail(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on)
+    monkeypatch.setattr(ShortLoads, "failed", lambda self: None)  # an engine gives up after the first
+    with Engine(tiny_model(family), OPTIONS, config()) as engine:
+        rng = random.Random(5)
+        wrap_handlers(engine, lambda _, handler: Flaky(handler, engine, rng, 0.3))
+        assert chat(engine) == reference(family)
+        assert engine.counts.failed_loads
+        assert_nothing_leaks(engine)

@@ -7,8 +7,6 @@ copies that end late, in any order.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +18,6 @@ from kvoffload.cpu.gpu_worker import copy_layout
 from kvoffload.cpu.spec import CPUOffloadingSpec
 
 LONGEST_PAUSE_US = 1000
-MARKS: list[None] = []
-"""One entry for each call of ``mark_compute``."""
 _STORAGES: dict[int, torch.Tensor] = {}
 """A tensor of each part of the KV cache, by address."""
 
@@ -39,7 +35,6 @@ class FakeCudaSpec(CPUOffloadingSpec):
         self._handlers = make_cuda_handlers(kv_caches, view, layout, fake.device(idle))
         for handler in self._handlers.values():
             handler.flush = handler.wait  # type: ignore[method-assign]
-            handler.mark_compute = functools.partial(_mark, handler.mark_compute)  # type: ignore[method-assign]
         return self._handlers
 
 
@@ -57,8 +52,3 @@ def sleep_and_wake(connector: Any) -> None:
 def _map(fake: fake_cuda.FakeCuda) -> None:
     for address, tensor in _STORAGES.items():
         fake.calls.fake_adopt(address, tensor.untyped_storage().nbytes())
-
-
-def _mark(mark_compute: Callable[[], None]) -> None:
-    MARKS.append(None)
-    mark_compute()

@@ -129,10 +129,48 @@ def two_tiers(model: str, directory: str, *, is_tiered: bool) -> dict[str, Any]:
     return {"answers": answers, "seconds": seconds, "metrics": metrics}
 
 
+def steps_to_first_token(model: str, extra: dict[str, Any]) -> dict[str, Any]:
+    """Of a prompt that is computed, that is on the device, and that is in host memory, while four others decode. All
+    loads count as short."""
+    from kvoffload.connector.short_loads import ShortLoads
+
+    ShortLoads.fits = lambda self, *_: self._is_on  # type: ignore[method-assign]
+    engine = Engine(model, extra=extra)
+    llm = engine.llm.llm_engine
+    prompt = long_prompts(1)[0]
+    others = itertools.count()
+    steps: dict[str, int] = {}
+    answers: dict[str, list[int]] = {}
+    for how in ("computed", "on the device", "in host memory"):
+        for each in many_prompts(4):
+            name, own = f"other{next(others)}", Prompt(each.name, each.token_ids, 40)
+            llm.add_request(name, {"prompt_token_ids": list(own.token_ids)}, engine.parameters(own))
+        for _ in range(6):
+            llm.step()
+        if how == "in host memory":
+            engine.connector.scheduler.block_pool.evict_blocks({*range(400)})
+        llm.add_request(how, {"prompt_token_ids": list(prompt.token_ids)}, engine.parameters(prompt))
+        count = 0
+        while how not in answers:
+            outputs = llm.step()
+            count += how not in steps
+            for output in outputs:
+                if output.request_id == how and output.outputs[0].token_ids:
+                    steps.setdefault(how, count)
+                    if output.finished:
+                        answers[how] = list(output.outputs[0].token_ids)
+        while llm.has_unfinished_requests():
+            llm.step()
+        engine.drain()
+    result = {"steps": steps, "answers": answers, "metrics": engine.metrics(), "idle": idle_state(engine)}
+    engine.close()
+    return result
+
+
 def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Every copy goes through the CUDA backend and a fake driver."""
     from tests.cpu.copy import fake_cuda
-    from tests.engines.vllm.fake_cuda_spec import MARKS, sleep_and_wake
+    from tests.engines.vllm.fake_cuda_spec import sleep_and_wake
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     prompts = long_prompts()
@@ -152,7 +190,6 @@ def late_copies(model: str, extra: dict[str, Any]) -> dict[str, Any]:
     result["metrics"] = engine.metrics()
     result["idle"] = idle_state(engine)
     fake = fake_cuda.load()
-    result["marks"] = len(MARKS)
     result["driver"] = {what: fake.count(what) for what in ("batches", "copies", "pageable", "registrations")}
     engine.close()
     result["after_shutdown"] = {what: fake.count(what) for what in ("faults", "registrations")}

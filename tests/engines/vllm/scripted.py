@@ -57,6 +57,8 @@ Content = tuple[int, ...]
 """The tokens up to a position, and the later tokens on which its KV depends."""
 GARBAGE: Content = (-1,)
 ZEROES: Content = (0,)
+VOID = 498
+"""The token of a step that computed with undefined blocks."""
 PROMOTED: Content = ()
 """In slots that a lower tier has filled. These are not checked."""
 
@@ -88,6 +90,13 @@ class Worker:
         self._ended: list[TransferJob] = []
         self.reads: dict[int, Callable[[int], int]] = {}
         """By group of attention, the first position that is read at a position."""
+        self.failing: set[str] = set()
+        """Requests whose transfers fail from now on."""
+        self.void: set[str] = set()
+        """Requests that computed with a block of a load that failed within the step, and were not started since."""
+        self.steps_under_way = 0
+        """Those that vLLM may schedule before it knows of the failure."""
+        self._void_steps = 0
 
     def take_ended(self) -> list[TransferJob]:
         """Return the transfers that ended since the last call."""
@@ -99,18 +108,31 @@ class Worker:
         all ``token``. Returns the sampled tokens of requests whose prompt is computed."""
         meta = output.kv_connector_metadata.meta
         self._begin_step(output, requests)
+        self._void_steps -= 1
+        for load in (*meta.loads, *meta.lost_loads):
+            if load.within_step:
+                self._load(load, load in meta.lost_loads or load.request_id in self.failing)
         sampled = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             sampled[request_id] = self._compute(request_id, num_tokens, drafts, token, accept)
         for load in meta.loads:
-            for slot, block_id in zip(load.source.block_ids, load.destination.block_ids, strict=True):
-                for offset in range(max(self._block_tokens)):
-                    content = self.slots[int(slot)][offset : offset + 1] if int(slot) in self.slots else [PROMOTED]
-                    self._device[int(block_id), offset] = content[0] if content else GARBAGE
-        self._ended += meta.loads
+            if not load.within_step:
+                self._load(load)
+        self._ended += (*meta.loads, *meta.lost_loads)
         self._store(meta.stores)
         return sampled
+
+    def _load(self, load: TransferJob, fails_within_step: bool = False) -> None:
+        if fails_within_step:
+            self._void_steps = 1 + self.steps_under_way
+            for block_id in load.destination.block_ids:
+                self._device.update({(int(block_id), offset): GARBAGE for offset in range(max(self._block_tokens))})
+            return
+        for slot, block_id in zip(load.source.block_ids, load.destination.block_ids, strict=True):
+            for offset in range(max(self._block_tokens)):
+                content = self.slots[int(slot)][offset : offset + 1] if int(slot) in self.slots else [PROMOTED]
+                self._device[int(block_id), offset] = content[0] if content else GARBAGE
 
     def _begin_step(self, output: Any, requests: dict[str, Any]) -> None:
         self._store(output.kv_connector_metadata.meta.final_stores)
@@ -151,15 +173,18 @@ class Worker:
         self.tokens[request.request_id] = list(request.all_token_ids)
         self._tables[request.request_id] = [list(ids) for ids in block_ids]
         self._computed[request.request_id] = computed
+        self.void.discard(request.request_id)
 
     def _compute(self, request_id: str, num_tokens: int, drafts: int, token: int, accept: int) -> list[int]:
         known, first = self.tokens[request_id], self._computed[request_id]
         self._check_context(request_id, first)
         sampled: list[int] = []
         if first + num_tokens - drafts >= len(known):
-            sampled = [token] * (min(drafts, accept) + 1)
+            sampled = [VOID if request_id in self.void else token] * (min(drafts, accept) + 1)
             known += sampled
         good = min(first + num_tokens, len(known) - 1) if sampled else first + num_tokens
+        if request_id in self.void:
+            good = first
         for position in range(first, first + num_tokens):
             content = tuple(known[: position + 1 + self._lookahead]) if position < good else GARBAGE
             for group, table in enumerate(self._tables[request_id]):
@@ -172,7 +197,7 @@ class Worker:
         for group in self._state_groups:
             last = (first + num_tokens - 1) // self._block_tokens[group]
             self._device[self._tables[request_id][group][last], 0] = tuple(known[:good])
-        self._computed[request_id] = good
+        self._computed[request_id] = first + num_tokens if request_id in self.void else good
         return sampled
 
     def _check_context(self, request_id: str, computed: int) -> None:
@@ -183,6 +208,10 @@ class Worker:
             for position in range(first_read(computed), computed):
                 block, offset = divmod(position, self._block_tokens[group])
                 content = self._device.get((table[block], offset))
+                if content == GARBAGE and self._void_steps > 0:
+                    self.void.add(request_id)
+                if request_id in self.void and self._void_steps > 0:
+                    return
                 assert content in (PROMOTED, tuple(known[: position + 1 + self._lookahead])), (
                     f"{request_id} goes on from {computed} tokens, and position {position} was computed from {content}"
                 )

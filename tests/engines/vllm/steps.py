@@ -194,8 +194,8 @@ class Steps:
         self.events: list[Any] = []
         """The KV events that vLLM would publish."""
         self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
-        self.failing: set[str] = set()
-        """Requests whose transfers fail from now on."""
+        self.failing = self.worker.failing
+        self.worker.steps_under_way = self._depth
 
     def add(self, request_id: str, tokens: list[int], new_tokens: int, **sampling: Any) -> Any:
         request = self.request(request_id, tokens, new_tokens, **sampling)
@@ -218,7 +218,9 @@ class Steps:
         meta: ConnectorMeta = output.kv_connector_metadata.meta
         self.metas.append(meta)
         sampled = self.worker.execute(output, self.scheduler.requests, token, accept)
-        self._in_flight.append((output, sampled, self.worker.take_ended()))
+        awaited = [job for job in (*meta.loads, *meta.lost_loads) if job.within_step]
+        undefined = {job.job_id for job in awaited if job in meta.lost_loads or job.request_id in self.failing}
+        self._in_flight.append((output, sampled, self.worker.take_ended(), frozenset(undefined)))
         self.check()
         while len(self._in_flight) > self._depth:
             self.deliver()
@@ -229,17 +231,20 @@ class Steps:
 
         from kvoffload.engines.vllm.connector import StepReport
 
-        output, sampled, jobs = self._in_flight.pop(0)
+        output, sampled, jobs, undefined = self._in_flight.pop(0)
         meta = output.kv_connector_metadata.meta
+        ids = list(output.num_scheduled_tokens)
+        loads = [job for job in meta.loads if not job.within_step]
+        broken = [job for job in loads if job.request_id in self.failing]
+        lost = {job.request_id for job in meta.lost_loads}
         report = WorkerReport(
             tuple(
-                (rank, TransferResult(job.job_id, job.request_id not in self.failing))
+                (rank, TransferResult(job.job_id, job.request_id not in self.failing | lost, seconds=1e-6))
                 for job in jobs
                 for rank in range(self._num_ranks)
-            )
+            ),
+            undefined,
         )
-        ids = list(output.num_scheduled_tokens)
-        broken = [job for job in meta.loads if job.request_id in self.failing]
         # As the adapter's worker reports them.
         failures: dict[str, Any] = {"failed_recving": {job.request_id for job in broken}}
         if fails_by_block(self.scheduler.kv_cache_config):
@@ -251,7 +256,7 @@ class Steps:
                 req_id_to_index={request_id: n for n, request_id in enumerate(ids)},
                 sampled_token_ids=[sampled[request_id] for request_id in ids],
                 kv_connector_output=KVConnectorOutput(
-                    finished_recving={job.request_id for job in meta.loads} or None,
+                    finished_recving={job.request_id for job in loads} or None,
                     **failures,
                     kv_connector_worker_meta=StepReport(report),
                 ),

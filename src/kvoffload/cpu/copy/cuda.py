@@ -112,7 +112,6 @@ class _Copies:
         self.log = RateLimitedLog(logger)
         self._device = device
         self._kv_caches: CanonicalKVCaches | None = kv_caches
-        self._mark: Moment | None = None
         if not self.driver.has_one_address(device.number) and self.driver.has_batch:
             logger.warning(
                 "This device uses other addresses for pinned memory than the host, so kvoffload makes single copies."
@@ -145,10 +144,8 @@ class _Copies:
             if not extent.slots.isdisjoint(job.extent.slots) or not extent.gpu_blocks.isdisjoint(job.extent.gpu_blocks)
         ]
 
-    def compute_before(self, direction: Direction) -> Moment:
-        """Return the end of the compute submitted so far, or, for a load, of the compute before the mark."""
-        if direction is Direction.LOAD and self._mark is not None:
-            return self._mark.share()
+    def compute_before(self) -> Moment:
+        """Return the end of the compute submitted so far."""
         now = self.pools.untimed.moment()
         try:
             self.driver.record(now.event, self._device.compute_stream())
@@ -156,14 +153,6 @@ class _Copies:
             now.release()
             raise
         return now
-
-    def mark_compute(self) -> None:
-        before, self._mark = self._mark, None
-        if before is not None:
-            before.release()
-        mark = self.pools.untimed.moment()
-        self.driver.record(mark.event, self._device.compute_stream())
-        self._mark = mark
 
     def hold_compute(self, lane: Lane, job: Job) -> bool:
         """Make compute that is submitted from now on start after the submitted ``job``. Returns ``False`` if CUDA
@@ -202,12 +191,10 @@ class _Copies:
                 self._kv_caches = None  # nobody can use the device's memory again
             return
         self.region.unpin()
-        if self._mark is not None:
-            self._mark.release()
         self.pools.close()
         with contextlib.suppress(CudaError):
             self.driver.free(self._spacer)
-        self._mark = self._kv_caches = None
+        self._kv_caches = None
 
 
 class CudaHandler(OffloadingHandler):
@@ -261,21 +248,12 @@ class CudaHandler(OffloadingHandler):
             with self._copies.here():
                 for job in self._named(job_ids):
                     self._lane.hurry(job)
-                    if not self._copies.hold_compute(self._lane, job):
+                    # A failure must be known when this returns, as that of a load within the step is.
+                    if job.failed or not self._copies.hold_compute(self._lane, job):
                         self._lane.wait(job)
         except CudaError:
             self._copies.log.exception("could not make compute wait for transfers")
             self.wait(job_ids)
-
-    def mark_compute(self) -> None:
-        # Both directions share the mark, and only loads use it.
-        if self._direction is Direction.LOAD and not self._closed and not self._copies.health.is_broken:
-            with self._copies.here():
-                try:
-                    self._copies.mark_compute()
-                except CudaError:
-                    self._copies.log.exception("could not record the start of compute")
-                    self._lane.check()
 
     def take_addresses(self) -> None:
         self._copies.take_addresses()
@@ -316,7 +294,7 @@ class CudaHandler(OffloadingHandler):
             raise TransferError("The device is broken.")
         extent = Extent(frozenset(cpu.block_ids.tolist()), frozenset(gpu.block_ids.tolist()))
         blockers = self._copies.conflicting(self._direction, extent)
-        compute, ended = self._copies.compute_before(self._direction), self._copies.pools.timed.moment()
+        compute, ended = self._copies.compute_before(), self._copies.pools.timed.moment()
         awaited = [compute, *(blocker.ended.share() for blocker in blockers)]
         job = Job(job_id, extent, functools.partial(self._runs, gpu, cpu), awaited, blockers, ended)
         self._lane.put(job)

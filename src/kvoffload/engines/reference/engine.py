@@ -90,6 +90,7 @@ class Engine:
             )
             self._worker = OffloadingConnectorWorker()
             self._worker.register_kv_caches(self._spec, self._runner.canonical_kv_caches())
+            self._connector.load_within_steps()
         self._kv_cache = KVCache(self.layout.groups, options.num_blocks, options.prefix_caching)
         self._scheduler = Scheduler(self._kv_cache, options.max_batch_tokens, options.max_requests, self._connector)
         self._requests: dict[str, Request] = {}
@@ -169,14 +170,16 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> list[Request]:
-        """Schedules, computes and collects results once. Returns the requests that finished.
+        """Schedule, compute and collect results once. Return the requests that finished.
 
-        Waits for a transfer only if its GPU blocks are needed again.
+        Waits for a transfer only if its GPU blocks are needed again, or if it is a load within the step.
         """
         plan = self._scheduler.schedule()
         if self._connector is not None and self._worker is not None:
             meta: ConnectorMeta = self._connector.build_connector_meta(plan.for_connector)
             self._worker.start_step(meta)
+            if any(load.within_step for load in (*meta.loads, *meta.lost_loads)):
+                plan = self._scheduler.undo(plan, self._connector.update_connector_output(self._worker.get_report()))
             finished = self._compute(plan)
             self._worker.end_step()
             self._finish(finished)

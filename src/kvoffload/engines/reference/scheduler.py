@@ -125,13 +125,14 @@ class Scheduler:
             request = self._waiting.popleft()
             hit = self._kv_cache.find_prefix(request)
             external: int | None = 0
+            waits = False
             if self._connector is not None:
-                external, _ = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+                external, waits = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if external is None:
                 passed.append(request)  # ask again in the next step; others may go on
                 continue
             computed = hit.num_tokens + external
-            count = 0 if external else min(step.budget, request.num_tokens - computed)
+            count = 0 if waits else min(step.budget, request.num_tokens - computed)
             if not self._kv_cache.admit(request, hit, computed, computed + count):
                 passed.append(request)
                 break
@@ -141,7 +142,7 @@ class Scheduler:
             if self._connector is not None:
                 self._connector.update_state_after_alloc(request, self._kv_cache.table(request), external)
             self._fresh_tables.add(request.request_id)
-            if external:
+            if waits:
                 request.num_computed_tokens = hit.num_tokens
                 request.state = State.LOADING
                 self._loading[request.request_id] = (request, computed)
@@ -188,17 +189,31 @@ class Scheduler:
             self._kv_cache.name_computed(request)
             self._run(request)
         for request_id in outcome.failed_loads:
-            # Nothing of the load is trusted. The connector remembers what failed, so the next admission makes progress.
-            # The device hit, if any, is found again.
-            request, _ = self._loading.pop(request_id)
-            self._kv_cache.release(request)
-            self._fresh_tables.discard(request_id)
-            request.num_computed_tokens = 0
-            request.state = State.WAITING
-            self._waiting.appendleft(request)
-            if not request.num_preemptions:
-                self._count_admission(request, -1)
-            self.counts.failed_loads += 1
+            self._start_over(self._loading.pop(request_id)[0])
+
+    def undo(self, plan: StepPlan, outcome: LoadOutcome) -> StepPlan:
+        """Return ``plan`` without the requests whose load within this step failed. They start over in a later one."""
+        failed = [each.request for each in plan.scheduled if each.request.request_id in outcome.failed_loads]
+        for request in failed:
+            self._running.remove(request)
+            self._start_over(request)
+        left = tuple(each for each in plan.scheduled if each.request not in failed)
+        waiting = outcome.failed_loads.keys() - {request.request_id for request in failed}
+        others = {each: outcome.failed_loads[each] for each in waiting}
+        self.take_outcome(LoadOutcome(outcome.loaded_request_ids, others))
+        return StepPlan(left, plan.for_connector)
+
+    def _start_over(self, request: Request) -> None:
+        """Nothing of its load is trusted. The connector remembers what failed, so the next admission makes progress.
+        The device hit, if any, is found again."""
+        self._kv_cache.release(request)
+        self._fresh_tables.discard(request.request_id)
+        request.num_computed_tokens = 0
+        request.state = State.WAITING
+        self._waiting.appendleft(request)
+        if not request.num_preemptions:
+            self._count_admission(request, -1)
+        self.counts.failed_loads += 1
 
     def end(self, request: Request, state: State) -> None:
         """Ends a request that finished or was aborted, at any stage.

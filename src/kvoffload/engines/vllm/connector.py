@@ -7,16 +7,15 @@ core, and one with the worker role in every worker. Per step it calls:
 * scheduler: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` while it admits requests, then
   ``build_connector_meta``. With the workers' output: ``update_connector_output``, ``get_kv_connector_stats``,
   ``take_events``.
-* worker: ``handle_preemptions`` first, ``bind_connector_metadata`` right before the forward pass, then
-  ``start_load_kv`` (before the forward pass or after its launch), ``wait_for_save`` after the launch, and then the
-  calls that collect results.
+* worker: ``handle_preemptions`` first, ``bind_connector_metadata`` right before the forward pass, ``wait_for_save``
+  after its launch, and then the calls that collect results.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,6 +39,7 @@ from kvoffload.connector import (
     OffloadingConnectorWorker,
     WorkerReport,
 )
+from kvoffload.engines.vllm import undone_steps
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
@@ -57,6 +57,7 @@ from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
+from kvoffload.engines.vllm.undone_steps import undo_step
 from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
 from kvoffload.engines.vllm.versions import hash_lookahead_tokens, untried_version
 from kvoffload.engines.vllm.weights import name_of_weights
@@ -121,6 +122,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: WorkerReport
     packets: tuple[Packet, ...] = ()
     """From the agents of tiers that span nodes."""
+    is_taken: bool = False
+    """By the scheduler side."""
 
     def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(WorkerReport.merge((self.report, other.report)), self.packets + other.packets)
@@ -172,6 +175,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 weights_name=name_of_weights(vllm_config, config),
             )
             watch(vllm_config, self._scheduler)
+            undone_steps.watch(self._scheduler)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
         self._open[self._name] = self
@@ -193,6 +197,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._open.pop(self._name, None)
         if self._scheduler is not None:
             unwatch(self._scheduler)
+            undone_steps.unwatch(self._scheduler)
             self._scheduler.core.shutdown()
         if self._worker is not None:
             self._worker.core.shutdown()
@@ -287,16 +292,16 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # The last call before the forward pass, with both of vLLM's runners. One of them zeroes and copies blocks only
         # after ``handle_preemptions``, and loads must wait for that.
         super().bind_connector_metadata(connector_metadata)
-        self.worker.core.mark_compute()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        meta = self._get_connector_metadata().meta
+        meta = connector_metadata.meta
         self.worker.core.start_step(
             ConnectorMeta(loads=meta.loads, stores=meta.stores, lost_loads=meta.lost_loads),
         )
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: vLLM may call this only after it has launched the forward pass, and loads have started."""
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request runs only when its load has ended."""
+        """Nothing to wait for: compute waits for the loads within its step, and other requests wait for theirs."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: whole blocks are stored after the forward pass."""
@@ -316,7 +321,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report, packets = self.worker.core.get_report(), self.worker.take_packets()
-        return StepReport(report, packets) if report.results or packets else None
+        has_news = report.results or report.undefined_loads or packets
+        return StepReport(report, packets) if has_news else None
 
     # -------------------------------------------------------------------------------------------------- metrics
 
@@ -442,6 +448,7 @@ class _SchedulerSide:
         self._was_pending = False
         self._holds_blocks = blocks_are_written_early
         self._held: HeldBlocks | None = None
+        self.block_pool: Any = None
         # Of the step that is being scheduled:
         self._refused_running = False
         """vLLM found no blocks for a running request."""
@@ -449,6 +456,7 @@ class _SchedulerSide:
         """vLLM had an answer for a waiting request, and has not given it blocks since."""
 
     def bind_block_pool(self, pool: Any) -> None:
+        self.block_pool = pool
         self._steps = StepTranslator(self._group_ids, pool.null_block.block_id)
         if self._holds_blocks:
             self._held = HeldBlocks(pool)
@@ -497,11 +505,28 @@ class _SchedulerSide:
         packets = self._nodes.take_packets() if self._nodes is not None else ()
         return StepMeta(meta, bool(scheduler_output.num_scheduled_tokens), packets)
 
+    def step_has_ended(self, scheduler: Any, connector_output: Any) -> None:
+        """vLLM's ``scheduler`` will take the output of a step. Loads within steps need that this is called."""
+        self.core.load_within_steps()
+        if connector_output is None:
+            return
+        whole = connector_output.kv_connector_worker_meta
+        for each in getattr(whole, "metadata", (whole,)):  # of each connector of a ``MultiConnector``
+            if isinstance(each, StepReport):
+                self._take_output(connector_output.invalid_block_ids, each)
+                if each.report.undefined_loads:
+                    undo_step(scheduler)
+
     def update_connector_output(self, connector_output: Any) -> None:
-        if connector_output.invalid_block_ids:  # maybe of another connector beside this one
-            self.core.blocks_are_undefined(connector_output.invalid_block_ids)
-        worker_meta: StepReport | None = connector_output.kv_connector_worker_meta
+        self._take_output(connector_output.invalid_block_ids, connector_output.kv_connector_worker_meta)
+
+    def _take_output(self, invalid_block_ids: Collection[int] | None, worker_meta: StepReport | None) -> None:
+        if worker_meta is not None and worker_meta.is_taken:
+            return
+        if invalid_block_ids:  # maybe of another connector beside this one
+            self.core.blocks_are_undefined(invalid_block_ids)
         if worker_meta is not None:
+            worker_meta.is_taken = True
             if self._nodes is not None:
                 self._nodes.receive(worker_meta.packets)
             self.core.update_connector_output(worker_meta.report)

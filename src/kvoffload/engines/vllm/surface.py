@@ -44,9 +44,13 @@ _ATTRIBUTES = {
         "session_id"
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): "block_pool",
+    ("vllm.v1.core.sched.scheduler", "Scheduler"): "kv_cache_manager update_from_output reset_prefix_cache",
+    ("vllm.v1.outputs", "ModelRunnerOutput"): "kv_connector_output",
+    ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorWorkerMetadata"): "metadata",
     ("vllm.v1.core.block_pool", "BlockPool"): (
         "null_block blocks touch free_blocks reset_prefix_cache cached_block_hash_to_block get_num_free_blocks "
-        "num_gpu_blocks"
+        "num_gpu_blocks evict_blocks"
     ),
     ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): "block_id ref_cnt",
     ("vllm.v1.outputs", "KVConnectorOutput"): "kv_connector_worker_meta invalid_block_ids",

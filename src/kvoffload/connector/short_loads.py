@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which loads are short enough for the step that begins them. Scheduler thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvoffload.base import Direction
+from kvoffload.config import GroupKind
+from kvoffload.connector.groups import GroupGeometry
+from kvoffload.connector.jobs import JobRecord, JobTable
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.1
+"""Of a step that a copy may take if the step waits for it. Other requests of the step wait with it."""
+_NEWEST = 0.2
+"""Weight of the newest measurement in each mean."""
+
+
+class ShortLoads:
+    """Decides which loads end within the step that begins them, so that their request runs in that step.
+
+    Other requests of the step wait for such a copy. So by the means of earlier steps and loads, it must end within
+    ``SHARE`` of a step, after all loads in flight. A request that is the engine's only one may wait for any copy.
+
+    The engine's adapter turns this on (``turn_on``). It stays off for models with states, because an engine may move
+    the state of a hit before it starts loads. The first such load that fails turns it off for good: an engine can undo
+    a step that ran on undefined blocks, but not cheaply.
+    """
+
+    def __init__(self, geometry: Sequence[GroupGeometry], jobs: JobTable, clock: Callable[[], float]) -> None:
+        self._may_be_on = all(group.kind is not GroupKind.SINGLE_STATE for group in geometry)
+        self._is_on = False
+        self._jobs = jobs
+        self._clock = clock
+        self._step_s: float | None = None
+        self._block_s: float | None = None
+        """Of a load, by GPU block, on one rank. That of stores until there was a load."""
+        self._knows_loads = False
+        self._last_step_s: float | None = None
+        """When the last step was decided that computes something."""
+
+    def __repr__(self) -> str:
+        return f"ShortLoads(is_on={self._is_on}, step_s={self._step_s}, block_s={self._block_s})"
+
+    def turn_on(self) -> None:
+        self._is_on = self._may_be_on
+
+    def failed(self) -> None:
+        """A load within a step failed."""
+        logger.warning("A copy to the GPU failed within a step. From now on, requests wait a step for their loads.")
+        self._may_be_on = self._is_on = False
+
+    def fits(self, num_gpu_blocks: int, is_alone: bool) -> bool:
+        """Whether a load of so many GPU blocks is short. ``is_alone``: the engine has no other request."""
+        if not self._is_on or is_alone:
+            return self._is_on
+        if self._step_s is None or self._block_s is None:
+            return False
+        return (self._jobs.num_loading_blocks + num_gpu_blocks) * self._block_s <= SHARE * self._step_s
+
+    def step_begins(self, computes: bool, is_continued: bool) -> None:
+        """A step was decided. ``is_continued``: it computes for a request that ran before, so the engine did not idle
+        since the step before."""
+        now_s = self._clock()
+        if is_continued and self._last_step_s is not None:
+            self._step_s = _mean(self._step_s, now_s - self._last_step_s)
+        self._last_step_s = now_s if computes else None
+
+    def copied(self, job: JobRecord, num_ranks: int) -> None:
+        """A job has succeeded on all ranks, which copy side by side. Before the first load, stores tell as much."""
+        is_load = job.direction is Direction.LOAD
+        if job.gpu_block_ids and (is_load or not self._knows_loads):
+            before = self._block_s if is_load is self._knows_loads else None
+            self._block_s = _mean(before, job.seconds / num_ranks / len(job.gpu_block_ids))
+            self._knows_loads = is_load
+
+
+def _mean(before: float | None, newest: float) -> float:
+    return newest if before is None else before + _NEWEST * (newest - before)

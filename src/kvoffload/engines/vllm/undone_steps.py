@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Undoes a step of vLLM that computed with blocks of a load that failed within it.
+
+vLLM answers such a failure only for models with one KV group, and not with asynchronous scheduling: there the next step
+is under way by then. So kvoffload looks at what the workers report before vLLM's scheduler does, and lets it preempt
+all that runs and drop the tokens in flight, by the method with which vLLM resets its prefix cache. Importing this
+module does not load vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Who hears of the workers' output of each step before vLLM's scheduler uses it, on the scheduler's thread."""
+
+    @property
+    def block_pool(self) -> Any:
+        """vLLM's block pool, which tells its scheduler from others of this process."""
+
+    def step_has_ended(self, scheduler: Any, connector_output: Any) -> None: ...
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def watch(listener: Listener) -> None:
+    """From now on ``listener`` hears of each step's output."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not hasattr(Scheduler.update_from_output, "tells_kvoffload"):
+        Scheduler.update_from_output = _told(Scheduler.update_from_output)
+    _listeners.add(listener)
+
+
+def unwatch(listener: Listener) -> None:
+    _listeners.discard(listener)
+
+
+def _told(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for listener in list(_listeners):
+            if listener.block_pool is self.kv_cache_manager.block_pool:
+                try:
+                    listener.step_has_ended(self, model_runner_output.kv_connector_output)
+                except Exception:
+                    logger.exception("kvoffload cannot follow the output of a step")
+        return call(self, scheduler_output, model_runner_output)
+
+    update_from_output.tells_kvoffload = True  # type: ignore[attr-defined]
+    return update_from_output
+
+
+def undo_step(scheduler: Any) -> None:
+    """Preempt all running requests, drop their tokens in flight, and forget all that vLLM's prefix cache has.
+
+    The cache may name blocks that the failed load was to fill, and blocks that were computed from them.
+    """
+    try:
+        if scheduler.reset_prefix_cache(reset_running_requests=True):
+            return
+    except RuntimeError:
+        pass  # requests that wait for loads still have blocks
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({*range(len(pool.blocks))})
