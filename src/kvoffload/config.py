@@ -51,7 +51,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     offload_prompt_only: bool = False
     """Do not offload blocks that hold generated tokens."""
     self_describing_kv_events: bool = True
-    """Include token ids and block sizes in the engine's events of stored blocks. Some routers drop events without."""
+    """Include token ids and block sizes in the engine's events of stored blocks. Some routers drop events that lack
+    these fields."""
     kv_cache_layout: str | None = None
     """Layout of the engine's KV cache, by the engine's own name for it. Default: the engine's own, or with tiers vLLM's
     ``LBHNC``."""
@@ -125,8 +126,8 @@ def parse_struct(
     ``"10s"``.
 
     Raises one ``ConfigError`` for all unknown keys, missing keys and wrong types, with a sentence for each that calls
-    the mapping ``what``. ``elsewhere`` explains what to use instead of another system's key. Values are shown only for
-    keys that accept numbers, truth or a choice, because any other value may be a secret.
+    the mapping ``what``. ``elsewhere`` explains the replacement of another system's key. Values are shown only for keys
+    that accept numbers, truth or a choice, because any other value may be a secret.
     """
     known, _, problems = read_struct(kind, values, what, elsewhere or {})
     problems.raise_found()
@@ -172,7 +173,7 @@ def read_struct(
 
 @functools.cache
 def _fields_of(kind: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Cached, because msgspec evaluates all annotations of ``kind`` on each call."""
+    """Return the fields of ``kind``, cached because msgspec evaluates all annotations on each call."""
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
@@ -272,8 +273,8 @@ _ELSEWHERE = {
 def parse_config(values: Mapping[str, Any]) -> OffloadingConfig:
     """Validate a user's mapping, whose keys are the fields of ``OffloadingConfig``.
 
-    Raises ``ConfigError`` with a sentence for each problem that says what to change. Allocates nothing. Names of
-    policies, specs and tier types are checked at their first use, and all together in ``specs.read_config``.
+    Raises ``ConfigError`` with a sentence for each problem and its remedy. Allocates nothing. Names of policies, specs
+    and tier types are checked at their first use, and all together in ``specs.read_config``.
     """
     config, problems = read_config_values(values)
     problems.raise_found()
@@ -342,8 +343,8 @@ class KVGroupLayout:
     sliding_window_tokens: int | None = None
     """The window of ``SLIDING_WINDOW`` groups, and the chunk of ``LOCAL_CHUNK`` groups; ``None`` for all others."""
     lookahead_tokens: int = 0
-    """This many tokens after a token are part of its KV. 1 where layers of a speculative head are in the group: they
-    see the next token, which the hash of a full block does not cover."""
+    """Number of following tokens that a token's KV depends on. It is 1 if the group contains layers of a speculative
+    head, which see the next token; the hash of a full block does not cover that token."""
 
     def __post_init__(self) -> None:
         if self.lookahead_tokens < 0:
@@ -361,14 +362,14 @@ class RankSlice:
     """The part of every slot that one rank stores and loads. Raises ``LayoutError`` for values that make no sense."""
 
     index: int
-    """Of the slice in the slot, from 0."""
+    """Position of the slice in the slot, from 0."""
     num_slices: int
-    """Slices of a slot, which are of equal size."""
+    """Number of slices of a slot, all of equal size."""
     replica: int = 0
-    """Of this rank among those with the same slice, from 0."""
+    """Position of this rank among the ranks with the same slice, from 0."""
     num_replicas: int = 1
-    """Ranks with the same slice, because they hold the same KV. Each of them loads every slot. Slot s is stored by
-    replica s modulo ``num_replicas`` alone."""
+    """Number of ranks with the same slice, because they hold the same KV. Each of them loads every slot. Only replica s
+    modulo ``num_replicas`` stores slot s."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_slices or not 0 <= self.replica < self.num_replicas:
@@ -377,11 +378,8 @@ class RankSlice:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """How an engine lays out its KV cache: everything that both planes must agree on.
-
-    The scheduler process and every worker make the same record, in which only ``rank`` differs. Raises ``LayoutError``
-    for values that make no sense.
-    """
+    """How an engine lays out its KV cache: all facts that both planes must agree on. The scheduler process and every
+    worker create the same record; only ``rank`` differs. Raises ``LayoutError`` for values that make no sense."""
 
     groups: tuple[KVGroupLayout, ...]
     hash_block_tokens: int
@@ -391,26 +389,27 @@ class EngineLayout:
     num_ranks: int = 1
     """Workers that hold slices of the same blocks (tensor parallelism)."""
     rank: int = 0
-    """Of this worker, from 0; 0 in the scheduler process."""
+    """Number of this worker, from 0; 0 in the scheduler process."""
     rank_slice: RankSlice | None = None
-    """This worker's part of a slot; ``None``: each rank has a slice of its own. Read ``slice``."""
+    """This worker's part of a slot; ``None`` if each rank has its own slice. Read ``slice`` instead."""
     rank_free: bool = False
-    """A slot has the same bytes however many slices it is divided into: its pages are of all ranks (``SharedPage``).
-    Then engines with other numbers of ranks may use it."""
+    """Whether a slot contains the same bytes for any number of slices, because its pages span all ranks
+    (``SharedPage``). Then engines with another number of ranks can use it."""
     num_processes: int = 1
-    """Processes of this node that map the primary tier: 1 where scheduler and worker are one process; otherwise one
-    for each rank of the node, and one for the scheduler where it runs."""
+    """Number of processes of this node that map the primary tier: 1 if scheduler and worker are one process; otherwise
+    one for each rank of the node, plus one for the scheduler on its node."""
     events_enabled: bool = False
-    """Whether the engine takes events. Without this the manager records none."""
+    """Whether the engine consumes events. Otherwise the manager records none."""
     traces_enabled: bool = False
-    """Whether the engine traces requests. Then losses of blocks are recorded, which explain what requests miss."""
+    """Whether the engine traces requests. If so, losses of blocks are recorded to explain the requests' misses."""
     identity: Mapping[str, str] = field(default_factory=dict)
-    """Everything besides a block's key that changes its bytes: model, revision, dtype, layout. The number of ranks
-    is not among it."""
+    """Everything besides a block's key that changes its bytes: model, revision, dtype, layout. It excludes the number
+    of ranks."""
     hashes_are_stable: bool = True
     """Whether the same tokens give the same block hashes in another process. Persistent tiers need that."""
     device_tokens: int | None = None
-    """Tokens of prompts that the device's own prefix cache holds; ``None``: not known. Only traces have it."""
+    """Number of prompt tokens that fit in the GPU's own prefix cache; ``None`` if it is not known. Only traces contain
+    it."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -433,12 +432,13 @@ class EngineLayout:
 
     @property
     def ranks_per_node(self) -> int:
-        """The ranks whose slices lie in the memory of this node."""
+        """The ranks whose slices are in the memory of this node."""
         return self.slice.num_slices * self.slice.num_replicas
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the engine spans. Each has memory of its own for the same slots, with the slices of its ranks."""
+        """Number of nodes that the engine spans. Each has its own memory for the same slots, with the slices of its
+        ranks."""
         return max(1, self.num_ranks // self.ranks_per_node)
 
     @property
@@ -452,11 +452,9 @@ class EngineLayout:
         return any(group.kind is GroupKind.SINGLE_STATE for group in self.groups)
 
     def block_size_factor(self, config: OffloadingConfig) -> int:
-        """GPU blocks per offloaded block, the same for all groups.
-
-        Where block sizes differ, ``config.block_size`` counts tokens of the group with the smallest. Raises
-        ``ConfigError`` if it is not a multiple of that group's block.
-        """
+        """GPU blocks per offloaded block, the same for all groups. If block sizes differ, ``config.block_size`` counts
+        tokens of the group with the smallest block. Raises ``ConfigError`` if it is not a multiple of that group's
+        block."""
         base = min(group.block_tokens for group in self.groups)
         if config.block_size is None:
             return 1
@@ -467,11 +465,11 @@ class EngineLayout:
         return config.block_size // base
 
     def slice_bytes(self, factor: int) -> int:
-        """Bytes of one slice: the largest group's, so that any block fits any slot."""
+        """Bytes of one slice: the size for the largest group, so that any block fits any slot."""
         return factor * max(group.page_bytes for group in self.groups)
 
     def num_slots(self, config: OffloadingConfig) -> int:
-        """Blocks that host memory holds."""
+        """Number of blocks that fit in host memory."""
         return config.cpu_bytes // self.block_bytes(self.block_size_factor(config))
 
     def block_bytes(self, factor: int) -> int:

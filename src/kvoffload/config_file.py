@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration in a file of its own, JSON or YAML, instead of on the engine's command line.
 
-What people write into files is taken literally or rejected, never changed in silence: ``12:00`` is no number, and a
-variable that is not set is an error.
+Each value is used literally or rejected, never changed silently: ``12:00`` is not read as a number, and an unset
+variable is an error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _WRAPPERS = ("kv-transfer-config", "kv_transfer_config", "kv_connector_extra_con
 """Keys of vLLM's own files and of its option, from the outermost: the innermost contains the configuration."""
 
 _MOST_VALUES = 100_000
-"""In a YAML file, with aliases written out: no configuration has as many, and a few lines can stand for billions."""
+"""Limit on the values in a YAML file, with aliases expanded. No real configuration has as many, but a few lines of
+aliases can expand to billions."""
 
 _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-"""Windows editors write them, and PowerShell writes UTF-16."""
+"""Byte order marks, with their encodings. Windows editors write them, and PowerShell writes UTF-16."""
 
 _VARIABLE = re.compile(r"\$(?:\{([^{}$]*)\}|\(([^()$]*)\))")
-"""``${NAME}`` of shells and Compose, ``$(NAME)`` of Kubernetes."""
+"""A variable: ``${NAME}`` as in shells and Compose, or ``$(NAME)`` as in Kubernetes."""
 
 
 def file_in_environment(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -39,11 +40,9 @@ def file_in_environment(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return ``values`` on top of the file that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names.
-
-    A key in ``values`` replaces the file's. Variables are replaced by their values (``expanded``). Raises
-    ``ConfigError`` if the file cannot be read, or a variable is not set.
-    """
+    """Return ``values`` merged into the file that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names. A key in
+    ``values`` overrides the file's. Variables are replaced by their values (``expanded``). Raises ``ConfigError`` if
+    the file cannot be read, or a variable is not set."""
     own = dict(values)
     path, source = own.pop("config_file", None), "config_file"
     if not path:
@@ -58,15 +57,17 @@ def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
-    """The keys in the file ``path``: kvoffload's own, or those within a ``--kv-transfer-config`` or a file of vLLM.
+    """Return the keys in the file ``path``: kvoffload's own, or those within a ``--kv-transfer-config`` or a file of
+    vLLM.
 
-    A name that ends in ``.yaml`` or ``.yml`` is YAML, any other JSON. Raises ``ConfigError`` if it cannot be read.
+    A file whose name ends in ``.yaml`` or ``.yml`` is read as YAML, any other as JSON. Raises ``ConfigError`` if it
+    cannot be read.
     """
     return load_wrapped(path)[0]
 
 
 def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``load_config_file``, and the arguments of vLLM's own that surround these keys in the file."""
+    """Return the keys as ``load_config_file`` does, and vLLM's own arguments that surround them in the file."""
     wrappers: dict[str, Any] = {}
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
@@ -127,7 +128,7 @@ def _all_expanded(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict
 
 
 def _text_of(data: bytes) -> str:
-    """Raises ``ValueError`` with the line of a byte that is no text."""
+    """Decode ``data``. Raises ``ValueError`` with the line of the first byte that is not text."""
     encoding = next((name for mark, name in _BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
     try:
         return data.decode(encoding)
@@ -153,8 +154,8 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Raises ``ValueError`` with the line, from 1, and the reason; ``ConfigError`` for a key that occurs twice, for a
-    number that YAML changes, and for aliases that repeat too much."""
+    """Parse YAML. Raises ``ValueError`` with the line (from 1) and the reason, and ``ConfigError`` for a key that
+    occurs twice, for a number that YAML changes, and for aliases that repeat too much."""
     try:
         import yaml
     except ImportError as exc:
@@ -180,7 +181,7 @@ def _yaml(text: str) -> Any:
 
 
 def _reason(exc: Any, text: str) -> str:
-    """The line and the reason of an error of PyYAML, for people."""
+    """Return the line and the reason of a PyYAML error, for people."""
     mark = exc.problem_mark or exc.context_mark
     number = 0 if mark is None else mark.line + 1
     lines = text.splitlines()
@@ -197,11 +198,11 @@ def _reason(exc: Any, text: str) -> str:
 
 
 _CHANGED = re.compile(r"[-+]?([0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?|0[0-7_]+|0[bx][0-9a-fA-F_]+)")
-"""Numbers to the base 60, 8, 2 or 16: ``12:00`` is 720, and ``010`` is 8."""
+"""Numbers that YAML reads in base 60, 8, 2 or 16: ``12:00`` becomes 720, and ``010`` becomes 8."""
 
 
 def _check_node(node: Any, sizes: dict[int, int]) -> int:
-    """Return how many values a node of YAML contains, with those of each alias counted again. ``sizes`` remembers the
+    """Return the number of values in a YAML node, counting the values of each alias again. ``sizes`` remembers the
     nodes seen.
 
     Raises ``ConfigError`` for a mapping with a key twice, for a number that YAML changes, and for aliases that repeat
@@ -209,7 +210,7 @@ def _check_node(node: Any, sizes: dict[int, int]) -> int:
     """
     if id(node) in sizes:
         return sizes[id(node)]
-    sizes[id(node)] = _MOST_VALUES  # for an alias to what it is in
+    sizes[id(node)] = _MOST_VALUES  # an alias to the node that contains it
     inner = getattr(node, "value", None)
     if isinstance(inner, str) and node.tag.endswith((":int", ":float")) and _CHANGED.fullmatch(inner):
         line = node.start_mark.line + 1
@@ -226,6 +227,6 @@ def _check_node(node: Any, sizes: dict[int, int]) -> int:
                 raise ConfigError(f"has the key {name[1]!r} twice: see line {line}, and keep one.")
             seen.add(name)
     if total >= _MOST_VALUES:
-        raise ConfigError("has aliases (*) that repeat too much; write out what is meant.")
+        raise ConfigError("has aliases (*) that repeat too much; write the values out.")
     sizes[id(node)] = total
     return total

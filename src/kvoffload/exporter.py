@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload's metrics as a Prometheus endpoint, for engines that have none of their own. Needs ``prometheus-client``.
+"""kvoffload's metrics as a Prometheus endpoint, for engines without their own. Needs ``prometheus-client``.
 
 vLLM exports them through its own ``/metrics`` (``engines/vllm/stats.py``).
 """
@@ -15,7 +15,7 @@ from kvoffload.metrics import METRICS, Kind, Metric, Stats, buckets_of, initial_
 
 
 class PrometheusExporter:
-    """Shows the latest stats to Prometheus: a collector for ``prometheus_client``, and a small server::
+    """A Prometheus exporter of the latest stats: a collector for ``prometheus_client``, and a small server::
 
         exporter = PrometheusExporter(tiers=["disk"])
         close = exporter.serve(9400)
@@ -24,10 +24,10 @@ class PrometheusExporter:
         ...
         close()
 
-    ``publish`` only takes over a reference, so it costs the engine what ``get_stats`` costs. Threads that answer
-    scrapes read the latest stats and nothing else. Every series that is known from the start is shown from the start,
-    those of ``tiers`` (their names) included. ``labels`` are put before each metric's own. Raises ``MissingExtraError``
-    without ``prometheus-client``.
+    ``publish`` only stores a reference, so the engine pays only for ``get_stats``. Threads that answer scrapes read
+    only the latest stats. All series that are known from the start are exported from the start, including the series of
+    ``tiers`` (a list of names). ``labels`` precede each metric's own. Raises ``MissingExtraError`` without
+    ``prometheus-client``.
     """
 
     def __init__(self, tiers: Sequence[str] = (), labels: Mapping[str, str] | None = None) -> None:
@@ -40,11 +40,12 @@ class PrometheusExporter:
         return f"PrometheusExporter({len(self._stats)} samples)"
 
     def publish(self, stats: Stats) -> None:
-        """``stats`` is what scrapes show from now on. The caller does not change it any more."""
+        """Make later scrapes show ``stats``. The caller must not change it afterwards."""
         self._stats = stats
 
     def collect(self) -> Iterator[Any]:
-        """One family per metric, as ``prometheus_client`` registries ask for them. Any thread."""
+        """Yield one family per metric, in the form that ``prometheus_client`` registries need. Any thread may call
+        this."""
         core = importlib.import_module("prometheus_client.core")
         by_metric: dict[str, dict[tuple[str, ...], dict[tuple[str, ...], float]]] = {name: {} for name in METRICS}
         for metric, values in self._known:
@@ -72,18 +73,18 @@ class PrometheusExporter:
             yield family
 
     def describe(self) -> list[Any]:
-        """Registries need not collect to learn the names."""
+        """Return no names, so that registries do not collect on registration."""
         return []
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
-        """Serves ``/metrics`` from a daemon thread. Returns what ends it. Raises ``ConfigError`` if the address cannot
-        be used."""
+        """Serve ``/metrics`` from a daemon thread, and return a function that stops it. Raises ``ConfigError`` if the
+        address cannot be used."""
         registry = self._client.CollectorRegistry()
         registry.register(self)
-        self._client.ProcessCollector(registry=registry)  # its start time tells one process from the next
+        self._client.ProcessCollector(registry=registry)  # its start time distinguishes one process from the next
         try:
             server, thread = self._client.start_http_server(port, address, registry)
-        except (OSError, OverflowError) as exc:  # the latter: no number of a port
+        except (OSError, OverflowError) as exc:  # the latter: not a valid port number
             raise ConfigError(f"Metrics cannot be served at {address}:{port}: {reason_of(exc)}.") from exc
 
         def close() -> None:
@@ -95,7 +96,8 @@ class PrometheusExporter:
 
 
 def _cumulative(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> tuple[list[tuple[str, float]], float]:
-    """Prometheus' form of a histogram: each bucket with the observations up to its bound, and the sum of all."""
+    """Return a histogram in Prometheus' form: the number of observations up to each bucket's bound, and the sum of all
+    values."""
     count = 0.0
     buckets = []
     for bound in buckets_of(metric):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every metric of kvoffload in one table: its name, kind, labels, buckets and help.
 
-A component counts in plain numbers and returns them from ``get_stats()`` as ``Stats``: counters and histograms since
-the component was made, which only grow, and gauges as of now. For a rate, subtract two snapshots. The engine adapters
-and ``kvoffload.exporter`` export them.
+A component counts in plain numbers and returns them from ``get_stats()`` as ``Stats``. Counters and histograms count
+from the component's creation and only grow; gauges show the current state. For a rate, subtract two snapshots. The
+engine adapters and ``kvoffload.exporter`` export them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Stats = dict[Sample, float]
 """Values by sample, for example ``{("tier_blocks_loaded", "fs"): 12}``."""
 
 HOST = "CPU"
-"""The label ``tier`` of host memory, where a metric counts it too."""
+"""The value of the label ``tier`` for host memory, in metrics that also count it."""
 
 
 class Kind(Enum):
@@ -36,11 +36,11 @@ class Kind(Enum):
 
 
 _JOB_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Single copies and calls of a store."""
+"""Bucket bounds for single copies and calls of a store."""
 _WAIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""What a request waits."""
+"""Bucket bounds for the time that a request waits."""
 _AGE_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
-"""How old a block is."""
+"""Bucket bounds for the age of a block."""
 _RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 _BLOCKS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 
@@ -54,22 +54,22 @@ IGNORED_HINTS = ("unknown", "malformed")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. ``name`` has no prefix; exporters add ``kvoffload_``."""
+    """One row of the table. ``name`` does not include the prefix ``kvoffload_``, which exporters add."""
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
     values: tuple[tuple[str, ...], ...] = ()
-    """The values that each label can have, so that their series exist from the start. Of the label ``tier`` they come
-    before the configured tiers. A label without known values has no series before it is counted."""
+    """The possible values of each label, so that their series exist from the start. For the label ``tier``, the
+    configured tiers follow them. A label without known values gets its first series when something is counted."""
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets, rising. One more bucket has no bound."""
+    """Upper bounds of a histogram's buckets, in ascending order. One more bucket follows, without a bound."""
     initial: float = 0
     """The value of a gauge before the first report."""
 
     def fits(self, sample: Sample) -> bool:
-        """Whether ``sample`` is one of this metric's."""
+        """Return whether ``sample`` belongs to this metric."""
         extra = 2 if self.kind is Kind.HISTOGRAM else 0
         if sample[0] != self.name or len(sample) != 1 + len(self.labels) + extra:
             return False
@@ -77,7 +77,7 @@ class Metric:
 
 
 class Histogram:
-    """Counts observations by bucket, and adds them up. One thread; an observation costs a bisection and two additions.
+    """A count and a sum of observations by bucket. For one thread; an observation costs a bisection and two additions.
 
     ``labels`` are the values of the metric's labels.
     """
@@ -104,7 +104,7 @@ class Histogram:
         self._sums[at] += value
 
     def stats(self) -> Stats:
-        """Two samples for each bucket that is not empty."""
+        """Return two samples for each bucket that is not empty."""
         stats: Stats = {}
         for count, total, (count_sample, sum_sample) in zip(self._counts, self._sums, self._samples):
             if count:
@@ -114,7 +114,8 @@ class Histogram:
 
 
 def _counter(name: str, help: str, **labels: tuple[str, ...] | None) -> Metric:
-    """A row. ``labels``: by name the values as in ``Metric.values``, ``None`` if they are not known."""
+    """Return a row. ``labels`` maps each label to its values as in ``Metric.values``, or to ``None`` if they are not
+    known."""
     values = [known for known in labels.values() if known is not None]
     return Metric(name, Kind.COUNTER, help, tuple(labels), tuple(values))
 
@@ -211,7 +212,7 @@ METRICS = _by_name(
             "hint_score",
             "How much better hints predicted recent uses than no hints. Below 3, hints change no eviction.",
         ),
-        _gauge("hints_in_use", "1 if evictions follow hints."),
+        _gauge("hints_in_use", "1 if evictions follow hints, else 0."),
         _counter(
             "prefetches",
             "Number of prefetch calls, by outcome: part of the prefix was found, nothing was found, or too many "
@@ -371,11 +372,11 @@ JOIN: dict[str, Callable[[float, float], float]] = {
     "tier_quota_bytes": min,
     "tier_free_bytes": min,
 }
-"""How the values of parts that use the same tiers become one. Those of all other metrics are added."""
+"""How to join the values of parts that use the same tiers. The values of all other metrics are added."""
 
 
 def add_stats(parts: Iterable[Stats]) -> Stats:
-    """Puts together the samples of components, such as ranks or tiers: the sum, or what ``JOIN`` says."""
+    """Join the samples of components, such as ranks or tiers, by the function in ``JOIN`` or else as a sum."""
     total: Stats = {}
     for part in parts:
         for sample, value in part.items():
@@ -386,8 +387,8 @@ def add_stats(parts: Iterable[Stats]) -> Stats:
 
 
 def checked_stats(found: Mapping[object, object]) -> Stats:
-    """The samples of ``found``, which is foreign, that can be told: with words for labels, as many as the metric has,
-    and a number."""
+    """Return the valid samples of ``found``, which foreign code made: text for each of the metric's labels, and a
+    number."""
     stats: Stats = {}
     for sample, value in found.items():
         if isinstance(sample, tuple) and sample and all(isinstance(word, str) for word in sample):
@@ -398,7 +399,7 @@ def checked_stats(found: Mapping[object, object]) -> Stats:
 
 
 def initial_series(tiers: Sequence[str] = ()) -> Iterator[tuple[Metric, tuple[str, ...]]]:
-    """The series that exist from the start, below host memory for ``tiers``: each metric with its label values."""
+    """Return the series that exist from the start, including those of ``tiers``: each metric with its label values."""
     for metric in METRICS.values():
         if len(metric.values) == len(metric.labels):
             known = [
@@ -410,12 +411,12 @@ def initial_series(tiers: Sequence[str] = ()) -> Iterator[tuple[Metric, tuple[st
 
 
 def buckets_of(metric: Metric) -> list[str]:
-    """The upper bounds of a histogram's buckets as Prometheus writes them."""
+    """Return the upper bounds of a histogram's buckets as Prometheus writes them."""
     return [*map(str, metric.buckets), "+Inf"]
 
 
 def typical_value(metric: Metric, bound: str, count: float, total: float) -> float:
-    """The mean of a bucket's observations, which lies in the bucket even where rounding says otherwise.
+    """Return the mean of a bucket's observations, kept within the bucket's bounds despite rounding.
 
     To observe it ``count`` times gives the same histogram again.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of what a model keeps of a prefix, from its sizes or its ``config.json``."""
+"""The size of the KV and states that a model keeps for a prefix, computed from its dimensions or its
+``config.json``."""
 
 from __future__ import annotations
 
@@ -16,29 +17,27 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class ModelKV:
-    """What a model keeps of a prefix."""
+    """Sizes of the KV and states that a model keeps for a prefix."""
 
     bytes_per_token: int
-    """Keys and values of all layers, all ranks together."""
+    """Bytes per token of keys and values, of all layers and ranks together."""
     state_bytes: int = 0
-    """The recurrent state of all layers; 0 without."""
+    """Bytes of the recurrent states of all layers; 0 without any."""
     state_groups: int = 0
     """Layers with a state for each layer with keys and values, rounded up. An engine makes this many groups of them,
-    and a group's state takes a slot of its own."""
+    and each group's state uses its own slot."""
 
     def state_slots(self, block_bytes: int) -> int:
-        """Slots that a state takes, if a slot holds a block of ``block_bytes`` of keys and values."""
+        """Return the number of slots for a state, if a slot contains a block of ``block_bytes`` of keys and values."""
         return max(self.state_groups, -(-self.state_bytes // block_bytes))
 
 
 def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
-    """Of the model of a Hugging Face ``config.json``, given as the file or its folder.
-
-    ``dtype`` overrides the config's own, for a quantised KV cache. Knows latent attention (``kv_lora_rank``), and the
-    states of Mamba2, of gated linear attention and of short convolutions, as vLLM lays them out by default. Assumes
-    that every layer without a state keeps all tokens, so it overstates models with sliding windows. Raises
-    ``ConfigError`` for a config that cannot be read or says too little.
-    """
+    """Return the sizes for the model of a Hugging Face ``config.json``, given as the file or its folder. ``dtype``
+    overrides the config's own, for a quantised KV cache. It supports latent attention (``kv_lora_rank``), and the
+    states of Mamba2, gated linear attention and short convolutions, in vLLM's default layout. Assumes that every layer
+    without a state keeps all tokens, so it overstates models with sliding windows. Raises ``ConfigError`` for a config
+    that cannot be read or is incomplete."""
     path = Path(path)
     if path.is_dir():
         path /= "config.json"
@@ -90,7 +89,7 @@ class _Layers(NamedTuple):
 
 
 _RECURRENT = {"mamba", "linear_attention", "conv"}
-"""What configs call layers that keep a state, not keys and values."""
+"""Names in configs of layers that keep a state instead of keys and values."""
 
 
 def _layers(path: Path, config: Mapping[str, Any]) -> _Layers:
@@ -100,7 +99,7 @@ def _layers(path: Path, config: Mapping[str, Any]) -> _Layers:
         states = sum(kind in _RECURRENT for kind in kinds)
         others = sum(kind in ("mlp", "moe") for kind in kinds)
         return _Layers(len(kinds) - states - others, states + both)
-    if isinstance(config.get("hybrid_override_pattern"), str):  # Nemotron-H: M a state, * attention, - and E neither
+    if isinstance(config.get("hybrid_override_pattern"), str):  # Nemotron-H: M a state, * attention, others neither
         return _Layers(config["hybrid_override_pattern"].count("*"), config["hybrid_override_pattern"].count("M"))
     total = _number(path, config, "num_hidden_layers", "n_layer")
     if config.get("model_type") == "falcon_h1":
@@ -119,15 +118,15 @@ def _layers(path: Path, config: Mapping[str, Any]) -> _Layers:
 
 
 def _layer_state_bytes(path: Path, config: Mapping[str, Any], model_bytes: int) -> int:
-    """Of one layer. The convolution's part has the model's dtype; so has the recurrent part, unless the config says
-    otherwise."""
+    """Return the bytes of one layer's state. The convolution's part uses the model's dtype, and so does the recurrent
+    part unless the config sets another."""
     own_dtype = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
     recurrent_bytes = _dtype_bytes(own_dtype) if own_dtype else model_bytes
 
     def number(*names: str) -> int:
         return _number(path, config, *names)
 
-    if "conv_L_cache" in config:  # LFM2: columns of a short convolution, and nothing else
+    if "conv_L_cache" in config:  # LFM2: only columns of a short convolution
         return (number("conv_L_cache") - 1) * number("conv_dim", "hidden_size") * model_bytes
     if "linear_key_head_dim" in config:
         keys = number("linear_num_key_heads") * number("linear_key_head_dim")

@@ -36,12 +36,13 @@ DrawnOut = Annotated[
 
 _LEAST_BYTES = 1 << 20
 _LINES = 10
-"""Lines per task where the output is not a terminal."""
+"""Number of lines per task if the output is not a terminal."""
 
 
 @contextmanager
 def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[str], None]]:
-    """Shows how many of each task's ``unit`` are done. Yields what the caller calls, with the task's name, for each.
+    """Show how many of each task's ``unit`` are done. Yields a function for the caller to call, with the task's name,
+    after each unit.
 
     A terminal gets bars that disappear at the end. Any other output, a log for example, gets lines: at most ten for
     each task with a total, with an estimate of the time left, and one for each tenth unit of a task without one.
@@ -89,7 +90,7 @@ def _lines(console: Console, totals: Mapping[str, int | None], unit: str) -> Cal
 
 
 def positive(value: float, option: str) -> float:
-    """``value``. Raises ``ConfigError``, which names ``option``, unless it is a finite number above 0."""
+    """Return ``value``. Raises ``ConfigError``, which names ``option``, unless it is a finite number above 0."""
     if not 0 < value < float("inf"):
         raise ConfigError(f"{option} must be positive, not {value:g}.")
     return value
@@ -105,7 +106,7 @@ def check_unit(name: str, size_bytes: int) -> None:
 
 
 def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raises ``ConfigError`` if a file of ``--out`` could not be written, or ends with none of ``suffixes``. Creates
+    """Raise ``ConfigError`` if a file of ``--out`` could not be written, or ends with none of ``suffixes``. Creates
     nothing."""
     for path in filter(None, paths):
         folder = path.resolve().parent
@@ -120,7 +121,8 @@ def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
 
 
 def check_drawn(paths: Sequence[Path] | None) -> None:
-    """``check_out`` for ``DrawnOut``. Raises ``MissingExtraError`` if drawings are asked for that cannot be made."""
+    """Check the files of ``DrawnOut`` as ``check_out`` does. Raises ``MissingExtraError`` if a requested drawing needs
+    a missing package."""
     check_out(*paths or (), suffixes=(".json", ".html", ".png"))
     if any(path.suffix.lower() != ".json" for path in paths or ()):
         from kvoffload.sim.page import pyplot
@@ -129,15 +131,14 @@ def check_drawn(paths: Sequence[Path] | None) -> None:
 
 
 def write_drawn(paths: Sequence[Path] | None, figures: Any, draw: Callable[[bool], bytes]) -> None:
-    """Writes each of the files: ``figures`` as JSON, or what ``draw`` makes, a page if that is asked for or else a
-    PNG."""
+    """Write each of the files: ``figures`` as JSON, or the result of ``draw``, which is a page or a PNG."""
     for path in paths or ():
         suffix = path.suffix.lower()
         path.write_bytes(_as_json(figures) if suffix == ".json" else draw(suffix == ".html"))
 
 
 def write_json(value: Any, path: Path | None) -> None:
-    """Writes the file of ``--out``, if there is to be one."""
+    """Write the file of ``--out``, if one was requested."""
     if path is not None:
         path.write_bytes(_as_json(value))
 
@@ -151,8 +152,8 @@ def print_json(value: Any) -> None:
 
 
 def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None:
-    """Prints a table that the terminal holds, or 80 columns where there is none. Its last columns go first. A line
-    says what was left out."""
+    """Print a table that fits the terminal, or 80 columns without one. It drops its last columns first, and a line
+    names the dropped columns."""
     if title:
         print(title)
     if not is_wide:
@@ -175,7 +176,7 @@ def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None
 
 
 def can_print(text: str) -> bool:
-    """Return whether standard output has the characters of ``text``."""
+    """Return whether standard output can print the characters of ``text``."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")  # there may be no standard output
     except (LookupError, UnicodeEncodeError):
@@ -188,5 +189,5 @@ def _widths(table: Table) -> list[int]:
 
 
 def _is_number(table: Table, column: int) -> bool:
-    """Whether a column has sizes and figures, which stand at the right."""
+    """Return whether a column contains sizes or figures, which are aligned to the right."""
     return all(row[column][:1] in "-+0123456789" for row in table.rows)

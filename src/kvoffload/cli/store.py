@@ -95,7 +95,7 @@ def verify(
     secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
     keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
     secrets += [EncryptionKey(key) for key in keys]
-    tier: Any = _open(root, secrets)  # both kinds of roots have blocks of their own kind
+    tier: Any = _open(root, secrets)  # each kind of root uses its own kind of block
     directories = tier.directories() if namespace is None else [_directory(tier, namespace)]
     sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
     blocks = [block for one in directories if one not in sealed for block in tier.files(one)]
@@ -112,7 +112,7 @@ def verify(
             except OSError as exc:
                 unreadable.append(block.path)
                 said = f"unreadable: {printable(block.path)}: {exc.strerror}"
-            if said and not as_json:  # at once: nobody may have the time for all blocks
+            if said and not as_json:  # at once, because the user may not wait for all blocks
                 print(said, flush=True)
             advance("verify")
     deleted = tier.remove(bad) if bad and repair else None
@@ -234,7 +234,7 @@ def clear(
 
 
 def _ask(question: str, is_answered: bool) -> None:
-    """Return if the user agrees, or ``is_answered``. Raise ``ConfigError`` if there is no terminal to ask."""
+    """Return if the user agrees, or ``is_answered``. Raise ``ConfigError`` if no terminal is available to ask."""
     if is_answered:
         return
     if sys.stdin is None or not sys.stdin.isatty():
@@ -257,7 +257,7 @@ def _parts_of(name: str) -> tuple[str, str]:
 
 
 def _directory(tier: StoreRoot | DiskRoot, namespace: str) -> str:
-    """The directory of a namespace, given by its name or by its id as ``ls`` shows it."""
+    """Return the directory of a namespace, given by its name or by its id as ``ls`` shows it."""
     if len(namespace) >= _ID_DIGITS:
         found = [each for each in tier.directories() if _parts_of(display_name(each))[1] == namespace[:_ID_DIGITS]]
         if len(found) == 1 and re.fullmatch("[0-9a-f]+", namespace):
@@ -266,7 +266,7 @@ def _directory(tier: StoreRoot | DiskRoot, namespace: str) -> str:
 
 
 def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:
-    """Times in seconds since 1970; ``None`` where there is no block."""
+    """Return the figures of a namespace for JSON. Times are seconds since 1970, or ``None`` without a block."""
     return {
         "namespace": usage.name,
         "blocks": usage.num_blocks,

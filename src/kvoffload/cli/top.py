@@ -33,16 +33,16 @@ from kvoffload.units import format_bytes
 
 _TIMEOUT_S = 10.0
 _CLOCK_S = 2.0
-"""Clocks of one server may differ by this much: times of start are exact, and dates of answers are whole seconds."""
+"""Accepted difference between clocks of one server: start times are exact, but dates of answers are whole seconds."""
 _KEPT = 6
-"""Refreshes that a sparkline shows."""
+"""Number of refreshes that a sparkline shows."""
 # Engines of one server share a tier, or each has one of the same size: the fullest counts.
 _JOIN = JOIN | {"tier_blocks": max, "tier_bytes": max}
-"""How the values of several engines become one; those of all other metrics are added."""
+"""How to join the values of several engines. The values of all other metrics are added."""
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 Series = dict[tuple[str, ...], float]
-"""Values by the values of kvoffload's own labels, in the order of ``METRICS``; of histograms then by bucket."""
+"""Values by the values of kvoffload's own labels, in the order of ``METRICS``, and for histograms also by bucket."""
 
 
 def top(
@@ -102,26 +102,25 @@ def top(
 
 def _before(url: str, now: Snapshot, last: Snapshot, processes: dict[float | None, Snapshot]) -> Snapshot:
     """Return the snapshot to compare ``now`` with: the last one of the same process, or an empty one of a process that
-    replaced the last. ``processes`` are the last snapshots by start time; ``now`` becomes one.
-
-    Raises ``ConfigError`` if another server has answered, as behind a load balancer.
-    """
+    replaced the last. ``processes`` contains the last snapshots by start time; ``now`` is added. Raises ``ConfigError``
+    if another server answered, for example behind a load balancer."""
     before, processes[now.started_s] = processes.get(now.started_s), now
     if before is not None:
         return before
     if now.started_s is None or last.started_s is None or now.started_s >= last.server_unix_s - _CLOCK_S:
-        return Snapshot(last.at_s, last.unix_s, {}, started_s=now.started_s)  # it was started again
+        return Snapshot(last.at_s, last.unix_s, {}, started_s=now.started_s)  # the process was restarted
     raise ConfigError(
         f"Several servers answer at {url}, so their figures cannot be compared: watch one by its own address."
     )
 
 
 def metrics_url(url: str) -> str:
-    """The address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is not an HTTP address."""
+    """Return the address of the metrics of the server at ``url``. Raises ``ConfigError`` if it is not an HTTP
+    address."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # half an IPv6 address, or a port that is none
+    except ValueError:  # an incomplete IPv6 address, or an invalid port
         is_address = False
     if not is_address:
         raise ConfigError(f"{url!r} is not the address of a server; write it as http://localhost:8000.")
@@ -162,7 +161,7 @@ def _through_proxy(url: str) -> str:
 
 
 Engine = tuple[tuple[str, str], ...]
-"""The labels of a sample that are not kvoffload's own, such as ``engine``: counters are compared for each."""
+"""The labels of a sample that are not kvoffload's own, such as ``engine``. Counters are compared for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +171,16 @@ class Snapshot:
     at_s: float
     unix_s: float
     series: dict[str, Series]
-    """Of all engines of the server, put together as ``_JOIN`` says."""
+    """Values of all engines of the server, joined according to ``_JOIN``."""
     engines: dict[Engine, dict[str, Series]] = field(default_factory=dict)
-    """Of each engine."""
+    """Values of each engine."""
     started_s: float | None = None
-    """When the server's process was started (``process_start_time_seconds``); ``None`` if the page does not say."""
+    """Start time of the server's process (``process_start_time_seconds``); ``None`` if the page does not contain it."""
     server_unix_s: float = 0.0
     """The time by the server's clock."""
 
     def total(self, name: str, *labels: str) -> float:
-        """The sum of the series of a metric whose labels begin with ``labels``."""
+        """Return the sum of the series of a metric whose labels begin with ``labels``."""
         return _sum(self.series, name, labels)
 
 
@@ -190,7 +189,8 @@ def _sum(series: Mapping[str, Series], name: str, labels: tuple[str, ...]) -> fl
 
 
 def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
-    """The snapshot in ``text``, which is in Prometheus' exposition format. Raises ``ConfigError`` for other text."""
+    """Return the snapshot in ``text``, which is in Prometheus' exposition format. Raises ``ConfigError`` for other
+    text."""
     try:
         parser = importlib.import_module("prometheus_client.parser")
     except ImportError as exc:
@@ -227,34 +227,34 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """One tier in one interval. What cannot be known is ``None``."""
+    """One tier in one interval. Unknown values are ``None``."""
 
     name: str
     hit_rate: float | None
-    """Share of the prompt tokens that the device did not have."""
+    """Share of the prompt tokens that the GPU's own cache did not contain."""
     hit_rate_total: float | None
     """The same since the start."""
     read_bytes_per_s: float
-    """Out of the tier; from host memory to the device."""
+    """Bytes read from the tier; for host memory, bytes loaded to the GPU."""
     write_bytes_per_s: float
     fill: float | None
-    """Share of its room that is in use."""
+    """Share of its capacity that is in use."""
     used: float
-    """Blocks of host memory, bytes of the tiers below."""
+    """Blocks of host memory, or bytes of the tiers below."""
     queued_blocks: float
     trips: float
-    """How often circuit breakers opened since the start."""
+    """Number of times that circuit breakers opened since the start."""
     off: tuple[str, ...] = ()
-    """Reading, writing: what the tier is not used for now, with the last reason."""
+    """The directions (reading, writing) that are off for this tier, each with its last reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What happened between two snapshots, and what is now."""
+    """The activity between two snapshots, and the current state."""
 
     seconds: float
     hit_rate: float | None
-    """Share of the prompt tokens that the device did not have, in this interval."""
+    """Share, in this interval, of the prompt tokens that the GPU's own cache did not contain."""
     hit_rate_total: float | None
     """The same since the start."""
     lookup_tokens_per_s: float
@@ -264,9 +264,9 @@ class View:
     claimed_blocks: float
     pinned_blocks: float
     waits_s: dict[str, float | None] = field(default_factory=dict)
-    """Median and 90th percentile of the waits that ended: for lookups, for lower tiers."""
+    """Median and 90th percentile of the waits that ended, for lookups and for lower tiers."""
     problems: dict[str, float] = field(default_factory=dict)
-    """Events in this interval that should be rare, without those that did not happen; and the tiers that are off."""
+    """Rare events that happened in this interval, and the tiers that are off."""
     tiers: tuple[TierView, ...] = ()
 
 
@@ -284,7 +284,7 @@ _PROBLEMS = {
 
 
 def compare(before: Snapshot, after: Snapshot) -> View:
-    """The figures of the time between two snapshots of one process."""
+    """Return the figures for the time between two snapshots of one process."""
     seconds = max(after.at_s - before.at_s, 1e-9)
     bases = {engine: _base(engine, before, after) for engine in after.engines}
 
@@ -346,9 +346,9 @@ def compare(before: Snapshot, after: Snapshot) -> View:
 
 
 def _base(engine: Engine, before: Snapshot, after: Snapshot) -> Mapping[str, Series]:
-    """What the counters of an engine are compared with: an earlier snapshot, or nothing if the engine was started again
-    since. If the page does not say when its process started, another server may have answered: then nothing counts as
-    growth."""
+    """Return the values to compare an engine's counters with: an earlier snapshot, or nothing after a restart of the
+    engine. If the page does not contain the start time of its process, another server may have answered; then nothing
+    counts as growth."""
     known, now = before.engines.get(engine, {}), after.engines[engine]
     if _sum(now, "lookup_tokens", ()) >= _sum(known, "lookup_tokens", ()):
         return known
@@ -356,7 +356,7 @@ def _base(engine: Engine, before: Snapshot, after: Snapshot) -> Mapping[str, Ser
 
 
 def _off(now: Snapshot, tier: str) -> Iterable[str]:
-    """What ``tier`` is not used for, each with why, and since when for this reason."""
+    """Return the directions that are off for ``tier``, each with its reason and the time since when."""
     for direction, word in (("read", "reading"), ("write", "writing")):
         if now.total("tier_breaker_open", tier, direction):
             trips = now.series.get("tier_breaker_last_trip_timestamp_seconds", {})
@@ -369,8 +369,8 @@ def _off(now: Snapshot, tier: str) -> Iterable[str]:
 
 
 def quantile(cumulative: Mapping[str, float], share: float) -> float | None:
-    """The quantile of a histogram's buckets by upper bound, straight lines between bounds, as Prometheus computes it.
-    Beyond the last bound it is that bound; ``None`` without observations."""
+    """Return a quantile from a histogram's buckets by upper bound, interpolated linearly as in Prometheus. Beyond the
+    last bound, it is that bound; ``None`` without observations."""
     buckets = sorted((float(bound), count) for bound, count in cumulative.items())
     if not buckets or buckets[-1][1] <= 0:
         return None
@@ -389,7 +389,7 @@ def quantile(cumulative: Mapping[str, float], share: float) -> float | None:
 
 
 def draw(views: Iterable[View]) -> Group:
-    """The last of ``views`` as a table, with the course of all of them."""
+    """Return the last of ``views`` as a table, with sparklines of all of them."""
     views = list(views)
     now = views[-1]
     head = Text.assemble(
@@ -440,7 +440,7 @@ def draw(views: Iterable[View]) -> Group:
 
 
 def sparkline(values: Iterable[float], most: float | None = None) -> str:
-    """A bar for each of the last few values; a full bar is ``most``, or the largest of them."""
+    """Return a bar for each of the last few values; a full bar means ``most``, or the largest of them."""
     shown = list(values)[-_KEPT:]
     bars = _BARS if can_print(_BARS) else _PLAIN_BARS
     top_value = most if most is not None else max(shown, default=0.0)

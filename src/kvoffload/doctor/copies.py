@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks, timed and compared byte for byte, through the handlers that an engine's worker uses.
-
-``DevicePlace`` has its GPU blocks in a device's memory, ``HostPlace`` in host memory, as a CPU engine has. One thread
-calls all of this. torch is needed on a device alone.
-"""
+"""Time copies of blocks and compare them byte for byte, through the handlers that an engine's worker uses.
+``DevicePlace`` keeps its GPU blocks in a GPU's memory, ``HostPlace`` in host memory, as a CPU engine does. One thread
+calls all of this. Only a GPU needs torch."""
 
 from __future__ import annotations
 
@@ -40,14 +38,14 @@ Handlers = dict[tuple[str, str], OffloadingHandler]
 
 @dataclass(slots=True)
 class Rig:
-    """A pool of GPU blocks, as many slots, and the handlers between them."""
+    """A pool of GPU blocks, the same number of slots, and the handlers between them."""
 
     store: OffloadingHandler
     load: OffloadingHandler
     view: memoryview
     layout: CopyLayout
     ends_of: Callable[[OffloadingHandler, list[int]], list[TransferResult]]
-    """Waits for jobs."""
+    """Function that waits for jobs."""
     _num_jobs: int = 0
     _open: dict[OffloadingHandler, list[int]] = field(default_factory=dict)
 
@@ -68,8 +66,8 @@ class Rig:
         self._submit(self.load, (CPULoadStoreSpec(slots), _gpu(blocks)))
 
     def finish(self) -> int:
-        """Waits for all jobs, and returns the bytes that they copied. Raises ``TransferError`` if one failed, or does
-        not end."""
+        """Wait for all jobs, and return the bytes that they copied. Raises ``TransferError`` if one failed or does not
+        end."""
         results: list[TransferResult] = []
         for handler, job_ids in self._open.items():
             results += self.ends_of(handler, job_ids)
@@ -90,20 +88,22 @@ def _gpu(blocks: Sequence[int]) -> GPULoadStoreSpec:
 
 
 class LargeCopies(NamedTuple):
-    """One copy of contiguous bytes in each direction: the most that the way between both memories gives."""
+    """Functions that make one copy of contiguous bytes in each direction: the most that the link between both memories
+    can carry."""
 
     store: Callable[[], object]
     load: Callable[[], object]
     both: Callable[[], object]
-    """At the same time."""
+    """Both directions at the same time."""
 
 
 class Place(ABC):
-    """Where GPU blocks lie."""
+    """The memory that contains the GPU blocks."""
 
     @contextmanager
     def rig(self, layers: int, page_bytes: int, num_blocks: int) -> Iterator[Rig]:
-        """Every layer has an area of its own, so that no two pages of a block touch. All memory has been written."""
+        """Return a rig in which every layer has its own area, so that no two pages of a block touch. All memory has
+        been written."""
         area_bytes, block_bytes = num_blocks * page_bytes, layers * page_bytes
         region = SharedOffloadRegion.anonymous(num_blocks, block_bytes)
         with ExitStack() as stack:
@@ -111,7 +111,7 @@ class Place(ABC):
             address = stack.enter_context(self._allocated(layers * area_bytes))
             view = region.create_kv_memoryview()
             slots = np.asarray(view)
-            slots[:] = 1  # page faults are a matter of the first use, not of copying
+            slots[:] = 1  # page faults belong to the first use, not to copying
             pages = tuple(
                 PageRef(address + layer * area_bytes, page_bytes, num_blocks, page_bytes) for layer in range(layers)
             )
@@ -130,11 +130,12 @@ class Place(ABC):
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[Callable[[], None]]:
-        """Yields what submits a while of compute that touches no block. It has all ended at the end."""
+        """Yield a function that submits some compute work that touches no block. All of it has ended when the context
+        ends."""
 
     @abstractmethod
     def _allocated(self, num_bytes: int) -> AbstractContextManager[int]:
-        """The address of memory for GPU blocks."""
+        """Return the address of memory for GPU blocks."""
 
     @abstractmethod
     def _make_handlers(self, view: memoryview, layout: CopyLayout) -> Handlers: ...
@@ -143,11 +144,11 @@ class Place(ABC):
     def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]: ...
 
     def _settle(self) -> None:
-        """After the first copy: returns when copies are as fast as they become."""
+        """Wait, after the first copy, until copies reach their full speed."""
 
 
 def _pages(num_bytes: int) -> Bytes:
-    """Private memory from the start of a page on, as engines have it, and written once."""
+    """Return private memory that starts at a page boundary, as in engines, and that was written once."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # kernels without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -199,7 +200,7 @@ class HostPlace(Place):
 
 
 class DevicePlace(Place):
-    """``device.compute_stream`` may be idle: then copies wait for no compute."""
+    """GPU blocks in the memory of a GPU. ``device.compute_stream`` may be idle; then copies do not wait for compute."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -272,7 +273,7 @@ _MEMORY_OF_COPIES_THAT_HANG: list[object] = []
 
 @contextmanager
 def _unless_copies_hang(undo: Callable[[], None]) -> Iterator[None]:
-    """Calls ``undo`` at the end, but not after ``CopiesHang``: on a device that hangs it would never return."""
+    """Call ``undo`` at the end, but not after ``CopiesHang``: on a device that hangs it would never return."""
     with ExitStack() as stack:
         stack.callback(undo)
         try:
@@ -286,8 +287,8 @@ def _unless_copies_hang(undo: Callable[[], None]) -> Iterator[None]:
 
 
 def page_speed(place: Place, page_bytes: int, num_bytes: int, layers: int, repeats: int) -> PageSpeed:
-    """Jobs of ``num_bytes`` each, in scattered blocks, as medians against large copies in the same rounds. Planning and
-    submitting count as part of the copy."""
+    """Measure jobs of ``num_bytes`` each, in scattered blocks, as medians relative to large copies in the same rounds.
+    Planning and submitting count as part of the copy."""
     num_blocks = max(1, num_bytes // page_bytes // layers)
     num_bytes = num_blocks * layers * page_bytes
     with place.rig(layers, page_bytes, 4 * num_blocks) as rig, place.large_copies(num_bytes) as large:
@@ -299,7 +300,8 @@ def page_speed(place: Place, page_bytes: int, num_bytes: int, layers: int, repea
 
 
 def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
-    """What runs a store, a load, or both at once: of a quarter of the pool each, and of blocks apart."""
+    """Return functions that run a store, a load, or both at once. Each uses a quarter of the pool, and blocks that are
+    not adjacent."""
     order = np.random.default_rng(0).permutation(rig.num_blocks)
     stored, loaded, into, out_of = (part.tolist() for part in np.array_split(order, 4))
 
@@ -320,8 +322,8 @@ def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
 
 
 def job_seconds(place: Place, num_pages: int, num_blocks: int = 64, page_bytes: int = 4096, repeats: int = 9) -> float:
-    """Processor time of the engine's thread to submit a store of ``num_blocks`` scattered blocks of ``num_pages`` pages
-    each, and to take its result. The size of a page hardly matters to it."""
+    """Return the CPU time of the engine's thread to submit a store of ``num_blocks`` scattered blocks of ``num_pages``
+    pages each, and to take its result. The size of a page hardly affects it."""
     with place.rig(num_pages, page_bytes, 2 * num_blocks) as rig:
         order = np.random.default_rng(0).permutation(rig.num_blocks).tolist()
         blocks, slots = order[:num_blocks], order[num_blocks:]
@@ -333,7 +335,7 @@ def job_seconds(place: Place, num_pages: int, num_blocks: int = 64, page_bytes: 
 
 
 def pinning_speed(device: CudaDevice, num_bytes: int) -> float:
-    """Bytes a second, of memory that was never touched before, as at start."""
+    """Return the bytes per second for memory that was never touched, as at startup."""
     from kvoffload.cpu.copy.numa import node_of_device
     from kvoffload.cpu.copy.pinning import PinnedRegion
 
@@ -349,11 +351,11 @@ def pinning_speed(device: CudaDevice, num_bytes: int) -> float:
 
 
 def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) -> float | None:
-    """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3 %. ``None`` where torch sees
-    no device. The place's compute stream must be idle, and is not torch's current one."""
+    """Return how much longer a matrix product takes while blocks are copied in both directions: 0.03 is 3%. ``None`` if
+    torch finds no GPU. The place's compute stream must be idle, and differ from torch's current stream."""
     import torch
 
-    cuda: Any = torch.cuda  # its streams and events carry no annotations
+    cuda: Any = torch.cuda  # its streams and events are not annotated
     if not cuda.is_available():
         return None
     side, products = 8192, 60
@@ -389,8 +391,8 @@ def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) 
 
 
 def check_copies_under_load(place: Place, seconds: float, seed: int = 0) -> Checked:
-    """Chains of conflicting jobs and random jobs in turn, over pages of 4 KiB and 64 KiB, beside compute. Every byte
-    is compared. Makes at least one round of each, and ends early at the first wrong byte or failed copy."""
+    """Run chains of conflicting jobs and random jobs in turn, over pages of 4 KiB and 64 KiB, beside compute, and
+    compare every byte. Runs at least one round of each, and ends early at the first wrong byte or failed copy."""
     end_s = time.monotonic() + seconds
     jobs = num_bytes = 0
     try:
@@ -413,12 +415,12 @@ def check_copies_under_load(place: Place, seconds: float, seed: int = 0) -> Chec
 
 
 _BLOCKS, _JOBS = 32, 16
-"""Few jobs a round: what one did wrong must not be written over by the others."""
+"""Number of jobs per round. It is small, so that later jobs do not overwrite the mistake of an earlier one."""
 
 
 def _random_jobs(rig: Rig, compute: Callable[[], None], random: np.random.Generator) -> tuple[int, int]:
-    """Jobs and bytes. Raises ``TransferError`` unless every block ends up with the bytes that running one job after the
-    other leaves."""
+    """Run random jobs, and return the numbers of jobs and bytes. Raises ``TransferError`` unless every block ends with
+    the same bytes as after running the jobs one by one."""
     contents = random.integers(0, 256, rig.slots.shape, dtype=np.uint8)
     rig.slots[:] = contents
     rig.submit_load(range(_BLOCKS), range(_BLOCKS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor's measurements mean: findings, each a cause with its remedy. Pure functions."""
+"""Findings from the doctor's measurements, each with a cause and its remedy. Pure functions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def findings(report: Report) -> list[Finding]:
 
 
 def verdict(report: Report) -> str:
-    """Return one line: the worst finding, or that all is well. Without a GPU, nothing is well enough to be "Good"."""
+    """Return one line: the worst finding, or that all is well. Without a GPU, the verdict is never "Good"."""
     found = findings(report)
     others = len([finding for finding in found if finding.severity > Severity.NOTE]) - 1
     if found and found[0].severity > Severity.NOTE:
@@ -135,7 +135,7 @@ def least_ratio(page_bytes: int) -> float:
 
 
 def is_slow(page: PageSpeed) -> bool:
-    """Return whether pages are slower than on a healthy GPU. Measure such a page again before you believe it."""
+    """Return whether pages are slower than on a healthy GPU. Measure such a page again before you report it."""
     return _is_below(page) or (page.page_bytes >= _LEAST_BOTH_BYTES and page.both.ratio < _BOTH_RATIO)
 
 

@@ -23,11 +23,11 @@ class Host:
     cores: int
     memory_bytes: int | None
     available_bytes: int | None
-    """Memory that can be allocated, limits of control groups included."""
+    """Memory that can be allocated, within the limits of control groups."""
     limit_bytes: int | None
-    """The lowest limit of this process's control groups. ``None`` also if there is none."""
+    """The lowest limit of this process's control groups. ``None`` also means that no limit is set."""
     shm_bytes: int | None
-    """Of ``/dev/shm``, in all."""
+    """Size of ``/dev/shm``."""
     shm_free_bytes: int | None
     locked_bytes: int | None
     """Limit on locked memory. ``None`` means unlimited."""
@@ -44,7 +44,7 @@ class Device:
 
     name: str
     driver: str | None
-    """NVIDIA's number, such as 570.86.15."""
+    """NVIDIA's version number, such as 570.86.15."""
     cuda: str
     """Newest version of CUDA that the driver supports."""
     has_batch: bool
@@ -52,7 +52,7 @@ class Device:
     pci_bus_id: str
     numa_node: int | None
     link: str | None
-    """As the kernel reports it. An idle GPU lowers the speed of its link."""
+    """Current speed of the link as the kernel reports it. An idle GPU lowers it."""
     link_bytes_per_s: float | None
     """Highest speed in one direction that the link of this GPU supports."""
 
@@ -61,7 +61,7 @@ class Device:
 class Speed:
     bytes_per_s: float
     ratio: float
-    """Relative to large copies of the same kind, in the same rounds."""
+    """Speed relative to large copies of the same kind, in the same rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PageSpeed:
     store: Speed
     load: Speed
     both: Speed
-    """Bytes of both directions together, at the same time."""
+    """Speed of both directions together, at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,14 @@ class Report:
     """Host memory that the user wants for offloaded KV."""
     device: Device | None
     no_device: str | None
-    """Why there is no GPU, in one sentence."""
+    """The reason why no GPU was found, in one sentence."""
     checked: Checked
     pages: tuple[PageSpeed, ...]
-    """Between the GPU and host memory, or within host memory if there is no GPU."""
+    """Copies between the GPU and host memory, or within host memory without a GPU."""
     job_s: float | None
     """CPU time of the engine's thread for a job of 64 scattered blocks of 64 layers, each a page."""
     side_by_side_job_s: float | None
-    """The same if the layers of a block are side by side: 64 pages."""
+    """The same for blocks whose layers are adjacent: 64 pages."""
     pinned_bytes_per_s: float | None
     matmul_slowdown: float | None
     """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3%."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvoffload.cpu.copy.driver import Driver
 
 _LANE_BYTES_PER_S = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.56e9}
-"""Of PCIe 1 to 6, by the link's speed in GT/s: what one lane carries in one direction, without its encoding."""
+"""Bytes that one PCIe lane carries in one direction, without its encoding, by the link's speed in GT/s (PCIe 1 to
+6)."""
 
 
 def versions() -> Versions:
@@ -33,7 +34,7 @@ def versions() -> Versions:
 
 
 def host_facts(root: Path = Path("/")) -> Host:
-    """``root`` is where ``/proc`` and ``/sys`` lie."""
+    """Return the facts about this machine. ``root`` is the directory that contains ``/proc`` and ``/sys``."""
     shm = os.statvfs(SHM) if SHM.is_dir() else None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     huge = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
@@ -72,7 +73,7 @@ def device_facts(driver: Driver, number: int, root: Path = Path("/")) -> Device:
 
 
 def _link(folder: Path, which: str) -> tuple[float, int] | None:
-    """GT/s of a lane, and lanes."""
+    """Return the speed of a lane in GT/s, and the number of lanes."""
     try:
         speed = float((_text(folder / f"{which}_link_speed") or "").split()[0])
         return speed, int(_text(folder / f"{which}_link_width") or "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing things against each other on a noisy machine."""
+"""Compare times on a noisy machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 
 def interleaved_medians(*work: Callable[[], object], repeats: int) -> list[float]:
-    """Median seconds of each callable, run in turn ``repeats`` times, so that a slow minute hits all of them."""
+    """Return the median seconds of each callable. They run in turn ``repeats`` times, so that a slow minute affects all
+    of them."""
     return _medians(work, repeats, time.perf_counter)
 
 
 def thread_medians(*work: Callable[[], object], repeats: int) -> list[float]:
-    """The same in processor time of this thread, which other processes disturb less. For work that no other thread
-    does a part of."""
+    """Return the same in CPU time of this thread, which other processes disturb less. Use it for work that only this
+    thread does."""
     return _medians(work, repeats, time.thread_time)
 
 

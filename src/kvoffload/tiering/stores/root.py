@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The root of a store on disk: its directories, modes of what is made there, owners of what is found there, and no way
-through a link."""
+"""The root of a store on disk: its directories, the modes of new files, and the accepted owners of existing files.
+Links are never followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvoffload.units import printable
 CONTROL_DIR = ".kvoffload"
 
 _FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}
-"""A file in the control directory that only a tier of this type makes."""
+"""A file in the control directory that only a tier of this type creates."""
 
 _FUSE = 0x65735546
 _NETWORK_TYPES = {
@@ -62,7 +62,7 @@ _NETWORK_TYPES = {
     0xBACBACBC: "vmhgfs",
     _FUSE: "FUSE",
 }
-"""By the number that statfs(2) gives: file systems that several hosts may have mounted at once."""
+"""Names of file systems that several hosts may mount at once, by the number that statfs(2) returns."""
 _LOCAL_TYPES = {
     0xEF53,  # ext2, ext3, ext4
     0x58465342,  # XFS
@@ -86,26 +86,27 @@ _LOCAL_TYPES = {
     0x4244,  # HFS
     0x482B,  # HFS+
 }
-"""File systems that one host has mounted at a time."""
+"""Numbers of file systems that only one host mounts at a time."""
 _LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
 
 _ANSWER_S = 5.0
-"""How long a file system may take to say where a path leads."""
+"""Time limit for a file system to resolve a path."""
 _LOOK_S = 10.0
-"""How old what is known of a disk's free space may be."""
+"""Seconds until a disk's free space is measured again."""
 _MOST_DIRECTORIES = 32
 _LONGEST_DIRECTORY = 200
 _DEFAULT_DIRECTORY = "="
 _SEALED = "#"
-"""Stands in no other place of a directory's name."""
+"""Separator before the key's id; it occurs nowhere else in a directory's name."""
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""To open a file under a root: never through a link, and without waiting for the other end of a pipe."""
+"""Flags to open a file under a root: never follow a link, and never wait for the other end of a pipe."""
 
 
 def directory_of(namespace: str, secret: bytes | None = None) -> str:
-    """A namespace as one safe file name. A very long one is cut short and ends in a digest. Each ``secret`` that seals
-    blocks has a directory of its own: stores that could not read each other's blocks do not delete them as bad."""
+    """Return the safe directory name of a namespace. A very long name is cut and ends in a digest. Each ``secret`` that
+    seals blocks has its own directory, so that stores that could not read each other's blocks do not delete them as
+    bad."""
     name = quote(namespace, safe=" ,+@=:")
     if name.startswith((".", "=")):
         name = f"%{ord(name[0]):02X}{name[1:]}"
@@ -116,7 +117,7 @@ def directory_of(namespace: str, secret: bytes | None = None) -> str:
 
 
 def directories_of(root: str, namespace: str) -> set[str]:
-    """The directories of ``root`` with blocks of a namespace, whatever seals them. Empty if that cannot be seen."""
+    """Return the directories of ``root`` for a namespace, under any secret. Empty if they cannot be listed."""
     name = directory_of(namespace)
     with contextlib.suppress(OSError):
         return {found for found in os.listdir(root) if found.partition(_SEALED)[0] == name}
@@ -124,8 +125,8 @@ def directories_of(root: str, namespace: str) -> set[str]:
 
 
 def plain_beside(root: str, directory: str) -> list[str]:
-    """The directories of the same namespace whose blocks are not known to be encrypted, if those of ``directory`` are.
-    Raises ``OSError``."""
+    """Return the directories of the same namespace whose blocks are not known to be encrypted. Empty unless the blocks
+    of ``directory`` are encrypted. Raises ``OSError``."""
     if not encrypts(seal_of(directory)):
         return []
     namespace = directory.partition(_SEALED)[0]
@@ -135,28 +136,29 @@ def plain_beside(root: str, directory: str) -> list[str]:
 
 
 def namespace_of(directory: str) -> str:
-    """The namespace of a directory, for people to read. A long one stays cut short, and a sealed one names its key."""
+    """Return the namespace of a directory, for people. A long name stays cut, and a sealed directory also shows its
+    key's id."""
     return "" if directory == _DEFAULT_DIRECTORY else unquote(directory)
 
 
 def seal_of(directory: str) -> str:
-    """The ``secret_id`` of what seals a directory's blocks: empty if nothing does."""
+    """Return the ``secret_id`` of the secret that seals a directory's blocks; empty without one."""
     return directory.partition(_SEALED)[2]
 
 
 def secret_for(directory: str, secrets: Iterable[bytes]) -> bytes | None:
-    """Which of ``secrets`` seals the directory's blocks; ``None``: none of them."""
+    """Return the one of ``secrets`` that seals the directory's blocks, or ``None``."""
     return {secret_id(secret): secret for secret in secrets}.get(seal_of(directory))
 
 
 @dataclass(slots=True)
 class NamespaceUsage:
-    """One namespace's blocks. Times are nanoseconds since 1970, 0 where there is no block."""
+    """The use of disk space by one namespace. Times are nanoseconds since 1970, or 0 without a block."""
 
     directory: str
     num_blocks: int = 0
     size_bytes: int = 0
-    """On the disk."""
+    """Bytes on the disk."""
     oldest_use_ns: int = 0
     last_use_ns: int = 0
 
@@ -170,13 +172,13 @@ class NamespaceUsage:
 
 
 def display_name(directory: str) -> str:
-    """A namespace for people to read, also the one without a name."""
+    """Return the namespace of a directory for people, ``(default)`` for the unnamed one."""
     return printable(namespace_of(directory)) or "(default)"
 
 
 def find_directory(namespace: str, known: Sequence[str], root: str) -> str:
-    """Which of the ``known`` directories is that of a namespace, given by its name or as ``ls`` shows it. Raises
-    ``ConfigError`` if ``root`` has none."""
+    """Return the one of the ``known`` directories for a namespace, given by its name or as ``ls`` shows it. Raises
+    ``ConfigError`` if ``root`` does not contain it."""
     if (directory := directory_of(namespace)) in known:
         return directory
     names = [display_name(directory) for directory in known]
@@ -187,15 +189,16 @@ def find_directory(namespace: str, known: Sequence[str], root: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Modes of new files and directories, whatever the umask, and who else may own existing ones.
+    """Modes of new files and directories, regardless of the umask, and accepted owners of existing ones.
 
-    In ``"private"`` mode everything belongs to ``owner``, the user id that the file system gives to our files. It is
-    not our own id on mounts that map ids. In ``"group"`` mode directories hand their group on, and any owner will do.
+    In ``"private"`` mode everything belongs to ``owner``, the user id that the file system gives to our files. On
+    mounts that map ids, it differs from our own id. In ``"group"`` mode new files inherit the group of their directory,
+    and any owner is accepted.
     """
 
     mode: Literal["private", "group"] = "private"
     owner: int = -1
-    """-1: our own effective user id."""
+    """User id of the owner; -1 means our own effective user id."""
 
     @property
     def is_group(self) -> bool:
@@ -210,7 +213,7 @@ class Access:
         return 0o660 if self.is_group else 0o600
 
     def admits(self, status: os.stat_result) -> bool:
-        """Whether something with this owner may be used."""
+        """Return whether a file with this owner may be used."""
         return self.is_group or status.st_uid == (os.geteuid() if self.owner < 0 else self.owner)
 
 
@@ -219,8 +222,8 @@ ANYBODYS = Access("group")
 
 
 def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: bool = True) -> Access:
-    """Makes ``root`` and its control directory if they are absent. Raises ``ConfigError`` if either cannot be used, or
-    if the store ``needs_locks`` and the file system has none."""
+    """Create ``root`` and its control directory if they are absent. Raises ``ConfigError`` if either cannot be used, or
+    if the store ``needs_locks`` and the file system does not support them."""
     access = Access(mode)
     try:
         if not _is_directory(root):
@@ -248,7 +251,8 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
 
 
 def in_the_way_of(path: str) -> str | None:
-    """Return what stands in for the directory ``path``, or for one above it: a file, or a link that leads nowhere."""
+    """Return the obstacle at the directory ``path``, or at one above it: a file or a dangling link. ``None`` without
+    one."""
     absolute = Path(path).absolute()
     # ``Path.exists`` raises if this user may not look.
     place = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
@@ -260,8 +264,8 @@ def in_the_way_of(path: str) -> str | None:
 
 
 def _is_directory(path: str) -> bool:
-    """Raises ``OSError`` if a broken disk does not tell. ``os.path.isdir`` would deny it, and a mount point cannot be
-    made then because it exists."""
+    """Return whether ``path`` is a directory. Raises ``OSError`` if a broken disk does not answer. ``os.path.isdir``
+    would return ``False``, and making the existing mount point would then fail."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -269,7 +273,7 @@ def _is_directory(path: str) -> bool:
 
 
 def network_type(root: str) -> str | None:
-    """The name of the file system of ``root`` if other hosts may have mounted it too, as far as is known."""
+    """Return the name of the file system of ``root`` if other hosts may also have mounted it, as far as is known."""
     number = file_system_number(root)
     if number == 0 or number in _LOCAL_TYPES or (number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES):
         return None
@@ -277,7 +281,7 @@ def network_type(root: str) -> str | None:
 
 
 def _mount_type(root: str) -> str:
-    """As the table of mounts says, empty where it does not."""
+    """Return the type in the table of mounts, or ``""`` if it is not listed."""
     device = os.stat(root).st_dev
     try:
         with open("/proc/self/mountinfo") as table:
@@ -289,7 +293,8 @@ def _mount_type(root: str) -> str:
 
 
 def check_control(root: str, mode: Literal["private", "group"]) -> Access:
-    """Access to a root that has a control directory. Raises ``ConfigError`` if that is a link or another user's."""
+    """Return the access to a root with a control directory. Raises ``ConfigError`` if that is a link or belongs to
+    another user."""
     control = os.path.join(root, CONTROL_DIR)
     try:
         status = os.lstat(control)
@@ -307,8 +312,8 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
 
 
 def check_owner(root: str, access: Access) -> None:
-    """Raises ``ConfigError`` if the root belongs to another user, who could exchange all that is in it. The
-    administrator's roots are accepted: a mount point or a volume often belongs to root."""
+    """Raise ``ConfigError`` if the root belongs to another user, who could replace everything in it. Roots of the
+    administrator are accepted, because mount points and volumes often belong to root."""
     status = os.stat(root)
     if status.st_uid and not access.admits(status) and status.st_uid != _owner_of_ours(root):
         raise ConfigError(
@@ -318,7 +323,7 @@ def check_owner(root: str, access: Access) -> None:
 
 
 def access_to(root: str) -> Access:
-    """Access to an existing root, in the mode that its control directory has. Raises ``ConfigError``."""
+    """Return the access to an existing root, in the mode of its control directory. Raises ``ConfigError``."""
     shared = stat.S_ISGID | stat.S_IRWXG
     is_group = os.lstat(os.path.join(root, CONTROL_DIR)).st_mode & shared == shared
     check_owner(root, Access("group" if is_group else "private"))
@@ -326,13 +331,14 @@ def access_to(root: str) -> Access:
 
 
 class RootedStore(BlockStore):
-    """What the stores in a directory do alike: their options, their outcomes, and a root, which is made only here.
+    """The common part of the stores in a directory: their options, their outcomes, and a root, which is created only
+    here.
 
-    ``least_bytes`` is what one block takes of ``max_bytes``. Raises ``ConfigError``.
+    ``least_bytes`` is the part of ``max_bytes`` that one block uses. Raises ``ConfigError``.
     """
 
     _tier_type: ClassVar[str]
-    """Whose files the root may have."""
+    """The only tier type whose files the root may contain."""
     _needs_locks: ClassVar[bool]
 
     def __init__(
@@ -365,10 +371,10 @@ class RootedStore(BlockStore):
 
     @abstractmethod
     def drop_plain(self) -> None:
-        """Removes the blocks of this namespace that are not encrypted, now or soon, and those that are found later."""
+        """Remove the blocks of this namespace that are not encrypted, now or soon, and any that are found later."""
 
     def _look_at_disk(self) -> None:
-        """Learns now and then what the disk has left. For threads that do I/O: ``stats`` does none."""
+        """Measure the disk's free space from time to time. For threads that do I/O: ``stats`` does none."""
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
@@ -380,8 +386,8 @@ class RootedStore(BlockStore):
         return bytes_of(block, self._block_bytes)
 
     def _outcomes(self, answers: list[bool], errors: Sequence[OSError], was_here: Sequence[bool] = ()) -> list[bool]:
-        """The ``answers`` of a batch in which these ``errors`` happened; a root that is gone is one, too. Raises
-        ``StoreError`` if all blocks failed. Those that ``was_here`` says were here before count for nothing."""
+        """Return the ``answers`` of a batch in which these ``errors`` happened. A missing root also counts as an error.
+        Raises ``StoreError`` if all blocks failed, ignoring those that ``was_here`` marks as already present."""
         failures = [self._failed(error) for error in errors[:1]]
         if answers and not any(answers) and not errors and not os.path.isdir(self._root):
             failures.append(StoreError(gone(self._root)))
@@ -394,13 +400,13 @@ class RootedStore(BlockStore):
 
 
 def is_mount(root: str) -> bool:
-    """Whether ``root`` is a mount point, or a link to one, of which ``os.path.ismount`` knows nothing."""
+    """Return whether ``root`` is a mount point, or a link to one, which ``os.path.ismount`` does not detect."""
     return os.path.ismount(os.path.realpath(root))
 
 
 def check_there(root: str, was_mount: bool) -> None:
-    """Raises ``FileNotFoundError`` if ``root`` is gone, or its mount. It is never made again, and nothing is written to
-    a mount point without its mount: that may be the system's own disk."""
+    """Raise ``FileNotFoundError`` if ``root`` or its mount is gone. The root is never created again, and nothing is
+    written to a mount point without its mount, because that may be the system's own disk."""
     if not os.path.isdir(root) or (was_mount and not is_mount(root)):
         raise FileNotFoundError(gone(root))
 
@@ -410,14 +416,16 @@ def gone(root: str) -> str:
 
 
 def check_type(root: str, own: str) -> None:
-    """Raises ``ConfigError`` if a tier of another type than ``own`` uses ``root``: neither counts the other's files."""
+    """Raise ``ConfigError`` if a tier of another type than ``own`` uses ``root``, because neither counts the other's
+    files."""
     for other, name in _FILE_OF_TYPE.items():
         if other != own and os.path.lexists(os.path.join(root, CONTROL_DIR, name)):
             raise ConfigError(f"{root} belongs to a tier of type {other!r}; choose another directory.")
 
 
 def check_locks(root: str, needs_locks: bool = True) -> None:
-    """Raises ``ConfigError`` if ``root`` cannot be opened, or if locks are needed and its file system has none."""
+    """Raise ``ConfigError`` if ``root`` cannot be opened, or if locks are needed and its file system does not support
+    them."""
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:
@@ -436,7 +444,8 @@ def check_locks(root: str, needs_locks: bool = True) -> None:
 
 
 def try_lock(fd: int) -> bool:
-    """``False`` if another process has the lock. Raises ``OSError`` if the file system cannot lock at all."""
+    """Lock ``fd``. Returns ``False`` if another process has the lock. Raises ``OSError`` if the file system does not
+    support locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -445,8 +454,8 @@ def try_lock(fd: int) -> bool:
 
 
 def lock_holders(root: str, suffix: str) -> list[str]:
-    """The other processes that have a lock on a file under ``root`` with this ``suffix``, as far as this one may see
-    them."""
+    """Return the other processes that hold a lock on a file with this ``suffix`` under ``root``, if this process may
+    see them."""
     found = list[str]()
     for process in filter(str.isdigit, os.listdir("/proc")):
         for fd, path in _open_under((os.path.realpath(root),), process):
@@ -458,7 +467,7 @@ def lock_holders(root: str, suffix: str) -> list[str]:
 
 
 def _open_under(roots: Iterable[str], process: str) -> Iterator[tuple[int, str]]:
-    """Descriptors of a process that are open under ``roots``, and what they are."""
+    """Yield the descriptors of a process that are open under ``roots``, with their paths."""
     within = tuple(f"{root}/" for root in roots)
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{process}/fd"):
@@ -469,7 +478,7 @@ def _open_under(roots: Iterable[str], process: str) -> Iterator[tuple[int, str]]
 
 
 def _is_locked(process: str, fd: int) -> bool:
-    """Whether what a process has open as ``fd`` has a lock. Raises ``OSError``."""
+    """Return whether a process holds a lock on its descriptor ``fd``. Raises ``OSError``."""
     return "\nlock:" in _text(f"/proc/{process}/fdinfo/{fd}")
 
 
@@ -479,8 +488,9 @@ def _text(path: str) -> str:
 
 
 def _leave_to_parent() -> None:
-    """A forked child has open what its parent has, and keeps its locks with that. In the child, whatever is locked
-    under a root, or is a store's, becomes an empty file that cannot be written to. A log, say, stays open."""
+    """Leave all locks to the parent after a fork. A child inherits its parent's open files, and would keep their locks.
+    So in the child, each descriptor under a root that is locked or belongs to a store becomes an empty file that cannot
+    be written. Other files, such as a log, stay open."""
     if not _roots:
         return
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -491,22 +501,22 @@ def _leave_to_parent() -> None:
 
 
 _HELD = re.compile(rf"/{re.escape(CONTROL_DIR)}/|/(changes|[0-9a-z-]+\.(slab|table))( \(deleted\))?$")
-"""What a store keeps open beside directories. The system says of a file that it was deleted."""
+"""Files that a store keeps open besides directories. The system appends a note to the name of a deleted file."""
 _roots: set[str] = set()
-"""Where this process has stores."""
+"""Roots of this process's stores."""
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def make_directory(path: str, access: Access) -> None:
-    """Makes one directory unless it is there; an existing one keeps its mode. Raises ``OSError``."""
+    """Create one directory unless it exists; an existing one keeps its mode. Raises ``OSError``."""
     try:
         os.mkdir(path, access.directory_mode & 0o777)
     except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):  # the old cache of a network mount, on which another host made it
+        with contextlib.suppress(FileNotFoundError):  # a network mount's stale cache: another host created it
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise
         return
-    if access.is_group:  # mkdir takes the umask's bits away, and has no bit for the group to be handed on
+    if access.is_group:  # mkdir applies the umask, and cannot set the set-group-id bit
         fd = os.open(path, _OPEN_DIRECTORY)
         try:
             os.fchmod(fd, access.directory_mode)
@@ -515,19 +525,19 @@ def make_directory(path: str, access: Access) -> None:
 
 
 def make_file(name: str, dir_fd: int, access: Access, flags: int = 0) -> int:
-    """A descriptor of a file for reading and writing, which is made if it is absent. Raises ``OSError``."""
+    """Open a file for reading and writing, create it if it is absent, and return its descriptor. Raises ``OSError``."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | SAFE | flags, access.file_mode, dir_fd=dir_fd)
     if access.is_group:
-        with contextlib.suppress(PermissionError):  # a neighbour's, who has done it
-            os.fchmod(fd, access.file_mode)  # the umask took bits away
+        with contextlib.suppress(PermissionError):  # another process's file, which has the mode already
+            os.fchmod(fd, access.file_mode)  # the umask removed bits
     return fd
 
 
 class Directories:
-    """Directories below a root, each opened one step at a time, so that no link is followed however late it is put
-    there. A context, which closes them at its end. One thread.
+    """Directories below a root, each opened one step at a time, so that no link is followed, even one that is created
+    meanwhile. A context, which closes them at its end. For one thread.
 
-    A path through the descriptor of an open directory names that directory, whatever becomes of its own path.
+    A path through the descriptor of an open directory still names that directory if its own path changes.
     """
 
     def __init__(self, root: str, access: Access) -> None:
@@ -543,20 +553,22 @@ class Directories:
             os.close(self._open.popitem()[1])
 
     def is_in_place(self) -> bool:
-        """Whether the root that is open is still the one at its path."""
+        """Return whether the open root is still the directory at its path."""
         try:
             return os.path.samestat(os.stat(self._root), os.fstat(self.fd("")))
         except OSError:
             return False
 
     def path(self, path: str) -> str:
-        """``path``, relative to the root, of something in an open directory. Raises ``OSError`` as ``fd`` does."""
+        """Return a path through an open directory for ``path``, which is relative to the root. Raises ``OSError`` as
+        ``fd`` does."""
         directory, _, name = path.rpartition("/")
         return f"/proc/self/fd/{self.fd(directory)}/{name}"
 
     def fd(self, directory: str) -> int:
-        """The descriptor of a directory, which ``path`` or ``fd`` may close when they open others. Raises ``OSError``:
-        ``FileNotFoundError`` if there is none, ``PermissionError`` (EPERM) if it is a link or another user's."""
+        """Return the descriptor of a directory. Later calls of ``path`` or ``fd`` may close it when they open others.
+        Raises ``OSError``: ``FileNotFoundError`` if it does not exist, ``PermissionError`` (EPERM) if it is a link or
+        belongs to another user."""
         if (fd := self._open.get(directory)) is not None:
             return fd
         if not directory:
@@ -572,7 +584,7 @@ class Directories:
             if not self._access.admits(os.fstat(fd)):
                 os.close(fd)
                 raise self._refused(directory)
-        if len(self._open) >= _MOST_DIRECTORIES:  # the root stays open, and so do the last directories that were used
+        if len(self._open) >= _MOST_DIRECTORIES:  # the root and the directories that were used last stay open
             oldest = next(known for known in self._open if known and not directory.startswith(f"{known}/"))
             os.close(self._open.pop(oldest))
         self._open[directory] = fd
@@ -583,7 +595,8 @@ class Directories:
 
 
 def open_control(root: str, access: Access) -> int:
-    """A descriptor of the control directory, never through a link. Raises ``OSError`` if it is absent or not ours."""
+    """Open the control directory, never through a link, and return its descriptor. Raises ``OSError`` if it is absent
+    or not ours."""
     path = os.path.join(root, CONTROL_DIR)
     fd = os.open(path, _OPEN_DIRECTORY)
     if not access.admits(os.fstat(fd)):
@@ -593,12 +606,12 @@ def open_control(root: str, access: Access) -> int:
 
 
 def open_directory(name: str, dir_fd: int) -> int:
-    """A descriptor of a directory in another, never through a link. Raises ``OSError``."""
+    """Open a directory in another, never through a link, and return its descriptor. Raises ``OSError``."""
     return os.open(name, _OPEN_DIRECTORY, dir_fd=dir_fd)
 
 
 def _owner_of_ours(root: str) -> int:
-    """The owner that a directory gets which we make under ``root``; -1 if we cannot make one."""
+    """Return the owner of a directory that we create under ``root``; -1 if we cannot create one."""
     path = os.path.join(root, f"{CONTROL_DIR}-{secrets.token_hex(8)}")
     try:
         os.mkdir(path, 0o700)
@@ -611,8 +624,8 @@ def _owner_of_ours(root: str) -> int:
 
 
 def check_apart(one: str, other: str, what: str) -> None:
-    """Raise ``ConfigError`` if one is the other, or in it, by links and bind mounts too. If a path hangs, both are
-    compared as they are written."""
+    """Raise ``ConfigError`` if one directory is the other or contains it, also through links and bind mounts. If a path
+    hangs, both are compared as text."""
     lineages = in_time([partial(_lineage, path) for path in (one, other)], _ANSWER_S)
     found = [each for each in lineages if not isinstance(each, BaseException)]
     first, second = found if len(found) == len(lineages) else map(_as_written, (one, other))
@@ -625,8 +638,8 @@ def check_apart(one: str, other: str, what: str) -> None:
 
 
 def _lineage(path: str) -> tuple[str, list[object]]:
-    """The real path, and what identifies it and each directory above it, from the root on: device and inode, or below
-    a directory that exists the names."""
+    """Return the real path, and the identities of it and each directory above it, from the root on. An identity is
+    device and inode, or the name for a directory that does not exist."""
     real = os.path.realpath(path)
     found: list[object] = []
     at, known = "/", True

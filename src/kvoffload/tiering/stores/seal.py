@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal of a block: some bytes beside it that no other block, key or namespace has. With a secret, nobody else can
-make them, or read the block.
+"""The seal of a block: a few bytes beside it that fit no other block, key or namespace. With a secret, only its owners
+can create a seal; an encrypting secret also hides the block.
 
-Stores whose blocks others, or later processes, read have one ``Sealer`` each. Host memory and ``memory`` tiers have
-none.
+Each store whose blocks are read by others, or by later processes, uses one ``Sealer``. Host memory and ``memory`` tiers
+do not use any.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from kvoffload.errors import MissingExtraError
 from kvoffload.tiering.stores.direct_io import PAGE_BYTES
 
 SEAL_BYTES = 16
-"""Of a checksum, and of a message authentication code."""
+"""Length of a checksum, and of a message authentication code."""
 _NONCE_BYTES = 12
 _LEAST_CRYPTOGRAPHY = 43
-"""Older ones encrypt into no buffer that is as long as a block."""
+"""Oldest supported version of ``cryptography``. Older versions cannot encrypt into a buffer that is as long as a
+block."""
 _ENCRYPTING = "e-"
 _FORMAT = "2"
-"""Of a value in a shared store: the block and then its seal."""
+"""Format of a value in a shared store: the block, then its seal."""
 
 Digest = Callable[[bytes, memoryview], bytes]
-"""16 bytes of a key and a block."""
+"""A function that returns 16 bytes for a key and a block."""
 
 
 class EncryptionKey(bytes):
@@ -43,29 +44,29 @@ class EncryptionKey(bytes):
 
 
 class Sealer(ABC):
-    """Makes and opens the seals of one namespace. Any thread may use it."""
+    """The seals of one namespace: creates and checks them. Any thread may use it."""
 
     seal_bytes = SEAL_BYTES
     changes_blocks = False
-    """Whether a block is stored as other bytes than its own."""
+    """Whether the stored bytes differ from the block's own bytes."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     @abstractmethod
     def seal(self, key: bytes, block: memoryview, into: memoryview | None = None) -> tuple[memoryview, bytes]:
-        """What to store for ``block`` (contiguous) as ``key``, as long as the block, and the seal to store beside it.
-        The first is in ``into`` (as long, contiguous) if that is given; else it is ``block`` itself, or memory of its
-        own if the sealer ``changes_blocks``."""
+        """Return the bytes to store for ``block`` (contiguous) as ``key``, and the seal to store beside them. The bytes
+        are as long as the block. They are in ``into`` (as long, contiguous) if it is given; else they are ``block``
+        itself, or new memory if the sealer ``changes_blocks``."""
 
     @abstractmethod
     def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
-        """Whether ``stored`` was sealed as ``key`` with ``seal``; then ``block`` is what it was made of, else its
-        content is undefined. Both may be the same memory, which saves a copy."""
+        """Return whether ``stored`` was sealed as ``key`` with ``seal``. If so, ``block`` then contains the original
+        block; otherwise its content is undefined. Both may be the same memory, which saves a copy."""
 
 
 class Digests(Sealer):
-    """Seals that follow from key and block: checksums, or message authentication codes."""
+    """Seals that are computed from key and block: checksums, or message authentication codes."""
 
     def __init__(self, digest: Digest) -> None:
         self._digest = digest
@@ -76,7 +77,7 @@ class Digests(Sealer):
         return block if into is None else into, self._digest(key, block)
 
     def unseal(self, seal: bytes | bytearray | memoryview, key: bytes, stored: memoryview, block: memoryview) -> bool:
-        # Nobody may write to ``stored`` meanwhile, so it can be judged where it is.
+        # Nobody may write to ``stored`` meanwhile, so it can be checked in place.
         if not hmac.compare_digest(seal, self._digest(key, stored)):
             return False
         if block is not stored:
@@ -85,17 +86,18 @@ class Digests(Sealer):
 
 
 def _checksum_of(prefix: bytes) -> Digest:
-    """Finds what was damaged or mixed up by accident. Anybody can make one."""
-    # The block first and alone: after some other bytes all of it would be read unaligned, a third more slowly.
+    """Return a digest that detects accidental damage and mix-ups. It does not need a secret, so anybody can compute
+    it."""
+    # The block is hashed first and alone: after other bytes, all of it would be read unaligned, a third more slowly.
     return lambda key, block: xxhash.xxh3_128_digest(_named(prefix, key) + xxhash.xxh3_128_digest(block))
 
 
 def _code_of(prefix: bytes, secret: bytes) -> Digest:
-    """A message authentication code: who does not know the secret cannot make a block that passes.
+    """Return a message authentication code: nobody can make a block that passes without knowing the secret.
 
-    The block is hashed by AES-GMAC under a nonce that never changes, and the result goes, with namespace and key,
-    through HMAC-SHA256, cut to 16 bytes. Nobody sees the first result, so it needs no nonce of its own: it is a
-    universal hash, and what protects it is the HMAC (hash and then a pseudorandom function).
+    AES-GMAC hashes the block under a fixed nonce. HMAC-SHA256, cut to 16 bytes, then covers the result together with
+    namespace and key. Nobody sees the first result, so it does not need its own nonce: it is a universal hash,
+    protected by the HMAC (a hash, then a pseudorandom function).
     """
     stretched = _stretched(secret)
     hashing = _ciphers().AESGCM(_derived(stretched, b"kvoffload seal: hash"))
@@ -109,10 +111,11 @@ def _code_of(prefix: bytes, secret: bytes) -> Digest:
 
 
 class Encryption(Sealer):
-    """AES-256-GCM. The seal is the tag and a random nonce. Namespace and key of the block are the associated data.
+    """Encryption with AES-256-GCM. The seal is the tag and a random nonce. Namespace and key of the block are the
+    associated data.
 
-    Each block has an encryption key of its own, derived from the secret, namespace and key. So there is no number of
-    blocks after which nonces could repeat.
+    Each block has its own encryption key, derived from the secret, namespace and key. So the number of blocks is not
+    limited by the risk of repeated nonces.
     """
 
     seal_bytes = SEAL_BYTES + _NONCE_BYTES
@@ -147,9 +150,9 @@ class Encryption(Sealer):
 
 
 def sealer_of(identity: str, secret: bytes | None, checksum: Digest | None = None) -> Sealer:
-    """What seals the blocks of ``identity``: a namespace, and whatever else tells blocks apart. Without a ``secret`` it
-    is a ``checksum``, by default one that covers identity and key. Raises ``MissingExtraError`` if the secret needs a
-    package that is not installed."""
+    """Return the sealer for the blocks of ``identity``: a namespace, and anything else that distinguishes blocks.
+    Without a ``secret`` it uses ``checksum``, by default one that covers identity and key. Raises ``MissingExtraError``
+    if the secret needs a package that is not installed."""
     prefix = hashlib.blake2b(identity.encode(), digest_size=16).digest() if identity else b""
     if isinstance(secret, EncryptionKey):
         return Encryption(prefix, secret)
@@ -159,15 +162,16 @@ def sealer_of(identity: str, secret: bytes | None, checksum: Digest | None = Non
 
 
 def seal_bytes_of(secret: bytes | None) -> int:
-    """Bytes of each seal that ``secret`` makes."""
+    """Return the bytes of each seal that ``secret`` makes."""
     return Encryption.seal_bytes if isinstance(secret, EncryptionKey) else SEAL_BYTES
 
 
 def secret_id(secret: bytes | None) -> str:
-    """A name for the secret, different for each: 16 hex digits, after ``e-`` if it encrypts. Empty for no secret.
+    """Return a unique name for the secret: 16 hex digits, after ``e-`` if it encrypts. It is empty without a secret.
 
-    Everybody who sees the store sees it, so it follows from the stretched secret: each guess takes tens of
-    milliseconds."""
+    Everybody who sees the store sees this name, so it is derived from the stretched secret: testing a guess takes tens
+    of milliseconds.
+    """
     if not secret:
         return ""
     is_encrypting = isinstance(secret, EncryptionKey)
@@ -177,29 +181,31 @@ def secret_id(secret: bytes | None) -> str:
 
 
 def encrypts(secret_id: str) -> bool:
-    """Whether the secret with this id encrypts blocks."""
+    """Return whether the secret with this id encrypts blocks."""
     return secret_id.startswith(_ENCRYPTING)
 
 
 @functools.lru_cache(maxsize=64)
 def _stretched(secret: bytes) -> bytes:
-    """The secret that all keys and names are derived from. Blocks and names let anybody test guesses, so each guess
-    must be slow; a fixed salt does for secrets that are random, as ``docs/security.md`` asks for."""
+    """Return the stretched secret. All keys and names are derived from it. Anybody can test guesses with blocks and
+    names, so each guess must be slow. A fixed salt is enough for random secrets, which ``docs/security.md`` asks
+    for."""
     return hashlib.scrypt(bytes(secret), salt=b"kvoffload secret", n=1 << 14, r=8, p=1, dklen=32)
 
 
 def shared_identity(namespace: str, block_bytes: int, secret: bytes | None) -> tuple[str, str]:
-    """What a shared store seals its blocks for, and 16 hex digits of it for names.
+    """Return the identity that a shared store seals its blocks for, and 16 hex digits of its hash for use in names.
 
-    Stores that could not read each other's blocks have other names, so that neither deletes the other's as bad.
+    Stores that could not read each other's blocks use different names, so that neither deletes the other's blocks as
+    bad.
     """
     identity = "\0".join((_FORMAT, namespace, str(block_bytes), secret_id(secret)))
     return identity, hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def _aligned(num_bytes: int) -> memoryview:
-    """Memory that begins at a page, as direct I/O needs it. Pages of a mapping of its own would cost four times the
-    encryption."""
+    """Return memory that starts at a page boundary, as direct I/O requires. A separate mapping would cost four times as
+    much as the encryption."""
     memory = bytearray(num_bytes + PAGE_BYTES)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE_BYTES
     return memoryview(memory)[start : start + num_bytes]
@@ -210,12 +216,12 @@ def _named(prefix: bytes, key: bytes) -> bytes:
 
 
 def _derived(secret: bytes, purpose: bytes) -> bytes:
-    """A key of 32 bytes for one purpose."""
+    """Return a key of 32 bytes for one purpose."""
     return hmac.digest(secret, purpose, "sha256")
 
 
 class _Library:
-    """The parts of ``cryptography`` that are used here."""
+    """The parts of ``cryptography`` that this module uses."""
 
     def __init__(self) -> None:
         from cryptography import __version__ as version
@@ -232,7 +238,7 @@ class _Library:
 
 
 def require_ciphers() -> None:
-    """Raises ``MissingExtraError`` if secrets cannot be used here."""
+    """Raise ``MissingExtraError`` if secrets cannot be used here."""
     _ciphers()
 
 

@@ -25,8 +25,8 @@ _LOOK_S = 600.0
 
 
 class StoreWrapper(BlockStore):
-    """Passes every call on to ``inner``, also the optional ones, and declares what ``inner`` does. A wrapper overrides
-    what it changes."""
+    """A store that passes every call, including the optional ones, to ``inner``, and declares the same attributes. A
+    subclass overrides the calls that it changes."""
 
     def __init__(self, inner: BlockStore) -> None:
         self.inner = inner
@@ -70,19 +70,19 @@ class StoreWrapper(BlockStore):
 
 
 class Checksummed(StoreWrapper):
-    """Seals each block for its key and ``namespace``, for stores that might return wrong bytes unnoticed. Without a
-    ``secret`` the seal is a checksum.
+    """A store that seals each block for its key and ``namespace``, because ``inner`` might return wrong bytes
+    unnoticed. Without a ``secret`` the seal is a checksum.
 
-    ``inner`` holds blocks that are ``overhead_bytes`` longer. A block that does not verify is a miss and is
-    discarded. Each write and each read costs one more copy of the block.
+    ``inner`` stores blocks that are ``overhead_bytes`` longer. A block that does not verify is a miss and is discarded.
+    Each write and each read costs one more copy of the block.
     """
 
     OVERHEAD_BYTES = SEAL_BYTES
-    """Without a secret that encrypts."""
+    """Bytes that a seal adds without an encrypting secret."""
 
     def __init__(self, inner: BlockStore, *, namespace: str = "", secret: bytes | None = None) -> None:
         super().__init__(inner)
-        # Without a namespace, the checksum of stores that were filled before namespaces counted.
+        # Without a namespace, use the checksum of older stores, which did not include namespaces.
         self._sealer = sealer_of(namespace, secret, None if namespace else _checksum)
         self.overhead_bytes = self._sealer.seal_bytes
         self._bad = BadBlocks()
@@ -112,9 +112,9 @@ class Checksummed(StoreWrapper):
 
 
 class Rotating(StoreWrapper):
-    """Blocks under several secrets, each in a store of its own: ``inner`` has the one that writes, ``older`` those that
-    are read as well. So a fleet exchanges its secret without an empty store. What is under a secret that nobody has any
-    more is evicted, as it is not used."""
+    """Blocks under several secrets, each in its own store: ``inner`` writes and reads, and the ``older`` stores are
+    only read. So a fleet can replace its secret and keep its blocks. Blocks under a secret that no process has are
+    evicted, because nobody uses them."""
 
     def __init__(self, inner: BlockStore, older: Sequence[BlockStore]) -> None:
         super().__init__(inner)
@@ -148,7 +148,7 @@ class Rotating(StoreWrapper):
         for position, store in enumerate(self._all):
             for keys in store.scan():
                 left = keys
-                for newer in self._all[:position]:  # each key comes once
+                for newer in self._all[:position]:  # yield each key once
                     left = [key for key, is_there in zip(left, newer.contains(left), strict=True) if not is_there]
                 if left or not keys:
                     yield left
@@ -168,12 +168,12 @@ class Rotating(StoreWrapper):
 
     def stats(self) -> StoreStats:
         each = [store.stats() for store in self._all]
-        # Whose quota is one, and whose disk too.
+        # All of them share one quota and one disk.
         return replace(StoreStats.of_all(each), max_bytes=each[0].max_bytes, free_bytes=each[0].free_bytes)
 
     def _in_turn(self, count: int, ask: Callable[[BlockStore, Sequence[int]], list[bool]]) -> list[bool]:
-        """The answers of the first store, and of the next one where these are ``False``. What fails for all of them,
-        the first one says. An older one that fails alone costs its own blocks."""
+        """Return the answers of the first store, and ask the next store about each key whose answer is ``False``. An
+        error of the first store is raised. An older store that fails loses only its own blocks."""
         answers = [*ask(self.inner, range(count))]
         for store in self._all[1:]:
             if rest := [index for index, answer in enumerate(answers) if not answer]:
@@ -184,11 +184,12 @@ class Rotating(StoreWrapper):
 
 
 class OtherKeys(StoreWrapper):
-    """Says in the log, once, and in its counts that blocks of this namespace are also kept under keys that this process
-    does not have: a key that was mistyped, or exchanged without a list. Those blocks are misses, and stay.
+    """A store that reports, once in the log and always in its counts, that this namespace also contains blocks under
+    keys that this process does not have. The key was mistyped, or replaced without keeping the old one in the list.
+    Such blocks are misses, and stay.
 
-    ``look`` finds the names of these keys. It may do I/O, so it runs in calls of I/O threads: in the first, and in one
-    every ten minutes.
+    ``look`` finds the names of these keys. It may do I/O, so it runs in calls of I/O threads: in the first call, and
+    then every ten minutes.
     """
 
     def __init__(
@@ -234,9 +235,9 @@ class OtherKeys(StoreWrapper):
 
 
 class KeyMarker:
-    """A mark beside the blocks of a namespace on a server, which says under which key a fleet writes them: its
-    ``secret_id``, from which nobody learns the key. Whoever finds the mark of a key that it does not have leaves it
-    there. So a server with a mistyped key finds out, and changes nothing for the others.
+    """A mark beside the blocks of a namespace on a server. It contains the ``secret_id`` of the key that a fleet writes
+    with; the id does not reveal the key. A process that finds the mark of a key that it lacks does not change it. So a
+    server with a mistyped key notices the mistake, and does not disturb the others.
 
     The mark is a block of ``MARK_BYTES`` in a ``store`` without a secret.
     """
@@ -250,7 +251,7 @@ class KeyMarker:
         self._own = own
 
     def look(self) -> list[str]:
-        """The key of the mark, if it is none of ours. Makes the mark if there is none, and moves it on to a new key.
+        """Return the key in the mark, unless it is one of ours. Creates a missing mark, and updates it to a new key.
         Raises ``StoreError``."""
         mark = memoryview(bytearray(self.MARK_BYTES))
         if self._store.read_into([self._KEY], [mark]) == [True]:
@@ -265,7 +266,7 @@ class KeyMarker:
 
 
 class JoinedKeys(Collection[OffloadKey]):
-    """The keys of several collections, any of which may change meanwhile, as may which ``parts`` there are."""
+    """The keys of several collections. Each of them, and the list that ``parts`` returns, may change meanwhile."""
 
     def __init__(self, parts: Callable[[], Iterable[Collection[OffloadKey]]]) -> None:
         self._parts = parts

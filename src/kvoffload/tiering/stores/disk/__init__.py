@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A local disk: blocks in slots of large files. ``store`` has the store, ``format`` the layout on disk."""
+"""A local disk: blocks in slots of large files. ``store`` contains the store, ``format`` the layout on disk."""
 
 from __future__ import annotations
 

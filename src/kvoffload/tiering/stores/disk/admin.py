@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maintenance of the local disk's store: usage, verification, deletion.
 
-All of it works beside running servers. A slab that a server writes to is read, but never changed: the server itself
-finds out about a bad block when it reads it.
+All of it works beside running servers. A slab that a server writes to is read, but never changed. The server itself
+detects a bad block when it reads it.
 """
 
 from __future__ import annotations
@@ -55,29 +55,29 @@ _PATIENCE_S = 5.0
 
 
 def is_disk_root(path: Path) -> bool:
-    """Whether a ``DiskStore`` has been at work on this root."""
+    """Return whether a ``DiskStore`` has used this root."""
     return (path / CONTROL_DIR / LOCK_NAME).is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block as a walk over the tables finds it, or a whole slab that cannot be used."""
+    """A block found in a table, or a whole slab that cannot be used."""
 
     directory: str
     slab: str
     index: int
-    """-1: the slab."""
+    """Slot of the block, or -1 for the slab."""
     size_bytes: int
     entry: bytes = b""
 
     @property
     def path(self) -> str:
-        """For people to read."""
+        """Where the block is, for people to read."""
         return f"{printable(self.directory)}/{self.slab}" + (f"[{self.index}]" if self.index >= 0 else TABLE_SUFFIX)
 
 
 class DiskRoot:
-    """A root on disk. ``secrets`` are for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``is_sound`` uses the ``secrets``. Raises ``ConfigError`` if ``path`` is not a root."""
 
     def __init__(self, path: Path, secrets: Sequence[bytes] = ()) -> None:
         if not is_disk_root(path):
@@ -89,15 +89,15 @@ class DiskRoot:
         self._secrets = secrets
 
     def directories(self) -> list[str]:
-        """The directories of all namespaces with a slab, sorted."""
+        """Return the directories of all namespaces with a slab, sorted."""
         return sorted(name for name, fd in self._namespaces() if slabs_in(fd))
 
     def directory(self, namespace: str) -> str:
-        """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
+        """Return the directory of a namespace, given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
         return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
-        """One entry per namespace. Reads tables only."""
+        """Return one entry per namespace. Reads only tables."""
         found = []
         for directory, dir_fd in self._namespaces():
             usage = NamespaceUsage(directory)
@@ -118,7 +118,7 @@ class DiskRoot:
         return sorted(found, key=lambda usage: usage.directory)
 
     def files(self, directory: str | None = None) -> Iterator[StoredBlock]:
-        """The blocks of one namespace, or of all."""
+        """Return the blocks of one namespace, or of all."""
         for name, dir_fd in self._namespaces(directory):
             for slab in slabs_in(dir_fd):
                 if slab.is_new:
@@ -138,12 +138,12 @@ class DiskRoot:
                     yield StoredBlock(name, slab.name, index, layout.block_bytes, entry)
 
     def is_sound(self, block: StoredBlock) -> bool | None:
-        """Whether a block verifies, ``None`` if it is gone. Reads a block twice before it calls it bad."""
+        """Return whether a block verifies; ``None`` if it is gone. Reads a block twice before calling it bad."""
         for name, dir_fd in self._namespaces(block.directory):
             try:
                 with self._opened(name, block.slab, dir_fd) as (file, layout):
                     if block.index < 0:
-                        return None  # sound now: a server has made it anew
+                        return None  # good after all: a server has replaced it
                     payload = memoryview(bytearray(layout.block_bytes))
                     for _ in range(2):
                         is_whole = file.read_buffered(block.index, payload)
@@ -163,8 +163,8 @@ class DiskRoot:
         return None
 
     def remove(self, blocks: list[StoredBlock]) -> int:
-        """Empties the slots of bad blocks, and removes bad slabs, unless a server writes to the slab. Returns how many
-        there were."""
+        """Empty the slots of bad blocks, and remove bad slabs, unless a server writes to the slab. Returns their
+        number."""
         count = 0
         for block in blocks:
             for name, dir_fd in self._namespaces(block.directory):
@@ -182,8 +182,8 @@ class DiskRoot:
         return count
 
     def clear(self, directory: str) -> int:
-        """Removes all slabs of a namespace. Returns how many blocks they had. A server that uses one goes on with a new
-        one within a second."""
+        """Remove all slabs of a namespace. Returns the number of their blocks. A server that uses one continues with a
+        new slab within a second."""
         count = sum(usage.num_blocks for usage in self.usage() if usage.directory == directory)
         with self._root_lock():
             for _, dir_fd in self._namespaces(directory):
@@ -195,17 +195,17 @@ class DiskRoot:
         try:
             os.rmdir(os.path.join(self._root, directory))
         except OSError:
-            pass  # a server has just written there again, or it holds files that are not ours
+            pass  # a server has just written there again, or it contains files that are not ours
         return count
 
     def sweep(self) -> int:
-        """Removes what dead processes were making. Returns how many slabs there were."""
+        """Remove unfinished slabs of dead processes. Returns the number of slabs."""
         with self._root_lock():
             return sum(sweep(dir_fd, slabs_in(dir_fd)) for _, dir_fd in self._namespaces())
 
     def would_shrink(self, max_bytes: int | None) -> tuple[int, int, int]:
-        """Return what ``shrink`` would do: how many blocks it deletes and bytes it frees, and the bytes on the disk
-        before. It removes whole slabs, so it may free more than the excess."""
+        """Return the result of a ``shrink`` without doing it: the blocks to delete, the bytes to free, and the bytes on
+        the disk before. It removes whole slabs, so it may free more than the excess."""
         slabs = self._by_age()
         num_bytes = sum(slab.num_bytes for _, slab in slabs)
         excess = 0 if max_bytes is None else num_bytes - max_bytes
@@ -221,12 +221,10 @@ class DiskRoot:
         return blocks, freed_bytes, num_bytes
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Removes slabs until at most ``max_bytes`` are left: those of namespaces without a server first, then those
-        that no server writes to, then the others, each by their last use. A server goes on without its slab within a
-        second, and makes another if its own quota has room. ``None``: removes nothing.
-
-        Returns the number of blocks that are gone and the bytes on the disk.
-        """
+        """Remove slabs until at most ``max_bytes`` are left: first slabs of namespaces without a server, then slabs
+        that no server writes to, then the others, each group by last use. A server notices the loss of its slab within
+        a second, and creates another if its own quota has room. With ``None``, remove nothing. Returns the number of
+        deleted blocks and the bytes on the disk."""
         blocks_before = sum(usage.num_blocks for usage in self.usage())
         with self._root_lock():
             named = self._by_age()
@@ -238,7 +236,7 @@ class DiskRoot:
         return blocks_before - sum(usage.num_blocks for usage in self.usage()), num_bytes
 
     def _by_age(self) -> list[tuple[str, SlabSeen]]:
-        """All slabs in the order in which ``shrink`` removes them."""
+        """Return all slabs in the order that ``shrink`` removes them."""
         slabs = list[tuple[bool, str, SlabSeen]]()
         for name, dir_fd in self._namespaces():
             is_used = not is_unused(dir_fd)
@@ -248,7 +246,7 @@ class DiskRoot:
 
     @contextmanager
     def _opened(self, directory: str, slab: str, dir_fd: int) -> Iterator[tuple[SlabFile, SlabFormat]]:
-        """Raises ``SlabRefused`` or ``OSError``."""
+        """Open a slab for reading. Raises ``SlabRefused`` or ``OSError``."""
         fd = os.open(slab + TABLE_SUFFIX, os.O_RDONLY | SAFE, dir_fd=dir_fd)
         try:
             block_bytes = SlabFormat.block_bytes_in(os.pread(fd, PAGE_BYTES, 0))
@@ -265,7 +263,8 @@ class DiskRoot:
 
     @contextmanager
     def _root_lock(self) -> Iterator[None]:
-        """Waits for a server that is making a slab. Raises ``ConfigError`` if it takes too long."""
+        """Hold the root's lock, after waiting for a server that is creating a slab. Raises ``ConfigError`` if that
+        takes too long."""
         end_s = time.monotonic() + _PATIENCE_S
         while True:
             with root_lock(self._root, self._access) as is_locked:

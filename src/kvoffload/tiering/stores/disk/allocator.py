@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slots are free, and which are written over next. No I/O and no lock: the store holds its own around each call.
+"""The free slots, and the slots to overwrite next. It uses no I/O and no lock: the store holds its own lock around each
+call.
 
-A slot's number is ``slab * SLAB_STRIDE + index``, so that neighbouring slots of a slab have neighbouring numbers, and
-no run crosses from one slab into another.
+A slot's number is ``slab * SLAB_STRIDE + index``. So neighbouring slots of a slab get neighbouring numbers, and no run
+extends from one slab into another.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ import numpy.typing as npt
 
 SLAB_STRIDE = 1 << 20
 MAX_SLAB_SLOTS = SLAB_STRIDE - 1
-"""One less than the stride, so that the last slot of a slab and the first of the next one are no neighbours."""
+"""Maximum number of slots of a slab. It is one less than the stride, so that the last slot of a slab and the first of
+the next are never neighbours."""
 
 _FREE = 0
 BUSY = np.iinfo(np.int64).max
-"""As a time of use: being written, or out of use. Never evicted."""
+"""The time of use of a slot that is being written, or is out of use. Such a slot is never evicted."""
 _PLAN_SHARE = 64
-"""One in this many slots, the least recently used, are looked at together for runs of neighbours."""
+"""A plan searches one in this many slots, the least recently used, for runs of neighbours."""
 _SAMPLE = 1 << 16
-"""Slots of which the limit of a plan is found."""
+"""Number of sampled slots that determine the limit of a plan."""
 _LONG = 64
-"""Free runs up to this count are told apart by it."""
+"""Free runs up to this length are grouped by length."""
 _SECTION_BITS = 14
-"""Of free runs, those that begin or end in so many slots have a dictionary of their own."""
+"""The free runs that begin or end within two to this power of slots share a dictionary."""
 _GRAIN_SHARE = 64
 _MAX_GRAIN = 64
 _LOOKED_AT_ONCE = 32
-"""Planned runs, and slots of one, that are looked at before others may have the lock."""
+"""Number of planned runs, or slots of one run, to check before releasing the lock for a moment."""
 
 
 @dataclass(slots=True, order=True)
 class Run:
-    """Neighbouring slots of one slab. Never changed; frozen, it would take three times as long to make."""
+    """Neighbouring slots of one slab. Never changed, but not frozen, because creating a frozen object takes three times
+    as long."""
 
     start: int
     count: int
@@ -59,7 +62,7 @@ class Run:
 
 
 def runs_of(slots: Iterable[int]) -> list[Run]:
-    """``slots``, ascending, as runs."""
+    """Return ``slots``, which ascend, as runs."""
     runs = list[Run]()
     start = stop = -1
     for slot in slots:
@@ -75,42 +78,41 @@ def runs_of(slots: Iterable[int]) -> list[Run]:
 
 
 def is_held(used_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which slots hold a block."""
+    """Return which slots contain a block."""
     held: npt.NDArray[np.bool_] = (used_ns != _FREE) & (used_ns != BUSY)
     return held
 
 
 def free_runs(slab: int, used_ns: npt.NDArray[np.int64]) -> list[Run]:
-    """The free slots of a slab."""
+    """Return the free slots of a slab."""
     is_free = np.concatenate(([False], used_ns == _FREE, [False]))
     ends = (np.flatnonzero(is_free[1:] != is_free[:-1]) + slab * SLAB_STRIDE).tolist()
     return [Run(start, stop - start) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
 
 
 def last_use(used_ns: npt.NDArray[np.int64]) -> int:
-    """The latest time among slots that hold a block, 0 if none does."""
+    """Return the latest time of use of the slots with a block, or 0 without any."""
     return int(np.max(used_ns, where=used_ns != BUSY, initial=_FREE))
 
 
 class FreeRuns:
-    """Free slots as maximal runs. A request gets the shortest run that is long enough, so that long ones stay whole: of
-    those of over ``_LONG`` slots, one of the last that came.
-
-    However many runs there are, each takes the same time to add and to take: nothing is sorted, and no dictionary has
-    more than a *section* of slots, as a large one stops everybody whenever it grows.
-    """
+    """Free slots as maximal runs. A request gets the shortest run that is long enough, so that long runs stay whole.
+    Runs of over ``_LONG`` slots are not compared: one of the latest is used. Adding or taking a run takes the same time
+    for any number of runs, because nothing is sorted. No dictionary covers more than a *section* of slots, because a
+    large one blocks all threads whenever it grows."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By section: the count of the run at each start."""
+        """By section, the length of the run at each start."""
         self._starts: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By section: the start of the run before each end."""
+        """By section, the start of the run before each end."""
         self._by_count: list[defaultdict[int, dict[int, None]]] = [defaultdict(dict) for _ in range(_LONG + 2)]
-        """By count, the last for all that are longer, and by section: starts. Nothing here is empty but the list's."""
+        """Starts of runs by length and by section. The last entry of the list is for all longer runs. Only the list
+        itself may have empty entries."""
         self._counts_here = 0
-        """A bit for each of these counts that some run has."""
+        """A bit for each length that some run has."""
         self._num_slots_of: defaultdict[int, int] = defaultdict(int)
-        """By slab."""
+        """Number of free slots by slab."""
         self.num_slots = 0
 
     def __len__(self) -> int:
@@ -132,7 +134,7 @@ class FreeRuns:
         self._list(start, end - start)
 
     def take(self, count: int) -> list[Run]:
-        """``count`` slots in as few runs as there are; fewer slots if there are no more."""
+        """Take ``count`` slots in as few runs as possible; fewer slots if not enough are free."""
         taken = []
         while count > 0 and self._counts_here:
             shortest = count if count <= _LONG else _LONG + 1
@@ -151,7 +153,7 @@ class FreeRuns:
             have = used = self._counts[section].pop(start)
             end = start + have
             if have > count:
-                # What is left begins later and ends where it did.
+                # The rest of the run begins later, and keeps its end.
                 used = count
                 self._starts[end >> _SECTION_BITS][end] = start + used
                 self._list(start + used, have - used)
@@ -164,7 +166,7 @@ class FreeRuns:
         return taken
 
     def drop_slab(self, slab: int) -> object:
-        """Returns what is to be freed without the lock, which may take long."""
+        """Remove a slab's runs. Returns objects to free without the lock, because that may take long."""
         self.num_slots -= self._num_slots_of.pop(slab, 0)
         sections = range(slab * SLAB_STRIDE >> _SECTION_BITS, (slab + 1) * SLAB_STRIDE >> _SECTION_BITS)
         every: tuple[dict[int, Any], ...] = (self._counts, self._starts, *self._by_count)
@@ -194,15 +196,15 @@ class FreeRuns:
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What is evicted next: runs in this order, as arrays, so that a plan of a large store is made and dropped without
-    an object for each."""
+    """The runs to evict next, in this order, as arrays, so that a large plan is created and dropped without one object
+    for each run."""
 
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     used_ns: Mapping[int, npt.NDArray[np.int64]]
-    """The slabs that it was made of."""
+    """Times of use of the slabs that the plan covers."""
     last_ns: int
-    """What was used later stays."""
+    """Time limit of the plan: slots that were used later stay."""
     num_left: int
     replan_at: int
 
@@ -211,13 +213,11 @@ _NO_PLAN = _Plan(np.empty(0, np.int64), np.empty(0, np.int64), {}, 0, 0, 0)
 
 
 class Allocator:
-    """The slots that this process may write: free, in use since some time, or busy.
-
-    Eviction is by least recent use, in runs. A *plan* is one in 64 of all slots, those with the oldest uses. The
-    longest runs of the plan go first, and what is used meanwhile is taken out of it. When half of the plan is gone, a
-    new one is made: short runs are left for then, when their neighbours may have aged as well. A store of a few slots
-    has a plan of one slot, which is plain LRU.
-    """
+    """The slots that this process may write: free, used at some time, or busy. The least recently used slots are
+    evicted, in runs. A *plan* contains one in 64 of all slots, the least recently used. Its longest runs are evicted
+    first, and slots that are used meanwhile are removed from it. When half of the plan is evicted, a new plan is made.
+    Short runs wait for it, because their neighbours may have aged by then. A store of a few slots makes plans of one
+    slot, which is plain LRU."""
 
     def __init__(self) -> None:
         self.free = FreeRuns()
@@ -226,34 +226,35 @@ class Allocator:
         self._plan = _NO_PLAN
         self._next_run = 0
         self._left: list[Run] = []
-        """Of planned runs, what was too much for the call that began them."""
+        """The rest of planned runs that were too long for the call that started them."""
 
     @property
     def num_slots(self) -> int:
         return self._num_slots
 
     def add_slab(self, slab: int, used_ns: npt.NDArray[np.int64]) -> None:
-        """``used_ns`` has the time of last use of each slot, 0 for a free one, which ``add_free`` has to be told. Its
-        owner records uses in it."""
+        """Add a slab. ``used_ns`` contains the time of last use of each slot, 0 for a free one; pass these to
+        ``add_free``. Its owner records uses in it."""
         self._used_ns[slab] = used_ns
         self._num_slots += len(used_ns)
 
     def add_free(self, used_ns: npt.NDArray[np.int64], runs: Sequence[Run]) -> None:
-        """Some of the ``free_runs`` of a slab with these times, unless it was dropped."""
+        """Add some of the ``free_runs`` of a slab with these times, unless it was dropped."""
         if runs and self._used_ns.get(runs[0].slab) is used_ns:
             for run in runs:
                 self.free.add(run)
 
     def drop_slab(self, slab: int) -> object:
-        """Its slots are no more for this process to write. Ignores a slab of another. Returns what is to be freed
-        without the lock."""
+        """Remove a slab whose slots this process may no longer write. Ignores a slab of another process. Returns
+        objects to free without the lock."""
         if (used_ns := self._used_ns.pop(slab, None)) is None:
             return None
         self._num_slots -= len(used_ns)
         return self.free.drop_slab(slab)
 
     def grain_of(self, count: int) -> int:
-        """How many slots to evict where ``count`` are needed: more than a single one, so that free space is in runs."""
+        """Return the number of slots to evict if ``count`` are needed: more than one, so that free space consists of
+        runs."""
         return max(count, min(_MAX_GRAIN, self._num_slots // _GRAIN_SHARE))
 
     def evict(
@@ -264,11 +265,10 @@ class Allocator:
         *,
         num_wanted: int = 0,
     ) -> list[Run]:
-        """Evicts up to ``count`` slots of those that were used by ``before_ns`` for the last time, none if there are
-        none. They are busy afterwards: ``release`` makes them free. In ``unlocked`` contexts others may change anything
-        but the plan; none of them is entered once a slot is chosen.
-
-        A caller who evicts ``num_wanted`` slots in parts says so: a plan that is hardly longer is used up by them."""
+        """Evict up to ``count`` slots whose last use was by ``before_ns``. They are busy afterwards, and ``release``
+        makes them free. In ``unlocked`` contexts others may change anything but the plan; no such context is entered
+        after a slot is chosen. A caller who evicts ``num_wanted`` slots in parts passes that number, so that a plan
+        that is hardly longer is used up by them."""
         if not (evicted := self._evict_planned(count, before_ns, self._plan.replan_at, unlocked)):
             used_ns = dict(self._used_ns)
             with unlocked():
@@ -280,14 +280,14 @@ class Allocator:
         return evicted
 
     def take(self, count: int) -> list[Run]:
-        """Free slots, which are busy from now on: at most ``count``."""
+        """Take at most ``count`` free slots, and make them busy."""
         runs = self.free.take(count)
         for run in runs:
             self._set(run, BUSY)
         return runs
 
     def release(self, run: Run) -> bool:
-        """Busy or used slots are free. ``False``, and nothing is done, for a slab that is not here."""
+        """Make busy or used slots free. Returns ``False``, and does nothing, for an unknown slab."""
         if run.slab not in self._used_ns:
             return False
         self._set(run, _FREE)
@@ -295,7 +295,7 @@ class Allocator:
         return True
 
     def use(self, slot: int, stamp_ns: int) -> bool:
-        """A slot holds a block, used at this time. ``False`` for another process's slot."""
+        """Record that a slot contains a block, used at this time. Returns ``False`` for another process's slot."""
         used_ns = self._used_ns.get(slot // SLAB_STRIDE)
         if used_ns is None:
             return False
@@ -303,7 +303,7 @@ class Allocator:
         return True
 
     def check_invariants(self) -> None:
-        """Raises ``AssertionError`` if free runs and times of use disagree."""
+        """Raise ``AssertionError`` if free runs and times of use disagree."""
         free = self.free.runs()
         assert free == runs_of([slot for run in free for slot in range(run.start, run.stop)]), "runs are not maximal"
         assert sum(run.count for run in free) == self.free.num_slots
@@ -327,7 +327,7 @@ class Allocator:
     def _evict_planned(
         self, lacking: int, before_ns: int, num_kept: int, unlocked: Callable[[], AbstractContextManager[object]]
     ) -> list[Run]:
-        """Evicts slots of the plan until ``num_kept`` are left in it, or many runs were looked at."""
+        """Evict slots of the plan until ``num_kept`` are left in it, or many runs were checked."""
         evicted, plan, num_looked_at = list[Run](), self._plan, 0
         while lacking > 0 and plan.num_left > num_kept:
             if (num_looked_at := num_looked_at + 1) % _LOOKED_AT_ONCE == 0:
@@ -357,11 +357,11 @@ class Allocator:
         return evicted
 
     def _unused_parts(self, run: Run, before_ns: int) -> list[Run]:
-        """The slots of a planned run that still hold a block and were not used since."""
+        """Return the slots of a planned run that still contain a block and were not used since."""
         limit_ns, slab = min(self._plan.last_ns, before_ns), self._used_ns.get(run.slab)
         if slab is None or slab is not self._plan.used_ns[run.slab]:
             return []  # dropped meanwhile
-        if run.count == 1:  # in short: where uses are scattered, all runs are like this
+        if run.count == 1:  # a fast path: if uses are scattered, all runs are like this
             return [run] if _FREE < slab[run.first] <= limit_ns else []
         used_ns = slab[run.first : run.first + run.count]
         fit = (used_ns != _FREE) & (used_ns <= limit_ns)
@@ -371,9 +371,10 @@ class Allocator:
 
 
 def _make_plan(used_ns: Mapping[int, npt.NDArray[np.int64]], count: int) -> _Plan:
-    """Plans at least ``count`` evictions, if there are as many blocks. Times may change meanwhile: what is evicted is
-    looked at again."""
-    # The limit is that of a sample, which is all slots of a small store: to sort 17 million takes a second.
+    """Plan at least ``count`` evictions, if that many blocks exist. Times may change meanwhile, so each slot is checked
+    again before it is evicted."""
+    # A sample determines the limit, because sorting 17 million slots takes a second. For a small store, the sample is
+    # all slots.
     stride = max(1, sum(map(len, used_ns.values())) // _SAMPLE)
     sample = np.concatenate([np.empty(0, np.int64), *(times[::stride] for times in used_ns.values())])
     held = sample[(sample != _FREE) & (sample != BUSY)]
@@ -394,7 +395,7 @@ def _make_plan(used_ns: Mapping[int, npt.NDArray[np.int64]], count: int) -> _Pla
     if not starts:
         return _NO_PLAN
     every = np.concatenate(counts)
-    # The longest run first, to the power of two; of equals the one with the oldest use.
+    # The longest run first, by powers of two; among equals, the one with the oldest use.
     order = np.lexsort((np.concatenate(oldest), -np.frexp(np.minimum(every, _MAX_GRAIN))[1]))
     num_slots = int(every.sum())
     return _Plan(np.concatenate(starts)[order], every[order], used_ns, last_ns, num_slots, num_slots // 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a root: its namespaces, their slabs, and the directory that a store has open."""
+"""The contents of a root: its namespaces, their slabs, and the directory that a store has open."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ from kvoffload.tiering.stores.root import (
 LOCK_NAME = "slabs"
 _NAME = re.compile(f"(?:{NEW_PREFIX})?[0-9a-f]{{1,16}}")
 _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
-"""Times of directories have steps of a few milliseconds, or on some file systems of up to two seconds."""
+"""Resolution of directory times: a few milliseconds, or up to two seconds on some file systems."""
 _MAX_LISTINGS = 256
 _START_BYTES = 64
 _TABLES_TRIED = 64
-"""Tables of a directory whose headers are read before it counts as another program's."""
+"""Number of a directory's tables whose headers are read before it counts as another program's."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabSeen:
-    """A slab as a listing finds it, or what is left of one that somebody was making."""
+    """A slab in a listing, complete or unfinished."""
 
     name: str
     num_bytes: int
-    """Of both files, as long as its header says they are: its owner may write there although somebody cut them off."""
+    """Bytes of both files, at least as its header states: its owner may still write there after somebody truncated
+    them."""
     used_ns: int
-    """When its table was last written to, nanoseconds since 1970."""
+    """Time of the last write to its table, in nanoseconds since 1970."""
     inodes: tuple[int, int]
-    """Of table and payloads, 0 for a file that is missing."""
+    """Inodes of table and payloads, 0 for a missing file."""
 
     @property
     def is_new(self) -> bool:
@@ -58,8 +59,8 @@ class SlabSeen:
 
 
 def slabs_in(dir_fd: int) -> list[SlabSeen]:
-    """Every slab in a namespace's directory, oldest use first. Half a slab counts too, but no table that does not begin
-    like one of ours. Raises ``OSError``."""
+    """Return every slab in a namespace's directory, oldest use first. An incomplete slab also counts, but not a table
+    that does not begin like one of ours. Raises ``OSError``."""
     found: dict[str, dict[str, os.stat_result]] = {}
     with os.scandir(dir_fd) as entries:
         for entry in entries:
@@ -86,8 +87,8 @@ def slabs_in(dir_fd: int) -> list[SlabSeen]:
 
 
 def _proof(name: str, dir_fd: int) -> tuple[bool, Stated | None]:
-    """Whether a table is one of ours, and what its header says. A damaged one may lack either the magic number or the
-    digest of its directory; one that a power failure or a killed process has left may be blank."""
+    """Return whether a table is ours, and the contents of its header. A damaged table may lack either the magic number
+    or the digest of its directory; after a power failure or a kill it may be blank."""
     try:
         fd = os.open(name + TABLE_SUFFIX, os.O_RDONLY | SAFE, dir_fd=dir_fd)
         try:
@@ -111,18 +112,15 @@ def _name_of(dir_fd: int) -> str:
 
 
 class Listings:
-    """What directories held when they were last listed.
-
-    A directory is listed again only if its time has changed, or if it changed so shortly before it was listed that a
-    later change may have left the same time.
-    """
+    """The contents of directories when they were last listed. A directory is listed again only if its time has changed,
+    or if it changed so shortly before the listing that a later change may have the same time."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[int, list[SlabSeen]]] = {}
 
     def slabs(self, dir_fd: int) -> list[SlabSeen]:
-        """As ``slabs_in``, but times of use may be old. The same list as before if no slab came or went. Raises
-        ``OSError``."""
+        """Return the slabs as ``slabs_in`` does, but times of use may be old. Returns the previous list if no slab was
+        added or removed. Raises ``OSError``."""
         now_ns, status = time.time_ns(), os.fstat(dir_fd)
         place, changed_ns = (status.st_dev, status.st_ino), status.st_mtime_ns
         if (known := self._known.pop(place, None)) is None or known[0] != changed_ns:
@@ -137,8 +135,8 @@ class Listings:
 
 @contextmanager
 def root_lock(root: str, access: Access) -> Iterator[bool]:
-    """Its holder may make and remove slabs. Yields ``False`` if another process holds it. No process waits for it, as
-    its holder may be stopped. Raises ``OSError``."""
+    """Hold the lock that allows a process to create and remove slabs. Yields ``False`` if another process holds it. No
+    process waits for it, because the holder may be stopped. Raises ``OSError``."""
     control = open_control(root, access)
     try:
         fd = make_file(LOCK_NAME, control, access)
@@ -151,16 +149,16 @@ def root_lock(root: str, access: Access) -> Iterator[bool]:
 
 
 def unlink_slab(name: str, dir_fd: int) -> None:
-    """Removes a slab, or what is left of one, that ``slabs_in`` has found. Raises ``OSError``."""
+    """Remove a slab, complete or not, that ``slabs_in`` found. Raises ``OSError``."""
     if not _proof(name, dir_fd)[0]:
-        return  # another file has taken its name meanwhile
-    for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):  # payloads are not used without their table
+        return  # another file has this name now
+    for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):  # payloads without their table are not used
         with suppress(FileNotFoundError):
             os.unlink(name + suffix, dir_fd=dir_fd)
 
 
 def try_remove(name: str, dir_fd: int) -> bool:
-    """Removes a slab unless a process writes to it. The caller holds the root's lock. Raises ``OSError``."""
+    """Remove a slab unless a process writes to it. The caller holds the root's lock. Raises ``OSError``."""
     try:
         fd = os.open(name + TABLE_SUFFIX, os.O_RDWR | SAFE, dir_fd=dir_fd)
     except FileNotFoundError:
@@ -177,8 +175,8 @@ def try_remove(name: str, dir_fd: int) -> bool:
 def remove_slabs(
     root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int, *, also_locked: bool = False
 ) -> int:
-    """Removes slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that are gone, and
-    unless ``also_locked`` those that a process writes to. Returns the bytes that it freed. The caller holds the root's
+    """Remove slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that are gone, and,
+    unless ``also_locked``, slabs that a process writes to. Returns the freed bytes. The caller holds the root's
     lock."""
     freed_bytes = 0
     for directory, slab in slabs:
@@ -196,8 +194,8 @@ def remove_slabs(
 
 
 def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
-    """Removes those of the ``slabs`` that dead processes were making, and payloads without a table. The caller holds
-    the root's lock."""
+    """Remove the unfinished ``slabs`` of dead processes, and payloads without a table. The caller holds the root's
+    lock."""
     num_removed = 0
     for slab in slabs:
         if slab.is_new or not slab.inodes[0]:
@@ -211,9 +209,9 @@ def sweep(dir_fd: int, slabs: Sequence[SlabSeen]) -> int:
 def namespaces_in(
     root: str, access: Access, only: str | None = None, own: str | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed when
-    the next is asked for. No namespace's name begins with a dot. A directory is a namespace's if a table in it says
-    so; ``only`` and ``own`` are in any case."""
+    """Yield name and descriptor of each namespace's directory, sorted, never through a link. Each descriptor is closed
+    when the next is requested. No namespace's name begins with a dot. A directory belongs to a namespace if a table in
+    it says so; ``only`` and ``own`` always do."""
     root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in sorted(os.listdir(root_fd)) if only is None else [only]:
@@ -222,7 +220,7 @@ def namespaces_in(
             try:
                 fd = open_directory(name, root_fd)
             except OSError:
-                continue  # a link, a file, or not for us
+                continue  # a link, a file, or not accessible
             try:
                 if access.admits(os.fstat(fd)) and (name in (own, only) or _holds_slabs(name, fd)):
                     yield name, fd
@@ -233,7 +231,7 @@ def namespaces_in(
 
 
 def _holds_slabs(directory: str, dir_fd: int) -> bool:
-    """Whether a table in this directory says that it is of this namespace."""
+    """Return whether a table in this directory belongs to this namespace."""
     num_tried = 0
     try:
         with os.scandir(dir_fd) as entries:
@@ -251,7 +249,7 @@ def _holds_slabs(directory: str, dir_fd: int) -> bool:
 
 
 def is_unused(dir_fd: int) -> bool:
-    """Whether no process uses a namespace. Its directory is locked from now on, until ``dir_fd`` is closed."""
+    """Return whether no process uses a namespace. If so, its directory stays locked until ``dir_fd`` is closed."""
     try:
         return try_lock(dir_fd)
     except OSError:
@@ -259,8 +257,8 @@ def is_unused(dir_fd: int) -> bool:
 
 
 class SlabDirectory:
-    """One namespace's directory under ``root``. Any number of threads; ``check`` and ``close`` alone close the
-    descriptor ``fd``, and one thread at a time calls what uses it."""
+    """One namespace's directory under ``root``. Any number of threads may use it. Only ``check`` and ``close`` close
+    the descriptor ``fd``, and one thread at a time calls methods that use it."""
 
     def __init__(self, root: str, layout: SlabFormat, access: Access, *, durable: bool = False) -> None:
         self.root = root
@@ -271,7 +269,7 @@ class SlabDirectory:
         self._layout = layout
         self._fd = -1
         self._lock = threading.Lock()
-        """Held while ``_fd`` is replaced or duplicated."""
+        """Lock that is held while ``_fd`` is replaced or duplicated."""
         self._is_closed = False
         self._is_marked = False
         self._is_mount = is_mount(root)
@@ -282,8 +280,8 @@ class SlabDirectory:
         return self._fd
 
     def check(self) -> bool:
-        """Whether the directory that is open is still the one in its place. If not, opens the one that is there. Makes
-        the control directory again if somebody removed it; raises ``OSError`` if that fails."""
+        """Return whether the open directory is still the one at its path. If not, open the one that is there. Creates
+        the control directory again if it was removed; raises ``OSError`` if that fails."""
         is_same = False
         if self._fd >= 0:
             try:
@@ -291,7 +289,8 @@ class SlabDirectory:
             except OSError:
                 pass
         if is_same:
-            # Beside the open directory, not in the root's place: the root may have been unmounted just now.
+            # Created relative to the open directory, not at the root's path, because the root may have just been
+            # unmounted.
             root_fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
             try:
                 make_directory(f"/proc/self/fd/{root_fd}/{CONTROL_DIR}", self.access)
@@ -309,28 +308,28 @@ class SlabDirectory:
         return False
 
     def close(self) -> None:
-        """For good."""
+        """Close the directory permanently."""
         with self._lock:
             self._is_closed = True
             self._close()
 
     def slabs(self) -> list[SlabSeen]:
-        """Slabs of this namespace, those in the making too; the same list as before if none came or went. Raises
-        ``OSError``."""
+        """Return the slabs of this namespace, including unfinished ones. Returns the previous list if no slab was added
+        or removed. Raises ``OSError``."""
         return self.listings.slabs(self._fd)
 
     def open_slab(self, name: str) -> SlabFile:
-        """Raises ``SlabRefused`` or ``OSError``."""
+        """Open a slab. Raises ``SlabRefused`` or ``OSError``."""
         return SlabFile.open(name, self._layout, self._fd, self.access)
 
     def remove(self, name: str) -> None:
-        """Removes a slab of ours, which this process has locked. Raises ``OSError``."""
+        """Remove a slab of ours, which this process has locked. Raises ``OSError``."""
         unlink_slab(name, self._fd)
 
     @contextmanager
     def duplicate(self) -> Iterator[int]:
-        """A descriptor of the directory that stays open whatever ``check`` does meanwhile. Raises ``OSError``, also if
-        the root is gone."""
+        """Return a descriptor of the directory that ``check`` does not close. Raises ``OSError``, also if the root is
+        gone."""
         check_there(self.root, self._is_mount)
         with self._lock:
             if self._is_closed:
@@ -368,7 +367,7 @@ class SlabDirectory:
         self._mark()
 
     def _mark(self) -> None:
-        """Shows other processes that this namespace is in use. Does not wait for one that removes slabs of it."""
+        """Show other processes that this namespace is in use. Does not wait for a process that removes its slabs."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._is_marked = True

@@ -26,7 +26,7 @@ from kvoffload.tiering.stores.root import (
 
 
 class StoreRoot:
-    """A root on disk. ``secrets`` are for ``is_sound``. Raises ``ConfigError`` if ``path`` is not one."""
+    """A root on disk. ``is_sound`` uses the ``secrets``. Raises ``ConfigError`` if ``path`` is not a root."""
 
     def __init__(self, path: Path, secrets: Sequence[bytes] = ()) -> None:
         if not path.is_dir():
@@ -38,15 +38,15 @@ class StoreRoot:
         self._secrets = secrets
 
     def directories(self) -> list[str]:
-        """The directories of all namespaces, sorted. Skips other directories."""
+        """Return the directories of all namespaces, sorted. Skips other directories."""
         return namespaces_of(self._root)
 
     def directory(self, namespace: str) -> str:
-        """The directory of a namespace, which is given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
+        """Return the directory of a namespace, given by its name or as ``ls`` shows it. Raises ``ConfigError``."""
         return find_directory(namespace, self.directories(), str(self.path))
 
     def usage(self) -> list[NamespaceUsage]:
-        """One entry per namespace. Uses are as old as the files' times (``Quota``). Reads no block."""
+        """Return one entry per namespace. Times of use are the files' times (``Quota``). Reads no block."""
         found = []
         for directory in self.directories():
             usage = NamespaceUsage(directory)
@@ -58,17 +58,17 @@ class StoreRoot:
         return found
 
     def files(self, directory: str | None = None) -> Iterator[FileSeen]:
-        """The block files of one namespace's ``directory``, or of all."""
+        """Return the block files of one namespace's ``directory``, or of all."""
         return (file for file in self._seen(directory) if file.is_block)
 
     def is_sound(self, file: FileSeen) -> bool | None:
-        """Whether a file verifies, ``None`` if it is gone. Reads a file twice before it calls it bad."""
+        """Return whether a file verifies; ``None`` if it is gone. Reads a file twice before calling it bad."""
         path = os.path.join(self._root, file.path)
         sound = is_sound(path, self._secrets)
         return is_sound(path, self._secrets) if sound is False else sound
 
     def remove(self, files: list[FileSeen]) -> int:
-        """Deletes bad files, whatever their headers say: they have the names of blocks of a namespace that is ours.
+        """Delete bad files, regardless of their headers, because their names are those of blocks in our own namespace.
         Returns how many are gone."""
         access_to(self._root)
         count = 0
@@ -84,7 +84,7 @@ class StoreRoot:
         return count
 
     def clear(self, directory: str) -> int:
-        """Removes a namespace. Returns how many blocks it had. What a server writes meanwhile stays."""
+        """Remove a namespace, and return the number of deleted blocks. Blocks that a server writes meanwhile stay."""
         access_to(self._root)
         count = len(delete_oldest(self._root, list(self.files(directory)), -1))
         with Directories(self._root, ANYBODYS) as opened:
@@ -92,17 +92,17 @@ class StoreRoot:
                 try:
                     os.rmdir(opened.path(path))
                 except OSError:
-                    pass  # a server has just written there again, or it holds files that are not ours
+                    pass  # a server has just written there again, or it contains files that are not ours
         return count
 
     def sweep(self) -> int:
-        """Removes what dead writers left an hour ago or longer. Returns how many files there were."""
+        """Remove files that dead writers left at least an hour ago. Returns the number of files."""
         access_to(self._root)
         return sweep(self._root, [*self._seen(), *seen_in(self._root, CONTROL_DIR)])
 
     def would_shrink(self, max_bytes: int | None) -> tuple[int, int, int]:
-        """Return what ``shrink`` would do: how many blocks it deletes and bytes it frees, and the bytes on the disk
-        before."""
+        """Return the result of a ``shrink`` without doing it: the blocks to delete, the bytes to free, and the bytes on
+        the disk before."""
         files = list(self._seen())
         num_bytes = sum(file.size_bytes for file in files)
         blocks = freed_bytes = 0
@@ -114,7 +114,8 @@ class StoreRoot:
         return blocks, freed_bytes, num_bytes
 
     def shrink(self, max_bytes: int | None) -> tuple[int, int]:
-        """Deletes the oldest blocks of all namespaces until at most ``max_bytes`` are left. ``None``: deletes nothing.
+        """Delete the oldest blocks of all namespaces until at most ``max_bytes`` are left. With ``None``, delete
+        nothing.
 
         Returns the number of deleted blocks and the bytes on the disk.
         """
@@ -134,7 +135,7 @@ class StoreRoot:
 
 
 def is_sound(path: str, secrets: Sequence[bytes] = ()) -> bool | None:
-    """Whether the file at ``path`` holds the block that its path says, byte for byte. ``None`` if it is gone."""
+    """Return whether the file at ``path`` contains exactly the block that its path names; ``None`` if it is gone."""
     directory, fan, name = path.rsplit(os.sep, 2)
     directory = os.path.basename(directory)
     try:
@@ -146,7 +147,7 @@ def is_sound(path: str, secrets: Sequence[bytes] = ()) -> bool | None:
             layout = BlockFormat(directory, block_bytes, secret_for(directory, secrets))
             if os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False
-            if (key := parse_name(name)) is None:  # a long one, of which the name has the identity
+            if (key := parse_name(name)) is None:  # a long key, whose identity is the name
                 is_its_own = name == f"~{identity.hex()}{SUFFIX}"
             else:
                 is_its_own = layout.path_of(key) == f"{directory}/{fan}/{name}" and layout.identity(key) == identity

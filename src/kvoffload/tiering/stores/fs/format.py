@@ -9,14 +9,15 @@
 
 The two hex digits are the *fan*: one of 256 directories in each namespace, over which keys are spread evenly.
 
-A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O
-can move both, and 128 bytes otherwise::
+A file is a header and then the payload. The header is one page where payloads are whole pages, so that direct I/O can
+move both, and 128 bytes otherwise::
 
     magic 8 · version u16 · 0 u16 · header_bytes u32 · block_bytes u64 · identity 32 · seal 16 or 28 ·
     zeros · xxh3_64 of all before 8                                                           (little endian)
 
 ``identity`` is a digest of namespace and key, so another block's file never passes for this one. ``seal`` is the
-payload's xxh3_128, or with a secret what seals identity and payload (``stores/seal.py``), which may be encrypted then.
+payload's xxh3_128, or with a secret the seal of identity and payload (``stores/seal.py``); the payload may then be
+encrypted.
 """
 
 from __future__ import annotations
@@ -50,20 +51,21 @@ _FAN = re.compile("[0-9a-f]{2}")
 
 
 def parse_name(name: str) -> OffloadKey | None:
-    """The key in a file's name. ``None`` if the name has only a digest of it, or is not a block file's."""
+    """Return the key in a file's name; ``None`` if the name contains only its digest, or is not the name of a block
+    file."""
     if not name.endswith(SUFFIX) or name.startswith("~"):
         return None
     try:
         key = OffloadKey(bytes.fromhex(name.removesuffix(SUFFIX)))
     except ValueError:
         return None
-    # Upper case and spaces are hexadecimal too, but no block is ever looked for under such a name.
+    # ``fromhex`` also accepts upper case and spaces, but no lookup uses such a name.
     return key if key.hex() + SUFFIX == name else None
 
 
 def is_our_name(fan: str, name: str) -> bool:
-    """Whether a file in the directory ``fan`` may be called so: a block whose key belongs there, or one that is being
-    written."""
+    """Return whether ``name`` is a valid name in the directory ``fan``: a block whose key belongs there, or a temporary
+    file."""
     if name.startswith(TEMPORARY_PREFIX):
         return _TEMPORARY.fullmatch(name) is not None
     key = parse_name(name)
@@ -71,7 +73,7 @@ def is_our_name(fan: str, name: str) -> bool:
 
 
 def fan_of_name(name: str) -> int | None:
-    """The fan that a directory of this name is. ``None``: none."""
+    """Return the fan of a directory with this name, or ``None``."""
     return int(name, 16) if _FAN.fullmatch(name) else None
 
 
@@ -80,28 +82,28 @@ def _fan_of_key(key: OffloadKey) -> str:
 
 
 def identity_of(directory: str, key: OffloadKey) -> bytes:
-    """What the header of a block has of its namespace and key."""
+    """Return the identity of namespace and key, which a block's header contains."""
     return hashlib.blake2b(directory.encode() + b"\0" + key, digest_size=32).digest()
 
 
 def is_blank(start: bytes) -> bool:
-    """Whether a file that begins like this has no content: nothing was written, or a power failure lost it."""
+    """Return whether a file with this beginning is empty, because nothing was written or a power failure lost it."""
     return not start.strip(b"\0")
 
 
 def fan_of(path: str) -> int:
-    """The fan of a block's path, relative to the root."""
+    """Return the fan of a block's path, relative to the root."""
     return int(path.split("/", 2)[1], 16)
 
 
 def turn_of(key: OffloadKey) -> int:
-    """A number that is spread evenly over the keys of each fan."""
+    """Return a number that is spread evenly over the keys of each fan."""
     return xxhash.xxh3_64_intdigest(key) // NUM_FANS
 
 
 def stated_in(start: bytes) -> tuple[int, bytes] | None:
-    """Block size and identity by the header in a file's first page, for tools that do not know them. ``None`` if there
-    is no header. Verifies nothing."""
+    """Return block size and identity from the header in a file's first page, for tools that do not know them; ``None``
+    without a header. Verifies nothing."""
     if len(start) < _FIELDS.size:
         return None
     magic, version, _, _, block_bytes, identity = _FIELDS.unpack_from(start)
@@ -127,17 +129,17 @@ class BlockFormat:
         object.__setattr__(self, "file_bytes", header_bytes + self.block_bytes)
         front = _FIELDS.pack(_MAGIC, _VERSION, 0, header_bytes, self.block_bytes, bytes(32))[:-32]
         object.__setattr__(self, "_front", front)
-        # The header says which key it is.
+        # The header identifies the key.
         sealer = sealer_of(self.directory, self.secret, lambda _, payload: xxhash.xxh3_128_digest(payload))
         object.__setattr__(self, "_sealer", sealer)
 
     @property
     def is_paged(self) -> bool:
-        """Whether header and payload are whole pages, as direct I/O needs them."""
+        """Whether header and payload are whole pages, as direct I/O requires."""
         return self.header_bytes == PAGE_BYTES
 
     def path_of(self, key: OffloadKey) -> str:
-        """The file of ``key``, relative to the root. A key too long for a name is replaced by its digest."""
+        """Return the file of ``key``, relative to the root. A key too long for a name is replaced by its digest."""
         name = key.hex() if len(key) <= _LONGEST_HEX_KEY else "~" + self.identity(key).hex()
         return f"{self.directory}/{_fan_of_key(key)}/{name}{SUFFIX}"
 
@@ -145,13 +147,13 @@ class BlockFormat:
         return identity_of(self.directory, key)
 
     def sealed(self, identity: bytes, payload: memoryview) -> tuple[bytes, memoryview]:
-        """The header and the payload of a file for a block with a key of this identity."""
+        """Return the header and the payload of a block's file, for a key with this identity."""
         stored, seal = self._sealer.seal(identity, payload)
         return self._header(identity, seal), stored
 
     def unseal(self, header: bytes, identity: bytes, payload: memoryview) -> bool:
-        """Whether a file with this ``header`` and ``payload`` holds the block of a key of this identity. Then
-        ``payload`` is that block, else its content is undefined."""
+        """Return whether a file with this ``header`` and ``payload`` contains the block of a key with this identity. If
+        so, ``payload`` is then that block; otherwise its content is undefined."""
         seal = header[_FIELDS.size : _FIELDS.size + self._sealer.seal_bytes]
         return header == self._header(identity, seal) and self._sealer.unseal(seal, identity, payload, payload)
 

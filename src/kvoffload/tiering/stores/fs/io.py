@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single block files: written under a temporary name and renamed, read and verified. Direct I/O where that works."""
+"""Write single block files under a temporary name and rename them; read and verify them. Uses direct I/O if
+possible."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 
 
 def is_absence(error: OSError) -> bool:
-    """The error says that no file of ours is there: none at all, a link, or one that another host has deleted."""
+    """Return whether the error means that our file is absent: it does not exist, is a link, or was deleted by another
+    host."""
     return error.errno in _ABSENT
 
 
@@ -34,19 +36,19 @@ class ReadOutcome(Enum):
     ABSENT = "absent"
     """No such file, or it was deleted or replaced during the read."""
     BAD = "bad"
-    """Read in full, twice, and not this block. It is deleted."""
+    """The whole file was read twice, and is not this block. It is deleted."""
     STAYS = "stays"
-    """As ``BAD``, but it cannot be deleted."""
+    """The file is bad as for ``BAD``, but it cannot be deleted."""
     UNSURE = "unsure"
-    """The kernel returned less than the file has: no proof of anything."""
+    """The kernel returned fewer bytes than the file contains, which proves nothing."""
 
 
 class FileIO:
-    """Reads and writes the files of one ``BlockFormat`` under ``root``. Paths are relative to it, and each call gets
-    the ``Directories`` through which it opens them. Any number of threads. A transfer that stops short is continued.
+    """The files of one ``BlockFormat`` under ``root``. Paths are relative to ``root``, and each call opens them through
+    the ``Directories`` that it gets. Any number of threads may call it. An incomplete transfer is continued.
 
-    Direct I/O is used while header, payload and buffer are whole aligned pages and the file system supports it. The
-    first refusal of an aligned transfer ends it for good, and the transfer continues through the page cache.
+    Direct I/O is used if header, payload and buffer are whole aligned pages and the file system supports it. If the
+    file system rejects an aligned transfer, that transfer and all later ones use the page cache.
     """
 
     def __init__(self, root: str, layout: BlockFormat, access: Access, quota: Quota, *, durable: bool) -> None:
@@ -58,12 +60,12 @@ class FileIO:
         self._is_mount = is_mount(root)
         self._direct = bool(O_DIRECT) and layout.is_paged
         self._local = threading.local()
-        # Random rather than a host's name and a process id: containers of different hosts have the same.
+        # Random, because containers of different hosts may share both host name and process id.
         self._prefix = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
         self._numbers = itertools.count()
 
     def is_whole(self, opened: Directories, path: str) -> bool:
-        """Whether a file of the right size is there. Raises ``OSError`` if that cannot be found out."""
+        """Return whether a file of the right size is there. Raises ``OSError`` if that cannot be found out."""
         try:
             return self._is_whole(os.lstat(opened.path(path)))
         except OSError as exc:
@@ -72,8 +74,8 @@ class FileIO:
             raise
 
     def write(self, opened: Directories, path: str, key: OffloadKey, payload: memoryview) -> None:
-        """Writes a block and publishes it as ``path``, in place of any file of that name. Raises ``OSError``,
-        and then leaves nothing, unless the process is killed."""
+        """Write a block and publishes it as ``path``, in place of any file of that name. Raises ``OSError``, and then
+        leaves nothing, unless the process is killed."""
         # In the same directory, as some file systems cannot rename from one to another. Each name is used once.
         name = f"{os.path.dirname(path)}/{self._prefix}-{next(self._numbers)}"
         try:
@@ -88,11 +90,11 @@ class FileIO:
             try:
                 os.unlink(temporary)
             except OSError:
-                pass  # it was never made, or whoever lists the directory in an hour removes it
+                pass  # it was never created, or a later listing deletes it after an hour
             raise
 
     def mark_used(self, opened: Directories, path: str) -> None:
-        """Dates an old file anew, so that it is deleted later."""
+        """Set an old file's time to the current time, so that it is deleted later."""
         with contextlib.suppress(OSError):
             full = opened.path(path)
             if os.lstat(full).st_mtime_ns < self._quota.old_before_ns:
@@ -103,22 +105,22 @@ class FileIO:
                     os.close(fd)
 
     def sync_names(self, opened: Directories, paths: Iterable[str]) -> None:
-        """Puts the names of published files on the disk. Raises ``OSError``."""
+        """Put the names of published files on the disk. Raises ``OSError``."""
         for directory in {os.path.dirname(path) for path in paths}:
             os.fsync(opened.fd(directory))
 
     def read(self, opened: Directories, path: str, key: OffloadKey, payload: memoryview) -> ReadOutcome:
-        """Fills ``payload`` from a file, and deletes a bad one. Raises ``OSError`` if the file is neither readable nor
+        """Fill ``payload`` from a file, and delete a bad file. Raises ``OSError`` if the file is neither readable nor
         absent."""
         try:
             full = opened.path(path)
             outcome, _ = self._read(full, key, payload, direct=self._direct)
             if outcome is ReadOutcome.BAD:
-                # Memory, bus, a stale cache or a passing fault may be to blame. Only a file that is wrong twice is
-                # wrong, and the second time it is opened anew and read through the page cache.
+                # Memory, the bus, a stale cache or a temporary fault may be the cause. So a file counts as bad only
+                # after a second failure. The second read opens the file again and uses the page cache.
                 outcome, inode = self._read(full, key, payload, direct=False)
                 if outcome is ReadOutcome.BAD and os.lstat(full).st_ino != inode:
-                    return ReadOutcome.ABSENT  # somebody has just written it anew
+                    return ReadOutcome.ABSENT  # another process has just replaced it
         except OSError as exc:
             if is_absence(exc):
                 return ReadOutcome.ABSENT
@@ -128,7 +130,7 @@ class FileIO:
         return outcome
 
     def remove(self, opened: Directories, path: str) -> bool:
-        """Deletes a file. Returns whether it is gone, whoever deleted it."""
+        """Delete a file. Returns whether it is gone, even if another process deleted it."""
         try:
             os.unlink(opened.path(path))
         except IsADirectoryError:
@@ -145,22 +147,22 @@ class FileIO:
             if not self._move(fd, os.writev, [header, payload]):
                 raise OSError(errno.EIO, "the kernel wrote nothing", temporary)
             if self._access.is_group:
-                os.fchmod(fd, self._access.file_mode)  # the umask took bits away
+                os.fchmod(fd, self._access.file_mode)  # the umask removed bits
             self._quota.date(fd)
             if self._durable:
                 os.fsync(fd)
         finally:
-            os.close(fd)  # on a network mount this is where a full disk may show
+            os.close(fd)  # a network mount may report a full disk here
 
     def _publish(self, temporary: str, final: str) -> None:
         # The invariant: a file has its final name only when it is complete.
         try:
             os.rename(temporary, final)
         except IsADirectoryError:
-            os.rmdir(final)  # an empty one may go
+            os.rmdir(final)  # works only for an empty directory
             os.rename(temporary, final)
         except FileNotFoundError:
-            # A mount that sends a call again when its answer was lost finds that the first one has renamed the file.
+            # A mount that repeats a call after a lost answer finds that the first call has already renamed the file.
             try:
                 is_there = self._is_whole(os.lstat(final))
             except OSError:
@@ -180,7 +182,7 @@ class FileIO:
         self._quota.date(fd)
 
     def _read(self, full: str, key: OffloadKey, payload: memoryview, *, direct: bool) -> tuple[ReadOutcome, int]:
-        """What the file holds, and its inode."""
+        """Read the file, and return the outcome and its inode."""
         fd = self._open(full, os.O_RDONLY, payload, direct)
         try:
             status = os.fstat(fd)
@@ -190,7 +192,7 @@ class FileIO:
                 return ReadOutcome.BAD, status.st_ino
             header = self._header_buffer()
             if not self._move(fd, os.readv, [header, payload]):
-                # Cut off while we read, or the kernel stopped early: look again before judging.
+                # The file was truncated during the read, or the kernel stopped early: check the size again.
                 is_short = os.fstat(fd).st_size != self._layout.file_bytes
                 return ReadOutcome.BAD if is_short else ReadOutcome.UNSURE, status.st_ino
             good = self._layout.unseal(header.tobytes(), self._layout.identity(key), payload)
@@ -214,13 +216,14 @@ class FileIO:
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
-                self._direct = os.path.isdir(full)  # a directory is refused anywhere, which says nothing of files
+                self._direct = os.path.isdir(full)  # directories never support it, so this proves nothing about files
                 if flags & os.O_CREAT and os.path.lexists(full):
-                    os.unlink(full)  # some file systems refuse after they made the file
+                    os.unlink(full)  # some file systems reject the flag after creating the file
         return os.open(full, flags, mode)
 
     def _move(self, fd: int, call: Callable[[int, Sequence[memoryview]], int], buffers: list[memoryview]) -> bool:
-        """Moves all of ``buffers`` from the current position on. ``False`` if the kernel stopped before the end."""
+        """Transfer all of ``buffers`` at the current position. Returns ``False`` if the kernel stopped before the
+        end."""
         left = buffers
         while left:
             try:
@@ -238,7 +241,7 @@ class FileIO:
         return True
 
     def _header_buffer(self) -> memoryview:
-        """This thread's aligned page for headers."""
+        """Return this thread's aligned page for headers."""
         buffer: memoryview | None = getattr(self._local, "header", None)
         if buffer is None:
             buffer = memoryview(mmap.mmap(-1, PAGE_BYTES))[: self._layout.header_bytes]
@@ -247,7 +250,7 @@ class FileIO:
 
 
 def _make_buffered(fd: int) -> bool:
-    """Ends direct I/O of ``fd``. ``False`` if it had none."""
+    """Turn direct I/O off for ``fd``. Returns ``False`` if it was off."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if not flags & O_DIRECT:
         return False

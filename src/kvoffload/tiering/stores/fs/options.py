@@ -21,10 +21,11 @@ class FileSystemOptions(DirectoryOptions, frozen=True, kw_only=True):
     _make = FileSystemStore
 
     path: str
-    """The directory, absolute or from ``~`` on; it is made if it is missing."""
+    """The directory: an absolute path, or one that starts with ``~``. kvoffload creates it if it is missing."""
     max_bytes: int | str | None = None
-    """Quota on all files below ``path``, which holds within a tenth; the oldest blocks are deleted. Give all hosts the
-    same. A full disk makes room in the same way; ``"unlimited"`` leaves it at that. Default: required."""
+    """Quota on all files below ``path``, kept within a tenth by deleting the oldest blocks. Use the same quota on all
+    hosts. A full disk also deletes the oldest blocks; with ``"unlimited"``, only a full disk does. Default:
+    required."""
 
     def check(self, block_bytes: int | None = None) -> None:
         problems = Problems()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files and directories below a root are ours. Other programs may keep theirs beside them, under any name."""
+"""Find our own files and directories below a root. Other programs may store theirs beside them, under any name."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from kvoffload.tiering.stores.fs.format import (
 from kvoffload.tiering.stores.root import ANYBODYS, SAFE, Access, Directories
 
 _FILES_TRIED = 64
-"""Files of a directory whose headers are read before it counts as another program's."""
+"""Number of a directory's files whose headers are read before it counts as another program's."""
 _START_BYTES = 128
 _LOOKED_SHARE = 20
-"""A directory that is not ours is looked at again after this many times as long as the look took."""
+"""A directory that is not ours is checked again after this many times the duration of the check."""
 
 
 class Namespaces:
-    """The directories of namespaces below a root, as a process learns of them. Any thread."""
+    """The directories of namespaces below a root that a process knows. Any thread may use it."""
 
     def __init__(self, root: str, access: Access | None = None, own: str = "") -> None:
-        """``own``: the directory that this process uses, which is ours even if it is empty."""
+        """``own`` is the directory that this process uses, which is ours even if it is empty."""
         self._root = root
         self._access = access
         self._own = own
         self._ours = set[tuple[str, int]]()
         self._look_at_s: dict[tuple[str, int], float] = {}
-        """When a directory that is not ours is looked at again."""
+        """Times at which directories that are not ours are checked again."""
 
     def known(self) -> list[str]:
-        """Sorted. Skips other programs' directories, what cannot be read, and, with ``access``, what is not ours."""
+        """Return the sorted directories. Skips other programs' directories, unreadable ones, and with ``access`` also
+        other users'."""
         names = list[str]()
         with contextlib.suppress(OSError), os.scandir(self._root) as entries:
             for entry in entries:
@@ -67,12 +68,12 @@ class Namespaces:
 
 
 def namespaces_of(root: str) -> list[str]:
-    """The directories of all namespaces, sorted."""
+    """Return the directories of all namespaces, sorted."""
     return Namespaces(root).known()
 
 
 def holds_blocks(root: str, namespace: str) -> bool:
-    """Whether a file in this directory says in its header that it is a block of this namespace."""
+    """Return whether the header of a file in this directory identifies it as a block of this namespace."""
     tried = 0
     with Directories(root, ANYBODYS) as opened, contextlib.suppress(OSError):
         for fan in fans_in(root, namespace):
@@ -85,8 +86,8 @@ def holds_blocks(root: str, namespace: str) -> bool:
 
 
 def is_ours(path: str) -> bool:
-    """Whether the file at ``path`` begins like a block, or is blank: a power failure leaves such files. A file that
-    is gone is ours, too."""
+    """Return whether the file at ``path`` begins like a block, or is blank, as after a power failure. A deleted file
+    also counts as ours."""
     try:
         start = _start_of(path)
     except FileNotFoundError:
@@ -97,12 +98,12 @@ def is_ours(path: str) -> bool:
 
 
 def fans_in(root: str, namespace: str) -> Iterator[str]:
-    """The names of the directories for blocks in a namespace. Raises ``OSError``."""
+    """Return the names of the directories for blocks in a namespace. Raises ``OSError``."""
     return (name for name in list_names(root, namespace) if fan_of_name(name) is not None)
 
 
 def ours_in(root: str, directory: str, access: Access | None = None) -> list[str]:
-    """The names in one directory that block files and temporary files of ours have. Skips what cannot be read."""
+    """Return the names of our block files and temporary files in one directory. Returns none if it cannot be read."""
     fan = directory.rpartition("/")[2]
     with contextlib.suppress(OSError):
         return [name for name in list_names(root, directory, access) if is_our_name(fan, name)]
@@ -110,8 +111,8 @@ def ours_in(root: str, directory: str, access: Access | None = None) -> list[str
 
 
 def list_names(root: str, directory: str, access: Access | None = None) -> list[str]:
-    """The names in one directory, as the server of a network mount knows them; none if there is no such directory, or
-    if it is a link or, with ``access``, another user's. Raises ``OSError``."""
+    """Return the names in one directory, as the server of a network mount lists them. Returns none if the directory
+    does not exist, is a link, or, with ``access``, belongs to another user. Raises ``OSError``."""
     with Directories(root, access or ANYBODYS) as opened:
         try:
             return os.listdir(opened.fd(directory))

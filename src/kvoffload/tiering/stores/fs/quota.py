@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quota of a root, kept directory by directory: any host lists any of them and deletes what is too much."""
+"""The quota of a root, kept directory by directory. Any host lists any of them and deletes the excess."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from kvoffload.tiering.stores.fs.owned import Namespaces, fans_in, is_ours, ours
 from kvoffload.tiering.stores.root import ANYBODYS, CONTROL_DIR, SAFE, Access, Directories
 
 _DEAD_AFTER_NS = 3600 * 10**9
-"""A temporary file as old as this is of a dead writer. Clocks of hosts are minutes apart at most."""
+"""Age at which a temporary file belongs to a dead writer. Clocks of hosts differ by at most a few minutes."""
 _FEWEST_FILES = 16
-"""A quota with less room than this in each fan is kept over all of them together."""
+"""A quota that allows fewer files than this in each fan is kept over all fans together."""
 _FREED_SHARE = 10
-"""On a full disk a tenth of the listed files goes at once, so that few writes find the disk full."""
+"""A full disk deletes a tenth of the listed files at once, so that few writes find the disk full."""
 _FEWEST_CHOICES = 64
-"""Files that are listed before the oldest of them go."""
+"""Number of files to list before the oldest of them are deleted."""
 _EVERY_FAN = frozenset(range(NUM_FANS))
 _AT_ONCE = 256
-"""Files that are listed or deleted between two looks at how much a write has done."""
+"""Number of files listed or deleted between two checks of a write's progress."""
 _DIRECTORY_COSTS = 4
-"""To list a directory counts as so many files."""
+"""Listing a directory counts as this many files."""
 _MOST_IN_A_WRITE = 4096
-"""Files that one write lists or deletes. A slow mount takes a quarter of a millisecond for each."""
+"""Number of files that one write lists or deletes. A slow mount needs a quarter of a millisecond for each."""
 _STEP_NS = 1000
-"""How far apart the dates of two files are if this host's clock is behind the root's."""
+"""Difference between the times of two files if this host's clock is behind the root's."""
 
 
 class FileSeen(NamedTuple):
-    """A file as a listing finds it. A full store makes several for each block that it writes."""
+    """A file in a listing. A full store creates several of these for each block that it writes."""
 
     path: str
     """Relative to the root."""
     size_bytes: int
     written_ns: int
-    """Its mtime, nanoseconds since 1970 by the clock of the file system. A use may set it too (``Quota``)."""
+    """Its mtime, in nanoseconds since 1970 by the clock of the file system. A use may also set it (``Quota``)."""
 
     @property
     def is_block(self) -> bool:
@@ -52,52 +52,53 @@ class FileSeen(NamedTuple):
 
 
 class Quota:
-    """Keeps all files of all namespaces below ``root`` within ``max_bytes``, on average over time and directories.
+    """The quota ``max_bytes`` for all files of all namespaces below ``root``. It holds on average over time and
+    directories.
 
-    Each fan (the directories with the same two hex digits) has its share. One publish in ``_period`` of a fan lists it
-    and deletes its oldest files. Which ones do so depends on the keys alone, so that a fan is listed after as many new
-    files whether one host writes them or a hundred. Deleting a file twice is harmless: no host waits for another. A
-    write does a bounded part of a large listing; the next writes of any thread do the rest.
+    Each fan (the directories with the same two hex digits) gets its share. One publish in ``_period`` of a fan lists it
+    and deletes its oldest files. The keys alone decide which publishes do so. So a fan is listed after the same number
+    of new files, whether one host writes them or a hundred. Deleting a file twice is harmless, so no host waits for
+    another. A write does a limited part of a large listing; the next writes of any thread do the rest.
 
-    Files are ordered by mtime: when they were written, or used after they had become old. The root's own time counts,
-    which is that of the newest file: a file is never dated earlier than one that a listing has found. So the order is
-    that of writing, whether a clock is ahead, behind or jumps. Any number of threads. Errors of single files are
-    passed over.
+    Files are ordered by mtime: the time of writing, or of a use after they became old. A file never gets an earlier
+    time than the newest file in any listing so far. So the order follows the order of writing, even if a clock is
+    ahead, behind or jumps. Any number of threads may call it. Errors of single files are ignored.
     """
 
     old_before_ns = 0
-    """Files with an older mtime were the older half of the last listing that deleted any. Only they are dated anew when
-    they are used: so few uses write to the disk, and blocks that are used together grow old together. A hint, which
-    each process has for itself."""
+    """Files with an earlier mtime were the older half of the last listing that deleted any. Only these get a new time
+    when they are used, so that few uses write to the disk, and blocks that are used together age together. This is a
+    hint, private to each process."""
 
     def __init__(self, root: str, max_bytes: int | None, file_bytes: int, access: Access, own: str = "") -> None:
-        """``own``: the directory of this process's namespace."""
+        """``own`` is the directory of this process's namespace."""
         self._root = root
         self._access = access
         self._by_fan = max_bytes is not None and max_bytes >= _FEWEST_FILES * NUM_FANS * file_bytes
         self._share_bytes = (max_bytes or 0) // (NUM_FANS if self._by_fan else 1)
-        # A fan grows by a tenth between two listings, on average, and 256 of them level each other out. All fans
-        # together are counted more often, because nothing levels them out.
+        # A fan grows by a tenth between two listings on average, and the 256 fans balance each other. All fans together
+        # are counted more often, because nothing balances them.
         files = self._share_bytes // file_bytes
         self._period = max(1, files // (10 if self._by_fan else 64)) if max_bytes is not None else 0
-        # As low as makes it a twentieth less than the quota on average.
+        # This low, so that the average is a twentieth below the quota.
         margin = (self._period - 1) * (1.5 if self._by_fan else 3)
         self._kept_bytes = self._share_bytes - int(margin * file_bytes)
         self._newest_ns = 0
         self._lock = threading.Lock()
         self._begun: deque[tuple[frozenset[int], Iterator[Sequence[FileSeen]]]] = deque()
-        """Listings that were begun, by their fans. A thread takes one out while it works on it."""
+        """Unfinished listings, by their fans. A thread removes one while it works on it."""
         self._namespaces = Namespaces(root, access, own)
 
     def date(self, fd: int) -> None:
-        """Dates a file that was just written or used: now, and no earlier than the newest file of the root."""
+        """Set the time of a file that was just written or used: now, but no earlier than the newest file of the
+        root."""
         if os.fstat(fd).st_mtime_ns < self._newest_ns:
             with self._lock:
                 self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
             os.utime(fd, ns=(newest_ns, newest_ns))
 
     def keep(self, published: Iterable[tuple[OffloadKey, str]]) -> list[str]:
-        """After files were published: lists the fans whose turn it is. Returns the paths of deleted files."""
+        """List the fans that are due, after files were published. Returns the paths of deleted files."""
         if not self._period:
             return []
         paths = set[str]()
@@ -114,8 +115,8 @@ class Quota:
         return self._go_on()
 
     def make_room(self, path: str, num_bytes: int) -> list[str]:
-        """Deletes old files on a full disk, of the fan of ``path`` and as many more as give a choice. Returns their
-        paths: empty if no file of ours can be deleted."""
+        """Delete old files on a full disk, from the fan of ``path`` and enough others to offer a choice. Returns their
+        paths, or none if no file of ours can be deleted."""
         seen, first = list[FileSeen](), fan_of(path)
         for files in self._listed([*range(first, NUM_FANS), *range(first)]):
             seen += files
@@ -129,7 +130,7 @@ class Quota:
         return [file.path for file in gone]
 
     def _go_on(self) -> list[str]:
-        """Goes on with the listings that were begun, as far as one write does."""
+        """Continue the unfinished listings, as far as one write may."""
         gone, num_done = list[str](), 0
         while num_done < _MOST_IN_A_WRITE:
             with self._lock:
@@ -146,8 +147,8 @@ class Quota:
         return gone
 
     def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Iterator[Sequence[FileSeen]]:
-        """Lists fans, and deletes the oldest of their files if they are too many. Yields after each part of the work:
-        the files that it deleted."""
+        """List fans, and delete the oldest of their files if they exceed the quota. Yields the deleted files after each
+        part of the work."""
         seen, cost = list[FileSeen](), 0
         for files in self._listed(fans):
             seen += files
@@ -171,7 +172,7 @@ class Quota:
         self._note_old(blocks, gone_at_all)
 
     def _date_again(self, files: Iterable[FileSeen]) -> None:
-        """Dates files that were written just before a listing found a newer one."""
+        """Set the times of files that were written just before a listing found a newer one."""
         with Directories(self._root, self._access) as opened:
             for file in files:
                 with contextlib.suppress(OSError):
@@ -186,9 +187,9 @@ class Quota:
             self.old_before_ns = statistics.median_low(file.written_ns for file in blocks)
 
     def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
-        """The files of ``fans`` one after the other, of all namespaces, a few at a time."""
+        """Yield the files of ``fans`` one after the other, of all namespaces, a few at a time."""
         namespaces = self._namespaces.known()
-        if len(fans) < NUM_FANS:  # whose directories are opened sooner than listed
+        if len(fans) < NUM_FANS:  # opening these few directories is faster than listing all
             directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
         else:
             directories = fan_directories(self._root, namespaces)
@@ -203,13 +204,13 @@ class Quota:
                     yield seen
 
     def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
-        """The blocks among the files that were ``seen``. Deletes what dead writers left."""
+        """Return the blocks among the files that were ``seen``. Deletes temporary files of dead writers."""
         sweep(self._root, seen, self._access)
         return [file for file in seen if file.is_block]
 
 
 def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]]:
-    """The directories of each fan that exist in ``namespaces``. Skips what cannot be read."""
+    """Return the existing directories of each fan in ``namespaces``. Skips unreadable ones."""
     found: dict[int, list[str]] = {}
     for namespace in namespaces:
         with contextlib.suppress(OSError):
@@ -221,8 +222,8 @@ def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]
 def seen_in(
     root: str, directory: str, access: Access | None = None, names: Sequence[str] | None = None
 ) -> list[FileSeen]:
-    """The block files and temporary files in one directory: those of ``names``, or all. Skips what cannot be read, and
-    a directory that is a link or, with ``access``, not ours."""
+    """Return the block files and temporary files in one directory: the ones in ``names``, or all. Skips unreadable
+    files, and a directory that is a link or, with ``access``, not ours."""
     seen = list[FileSeen]()
     with Directories(root, access or ANYBODYS) as opened:
         for name in ours_in(root, directory, access) if names is None else names:
@@ -235,7 +236,7 @@ def seen_in(
 
 
 def in_order(files: Iterable[FileSeen], newest: Collection[str] = ()) -> list[FileSeen]:
-    """The oldest first; the paths among ``newest`` are the last, whatever a clock has dated them."""
+    """Return the files sorted from oldest to newest. The paths in ``newest`` are last, regardless of their times."""
     return sorted(files, key=lambda file: (file.path in newest, file.written_ns, file.path))
 
 
@@ -246,9 +247,9 @@ def delete_oldest(
     newest: Collection[str] = (),
     access: Access | None = None,
 ) -> list[FileSeen]:
-    """Deletes the oldest of ``files``, ``in_order``, until at most ``kept_bytes`` are left. Returns those that are
-    gone, by whomever. What cannot be deleted is passed over, and so is a file with a block's name whose header does
-    not say that it is one."""
+    """Delete the oldest of ``files``, ``in_order``, until at most ``kept_bytes`` are left. Returns the files that are
+    gone, even if another process deleted them. Skips files that cannot be deleted, and files with a block's name but
+    without a block's header."""
     left_bytes, gone = sum(file.size_bytes for file in files), list[FileSeen]()
     with Directories(root, access or ANYBODYS) as opened:
         for file in in_order(files, newest):
@@ -260,7 +261,7 @@ def delete_oldest(
                     continue
                 os.unlink(path)
             except FileNotFoundError:
-                pass  # another host had the same to do
+                pass  # another host has deleted it
             except OSError:
                 continue
             left_bytes -= file.size_bytes
@@ -269,18 +270,18 @@ def delete_oldest(
 
 
 def sweep(root: str, seen: Iterable[FileSeen], access: Access | None = None) -> int:
-    """Deletes the temporary files among ``seen`` that dead writers left. Returns how many."""
+    """Delete the temporary files among ``seen`` that dead writers left. Returns their number."""
     temporaries = [file for file in seen if not file.is_block]
     now_ns = time_at(root) if temporaries else None
     if now_ns is None:
         return 0
     dead = [file for file in temporaries if now_ns - file.written_ns > _DEAD_AFTER_NS]
-    return len(delete_oldest(root, dead, -1, (), access))  # all of them, empty ones too
+    return len(delete_oldest(root, dead, -1, (), access))  # all of them, including empty ones
 
 
 def time_at(root: str) -> int | None:
-    """The time by the clock of the file system, which need not be this host's: that of a file made now. Nanoseconds
-    since 1970; ``None`` if no file can be made."""
+    """Return the time by the clock of the file system, which may differ from this host's. It is the time of a newly
+    created file, in nanoseconds since 1970; ``None`` if no file can be created."""
     path = f"{root}/{CONTROL_DIR}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

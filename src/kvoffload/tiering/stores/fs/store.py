@@ -37,31 +37,32 @@ _FULL_DISK_ROUNDS = 3
 
 
 class FileSystemStore(RootedStore):
-    """One file per block of ``block_bytes`` under ``root`` (``format`` has the layout). Any number of processes, on any
-    number of hosts, may share a root. There is no lock, and no process knows of another.
+    """One file per block of ``block_bytes`` under ``root`` (``format`` describes the layout). Any number of processes,
+    on any number of hosts, may share a root. They use no locks and do not know each other.
 
-    A write goes to a temporary file in the block's directory, completely, which is then renamed. A read verifies every
-    byte of the file, including the key's identity. A file that fails twice is deleted and is a miss. With a ``secret``
-    each file has a message authentication code, so that nobody else can make one that is served.
+    A write fills a temporary file in the block's directory and then renames it. A read verifies every byte of the file,
+    including the key's identity. A file that fails twice is deleted and counts as a miss. With a ``secret``, each file
+    contains a message authentication code, so that nobody else can create a file that is served.
 
     ``max_bytes`` bounds all files under the root, of every namespace and process, headers included. It holds within a
-    tenth (``quota``). The blocks that were written first are deleted first, unless they were used when they had become
-    old. A disk that is full makes room in the same way, with ``max_bytes`` or without.
+    tenth (``quota``). The blocks that were written first are deleted first, unless they were used after they became
+    old. A full disk makes room in the same way, with or without ``max_bytes``.
 
     With ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
     or tear recent blocks, and verification turns those into misses.
 
-    Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
-    read and write as well. Links under the root are never followed, and a root of another user is refused.
+    Only this user may read the files under the root, regardless of the umask. With ``mode="group"`` the root's group
+    may also read and write. Links under the root are never followed, and a root of another user is rejected.
 
-    A block that the disk cannot read is a miss until it is written anew. The root is made only here: if it goes away
-    later, calls raise ``StoreError`` until it is back.
+    A block that the disk cannot read is a miss until it is written again. Only the constructor creates the root: if it
+    disappears later, calls raise ``StoreError`` until it is back.
     """
 
     _tier_type = "fs"
     _needs_locks = False
     rescan_s = 600.0
-    """Other hosts delete too. A scan lists 256 directories, and every host scans."""
+    """Scans repeat because other hosts also delete. They are rare because each scan lists 256 directories, and every
+    host scans."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class FileSystemStore(RootedStore):
             found = self._find(opened, keys, paths, errors)
             here = {path for path, is_here in zip(paths, found, strict=True) if path and is_here}
             for path in here:
-                self._io.mark_used(opened, path)  # it was computed again, for the lack of a block before it
+                self._io.mark_used(opened, path)  # it was computed again because an earlier block was missing
             published, gone = dict[str, OffloadKey](), set[str]()
             for key, path, block in zip(keys, paths, blocks, strict=True):
                 is_new = path not in here and path not in published
@@ -153,7 +154,7 @@ class FileSystemStore(RootedStore):
                     self._io.remove(opened, path)
 
     def close(self) -> None:
-        """Holds nothing open."""
+        """Do nothing: the store keeps no file open."""
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         with self._directories() as opened:
@@ -173,8 +174,8 @@ class FileSystemStore(RootedStore):
             raise StoreError(root_is_gone(self._root))
 
     def _drop_plain(self) -> Iterator[Sequence[OffloadKey]]:
-        """Deletes the blocks of our namespace that are not encrypted, if that is wanted. Hosts that still write such
-        blocks lose them at each scan."""
+        """Delete the blocks of our namespace that are not encrypted, if ``drop_plain`` was called. Hosts that still
+        write such blocks lose them at each scan."""
         try:
             if not self._drops_plain:
                 return
@@ -213,7 +214,7 @@ class FileSystemStore(RootedStore):
     # --------------------------------------------------------------------------------------------------- helpers
 
     def _mark(self) -> None:
-        """Says that the root is one of files, where that can be said: the file system may be read-only."""
+        """Mark the root as one of files, unless the file system is read-only."""
         with suppress(OSError):
             control = open_control(self._root, self._access)
             try:
@@ -225,7 +226,7 @@ class FileSystemStore(RootedStore):
         return Directories(self._root, self._access)
 
     def _check_directory(self, opened: Directories) -> None:
-        """Raises ``StoreError`` if somebody has put a link in the place of our directory."""
+        """Raise ``StoreError`` if our directory was replaced with a link."""
         try:
             opened.fd(self._layout.directory)
         except OSError as exc:
@@ -233,8 +234,8 @@ class FileSystemStore(RootedStore):
                 raise self._failed(exc) from exc
 
     def _paths(self, opened: Directories, keys: Sequence[OffloadKey], errors: list[OSError]) -> list[str]:
-        """The file of each key, empty where somebody has put a link in the place of its fan: nothing is read, written
-        or deleted through it. Here and below, paths are relative to the root. Raises ``StoreError``."""
+        """Return the file of each key, or ``""`` if its fan was replaced with a link, because nothing may be read,
+        written or deleted through it. Here and below, paths are relative to the root. Raises ``StoreError``."""
         self._check_directory(opened)
         paths = [self._layout.path_of(key) for key in keys]
         strange = set[str]()
@@ -250,7 +251,7 @@ class FileSystemStore(RootedStore):
     def _find(
         self, opened: Directories, keys: Sequence[OffloadKey], paths: Sequence[str], errors: list[OSError]
     ) -> list[bool]:
-        """Which files are there with the right size."""
+        """Return which files exist with the right size."""
         found = [False] * len(paths)
         for at in sorted(range(len(paths)), key=paths.__getitem__):  # so that each directory is opened once
             path = paths[at]
@@ -269,8 +270,8 @@ class FileSystemStore(RootedStore):
         errors: list[OSError],
         gone: set[str],
     ) -> bool:
-        """Writes one block, and makes room for it on a full disk. Others may take that room meanwhile. Adds the paths
-        of deleted files to ``gone``."""
+        """Write one block, and make room for it on a full disk. Others may use that room meanwhile. Adds the paths of
+        deleted files to ``gone``."""
         for rounds_left in reversed(range(_FULL_DISK_ROUNDS)):
             try:
                 self._io.write(opened, path, key, payload)
@@ -284,7 +285,7 @@ class FileSystemStore(RootedStore):
         return False
 
     def _evicted(self, paths: Sequence[str], gone: set[str]) -> bool:
-        """Records deleted files, also in ``gone``. Returns whether there are any."""
+        """Record deleted files, also in ``gone``. Returns whether any were deleted."""
         gone.update(paths)
         with self._lock:
             self._num_evicted += len(paths)
@@ -292,7 +293,7 @@ class FileSystemStore(RootedStore):
         return bool(paths)
 
     def _add_error(self, errors: list[OSError], error: OSError, key: OffloadKey, path: str) -> None:
-        """Records the error of one file. If the disk cannot read it, the file is a miss until it is written anew."""
+        """Record the error of one file. If the disk cannot read it, the file is a miss until it is written again."""
         errors.append(error)
         if error.errno in BLOCK_ERRORS:
             with self._lock:
@@ -300,14 +301,14 @@ class FileSystemStore(RootedStore):
                 self._note_unreadable(path)
 
     def _note_unreadable(self, path: str) -> None:
-        """With ``_lock`` held."""
+        """Record a file as unreadable. The caller holds ``_lock``."""
         self._unreadable[path] = None
         if len(self._unreadable) > _MAX_UNREADABLE:
             self._unreadable.popitem(last=False)
 
     def _own_keys(self, paths: Iterable[str]) -> list[tuple[str, OffloadKey]]:
-        """The files of this namespace and their keys, where the names have them. Files in other places than their own
-        are skipped."""
+        """Return the files of this namespace whose names contain their keys, with these keys. Skips files in a wrong
+        directory."""
         own = self._layout.directory + "/"
         named = ((path, parse_name(os.path.basename(path))) for path in paths if path.startswith(own))
         return [(path, key) for path, key in named if key is not None and self._layout.path_of(key) == path]
