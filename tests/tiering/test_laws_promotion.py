@@ -682,3 +682,17 @@ def test_no_patience_at_all_means_no_promotion() -> None:
     assert rig.ask(keys(0), rig.start("r")) == [False]
     rig.step()
     assert not rig.tier.jobs
+
+
+def test_a_store_that_never_ends_is_waited_for_by_no_request_that_asks_later() -> None:
+    """Each of them would wait for its whole time budget."""
+    rig = Rig(4, max_wait_s=5.0, primary_options={"max_wait_s": 5.0})
+    rig.primary.slots._clock = rig.clock
+    blocks = prefix(2)
+    assert rig.write(blocks, rig.start("writer")) == blocks
+    assert rig.ask(blocks, rig.start("early")) == [None, None]
+    rig.clock.advance(5.0)
+    rig.step()
+    assert rig.ask(blocks, rig.start("late")) == [False]
+    rig.manager.complete_store(blocks, rig.start("again"))
+    assert rig.ask(blocks, rig.start("later")) == [True, True]
