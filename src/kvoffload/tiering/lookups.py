@@ -94,8 +94,10 @@ class Lookups:
         )
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """What is somewhere of ``keys``, up to the first ``False``. Only tiers and the reuse filter notice. A block on
-        its way is there."""
+        """Say which of ``keys`` are anywhere, up to the first ``False``. A block on its way counts as present.
+
+        Only the tiers and the reuse filter notice the call.
+        """
         if self._waits.is_over(request):
             return self._primary.peek(keys, request.context)
         answers = self._places.peek(request, keys)
@@ -122,7 +124,10 @@ class Lookups:
         self._places.measure()
 
     def _take_in(self, request: Request) -> None:
-        """What happened since the last call. A request that asks first in a step begins anew if its wait is dirty."""
+        """Take in the jobs and the news since the last call.
+
+        If the wait is dirty, the first question of its request in a step starts over.
+        """
         self._poll()
         wait = request.wait
         if wait is None:
@@ -144,7 +149,7 @@ class Lookups:
     # -------------------------------------------------------------------------------------------------- answers
 
     def _answer_at_once(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """For a request that may not wait: what is not ready is a miss."""
+        """Answer a request that may not wait: every block that is not ready is a miss."""
         answers: list[bool | None] = []
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             if block is None or not block.is_ready:
@@ -154,7 +159,7 @@ class Lookups:
         return answers
 
     def _holding(self, wait: Wait, keys: Sequence[OffloadKey]) -> Told | None:
-        """What the request was told for ``keys``, if that holds."""
+        """Return the last answers for ``keys``, or ``None`` if they may have changed."""
         told = wait.told.get(keys[0])
         if told is None or not told.is_kept or wait.is_dirty or told.keys != keys:
             return None
@@ -173,7 +178,7 @@ class Lookups:
         stop = wait.stop_of(keys)
         told = Told([*keys], [], is_kept=True)
         if stop or is_due:
-            # Survey. A prefetch has nothing to weigh: what it does not find is not needed yet.
+            # Survey. A prefetch has nothing to weigh: no request needs its blocks yet.
             is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
             is_weighed &= wait.plan is None or is_planned
             survey = self._places.survey(request, keys[:stop])
@@ -182,7 +187,7 @@ class Lookups:
             if not is_weighed:
                 segments = self._planner.sources(survey.segments)
             elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
-                # Nothing new is known: what the plan waits for is waited for still.
+                # Nothing new is known, so the request goes on waiting for the same tiers.
                 held = Place((), waited_tiers(wait.plan.segments))
                 segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
             else:
@@ -252,7 +257,7 @@ class Lookups:
         return plan
 
     def _stop_late(self, wait: Wait, keys: Sequence[OffloadKey]) -> None:
-        """The deadline has passed: the request takes what has arrived."""
+        """Let the request use the blocks that have arrived, because its deadline has passed."""
         stop, ready = wait.stop_of(keys), 0
         for block in self._primary.slots.get_all(keys[:stop]):
             if block is None or not block.is_ready:
@@ -349,7 +354,7 @@ class Lookups:
         return begun == absent
 
     def _gives_way(self, request: Request) -> bool:
-        """Whether blocks are not to be promoted for it yet, because others wait for what is being read."""
+        """Whether a prefetch must not begin reads, because other requests wait for reads."""
         return request.context.is_prefetch and self._promotions.are_waited_for()
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:

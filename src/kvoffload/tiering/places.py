@@ -45,7 +45,7 @@ class Survey(NamedTuple):
 
 
 class Places:
-    """Looks blocks up, and changes nothing but what ``tiers`` note of their lookups."""
+    """Look blocks up. Only the tiers note these lookups; nothing else changes."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Places:
         return f"Places(tiers={[tier.name for tier in self._tiers]})"
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """What is somewhere of ``keys``, up to the first that is nowhere; ``None``: that is not known yet."""
+        """Say which of ``keys`` are anywhere, up to the first that is nowhere. ``None`` means not known yet."""
         segments, is_end = self._where(request, keys)
         answers: list[bool | None] = []
         for place, num_blocks in segments:
@@ -76,7 +76,7 @@ class Places:
         return [*answers, False] if is_end else answers
 
     def peek_each(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
-        """Whether each of ``keys`` is somewhere. ``answers`` are those of host memory."""
+        """Say for each of ``keys`` whether it is anywhere. ``answers`` says which are in host memory."""
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts
         missing = [at for at, answer in enumerate(answers) if not answer]
@@ -94,8 +94,8 @@ class Places:
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
         """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
 
-        Ends where the request could claim no more: what comes after may be evicted while it waits. Blocks before the
-        first that must be waited for need no claims, and unknown ones have none.
+        The survey ends where the request could claim no more, because later blocks may be evicted while it waits.
+        Blocks before the first that must be waited for need no claims, and unknown ones have none.
         """
         own = len(request.wait.claims) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
@@ -104,7 +104,7 @@ class Places:
     def _where(self, request: Request, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
         """The places of the leading ones of ``keys``, and whether they end because the next one is nowhere.
 
-        They end after ``most``, too, unless all so far are here or the last one is unknown.
+        They also end after ``most``, unless all so far are here or the last one is unknown.
         """
         found: list[Segment] = []
         blocks = self._primary.slots.get_all(keys)

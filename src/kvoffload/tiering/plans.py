@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a hit are loaded, and from where: ``plan``, a pure function of what was surveyed and measured."""
+"""Decide which blocks of a hit are loaded, and from where: ``plan``, a pure function of a survey and of speeds."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a plan knows, in seconds."""
+    """The speeds that a plan uses, in seconds."""
 
     block_compute_s: float
     queue_s: float
@@ -73,24 +73,24 @@ class Speeds:
 
 
 class SoFar(NamedTuple):
-    """What a request has waited when it is planned for."""
+    """How long a request has waited when a plan is made for it."""
 
     num_blocks: int = 0
-    """Of its prompt, as far as it asked; fewer than surveyed: those that were surveyed."""
+    """The blocks of its prompt, as far as it asked. If the survey has more, these count."""
     spent_s: float = 0.0
     """It has waited for its blocks, ..."""
     granted_s: float = 0.0
     """... and may for so long whatever comes, by the plan before."""
     num_paid: int | None = None
     """Each leading block that is here beyond this number pays for the wait. At the first plan so many were here, less
-    those that lay in host memory behind what is read. ``None``: this is the first plan."""
+    the blocks in host memory behind the blocks that are read. ``None``: this is the first plan."""
 
 
 NOTHING = SoFar()
 
 
 class Chosen(NamedTuple):
-    """What a plan begins to read from one tier, and what it was weighed against."""
+    """The blocks that a plan begins to read from one tier, and the alternatives."""
 
     tier: int
     num_blocks: int
@@ -107,9 +107,9 @@ class Plan(NamedTuple):
     wait_s: float = 0.0
     """Until all of them are expected in host memory."""
     deadline_s: float = math.inf
-    """From now: what has not arrived by then is computed, unless others have come meanwhile that are worth the wait."""
+    """From now. Blocks that have not arrived by then are computed, unless others have arrived that pay for the wait."""
     declined: tuple[tuple[int, Declined, Sequence[int], tuple[int, ...]], ...] = ()
-    """The tier, the reason and the blocks of what is found below and not loaded, and all tiers that have them."""
+    """Blocks that are in a tier and are not loaded: the tier, the reason, the blocks, and all tiers that have them."""
     segments: tuple[Segment, ...] = ()
     """The first ``stop`` blocks with their sources."""
     num_paid: int = 0
@@ -125,13 +125,13 @@ class _Budget(NamedTuple):
     """How long a wait may still last, in seconds from now."""
 
     answers_s: float
-    """For answers: what has been earned, and what every wait may lose."""
+    """For answers: the time that arrived blocks have earned, and the time that every wait may lose."""
     reads_s: float
     """For reads: no more than they can bring, of a short prompt."""
     rest_s: float
-    """For blocks that make those of use which are here already: a state, say."""
+    """For a block without which the blocks in host memory are useless, such as a state."""
     portion_s: float
-    """For one read: what is left is enough for four of them, whatever has been earned."""
+    """For one read: a quarter of the rest, whatever has been earned."""
 
 
 def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None = None, so_far: SoFar = NOTHING) -> Plan:
@@ -142,8 +142,8 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
 
     A wait must not cost more than it may bring, so it has a time budget (``RISK_SHARE``): it falls behind computing by
     no more than that. Each leading block that has arrived pays for the time that computing it would take, and so do
-    blocks in host memory behind the blocks that are read. What is expected later than that is not begun, even if all of
-    it would save time: a tier that stands still before the end would make all of it vain.
+    blocks in host memory behind the blocks that are read. Blocks that are expected later than that are not read, even
+    if all of them would save time: a tier that stops before the end would make the whole wait useless.
     """
     total = sum([num_blocks for _, num_blocks in survey])
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0

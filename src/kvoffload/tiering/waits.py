@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The waits of requests, and what they claim. Scheduler thread only.
+"""The waits of requests and their claims. Scheduler thread only.
 
 A reverse index has, for each block, the waits that claim it or wait for a tier's answer to it. An event that concerns a
 block marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any other gets
@@ -79,7 +79,7 @@ class Waits:
         return self._watchers.keys()
 
     def of(self, request: Request) -> Wait:
-        """Its wait, or what may become one in this step."""
+        """Return its wait, or a record that may become one in this step."""
         if request.wait is not None:
             return request.wait
         wait = self._asking.get(request)
@@ -285,7 +285,7 @@ class Waits:
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
     def decline(self, wait: Wait, keys: Sequence[OffloadKey], stop: int) -> None:
-        """Of ``keys`` those from ``stop`` on are not loaded in this wait. What it claims of them it claims no more."""
+        """Load none of ``keys[stop:]`` in this wait, and end its claims on them."""
         wait.declined.difference_update(keys[:stop])
         declined = keys[stop:]
         wait.declined.update(declined)
@@ -402,8 +402,11 @@ class Waits:
         del self._waiting[request]
 
     def expire(self, request: Request, key: OffloadKey | None = None) -> None:
-        """Ends the wait for good: ``request`` has no time left. What it waited for is a miss, and so is the block
-        ``key``, which is on its way. A request that gives up any block counts once."""
+        """End the wait for good, because ``request`` has no time left.
+
+        The blocks that it waited for are misses, and so is the block ``key``, which is on its way. A request that gives
+        up any block counts once.
+        """
         given_up = [] if key is None else [key]
         if request.wait is not None:
             given_up += [key for key, is_ready in request.wait.claims.items() if not is_ready]
