@@ -263,7 +263,7 @@ class Waits:
         wait.chosen += plan.chosen
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
-        else:
+        elif wait.declined:
             wait.declined.difference_update(keys)  # an ask before: this one may wait for them
 
     def _set_deadline(self, wait: Wait, seen_s: float) -> None:
