@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.models import SmallModel
-from tests.engines.vllm.steps import BLOCK, Steps, aborted
+from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted
 
 from kvoffload.engines.vllm.checksums import weights_state
 from kvoffload.engines.vllm.sources import Sources
@@ -389,3 +390,44 @@ def test_a_paused_engine_that_was_reset_goes_on_storing_after_the_update(llama: 
     assert steps.stored_blocks(prompt) == [0, 1, 2, 3]
     steps.close()
     update(steps)  # nobody is listening
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("level", "is_found"), [(1, True), (2, False)])
+def test_after_a_sleep_that_keeps_the_weights_the_tiers_blocks_are_found(
+    llama: SmallModel, tmp_path: Path, level: int, is_found: bool
+) -> None:
+    from vllm.v1.executor import UniProcExecutor
+
+    class Asleep:
+        def __init__(self) -> None:
+            self.driver_worker = SimpleNamespace(sleep=lambda level: None, wake_up=lambda tags=None: None)
+
+    tier = {"type": "fs", "path": str(tmp_path), "max_bytes": "unlimited"}
+    steps = Steps(
+        llama.path,
+        False,
+        40,
+        spec_name="TieringOffloadingSpec",
+        cpu_bytes_to_use=20 * PAGE_BYTES,
+        secondary_tiers=[tier],
+        load_policy="always",
+        max_wait_s=300.0,
+    )
+    prompt = tokens(100, 4)
+    steps.add("first", prompt, 1)
+    while steps.scheduler.has_requests():  # until the tier has everything
+        steps.step()
+        time.sleep(0.001)
+    executor: Any = Asleep()
+    assert steps.scheduler.reset_prefix_cache(reset_connector=True)  # as each sleep does by itself
+    steps.worker.slots.clear()  # what comes to them from now on is promoted
+    UniProcExecutor.collective_rpc(executor, "sleep", kwargs={"level": level})
+    UniProcExecutor.collective_rpc(executor, "wake_up", kwargs={"tags": None})
+    again = steps.add("again", prompt, 1)
+    while not again.is_finished():
+        steps.step()
+        time.sleep(0.001)
+    assert bool(steps.loads()) is is_found
+    steps.close()
