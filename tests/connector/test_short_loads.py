@@ -67,6 +67,22 @@ def test_a_load_is_short_by_the_means_of_steps_and_loads(blocks: int, is_short: 
     assert rig.ask(request) == (4 * blocks, not is_short)
 
 
+@pytest.mark.parametrize(("block_s", "is_short"), [((9.0, BLOCK_S, 9.0), True), ((9.0, 8.0), False)])
+def test_before_the_first_load_the_fastest_store_stands_for_it(block_s: tuple[float, ...], is_short: bool) -> None:
+    rig = Clocked()
+    running = Request("running", 9, "other")
+    rig.admit(running, range(500, 540))
+    for _ in range(20):
+        rig.decode(running)
+    for n, seconds in enumerate(block_s):
+        request = Request(f"store{n}", 16, f"stem{n}")
+        meta = rig.admit(request, range(10 * n, 10 * n + 4))
+        results = tuple((0, TransferResult(job.job_id, True, 10, 4 * seconds)) for job in meta.stores)
+        rig.scheduler.update_connector_output(WorkerReport(results))
+        rig.finish(request)
+    assert rig.ask(rig.arrive(Request("r", 17, "stem0"))) == (16, not is_short)
+
+
 def test_loads_in_flight_and_those_of_the_same_step_come_first() -> None:
     rig, running = measured()
     for n, (stem, waits) in enumerate((("a", False), ("b", False), ("c", True))):

@@ -37,7 +37,7 @@ class ShortLoads:
         self._clock = clock
         self._step_s: float | None = None
         self._block_s: float | None = None
-        """Of a load, by GPU block, on one rank. That of stores until there was a load."""
+        """Of a load, by GPU block, on one rank. That of the fastest store until there was a load."""
         self._knows_loads = False
         self._last_step_s: float | None = None
         """When the last step was decided that computes something."""
@@ -70,12 +70,16 @@ class ShortLoads:
         self._last_step_s = now_s if computes else None
 
     def copied(self, job: JobRecord, num_ranks: int) -> None:
-        """A job has succeeded on all ranks, which copy side by side. Before the first load, stores tell as much."""
-        is_load = job.direction is Direction.LOAD
-        if job.gpu_block_ids and (is_load or not self._knows_loads):
-            before = self._block_s if is_load is self._knows_loads else None
-            self._block_s = _mean(before, job.seconds / num_ranks / len(job.gpu_block_ids))
-            self._knows_loads = is_load
+        """A job has succeeded on all ranks, which copy side by side. Before the first load, the fastest store stands
+        for loads: the first stores of a process are slow."""
+        if not job.gpu_block_ids:
+            return
+        block_s = job.seconds / num_ranks / len(job.gpu_block_ids)
+        if job.direction is Direction.LOAD:
+            self._block_s = _mean(self._block_s if self._knows_loads else None, block_s)
+            self._knows_loads = True
+        elif not self._knows_loads:
+            self._block_s = block_s if self._block_s is None else min(self._block_s, block_s)
 
 
 def _mean(before: float | None, newest: float) -> float:
