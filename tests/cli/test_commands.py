@@ -58,7 +58,7 @@ def test_what_a_command_does_not_need_is_not_loaded() -> None:
     assert not {"typer", "numpy", "rich", "msgspec"} & loaded_by("--version")
     loaded = loaded_by("top", "--help")
     assert "kvoffload.cli.top" in loaded
-    assert not [name for name in loaded if name.startswith(("kvoffload.sim.driver", "kvoffload.tiering", "torch"))]
+    assert not [name for name in loaded if name.startswith(("kvoffload.sim.cluster", "kvoffload.tiering", "torch"))]
 
 
 @pytest.mark.parametrize("command", ["", "simulate", "plan", "explain", "store", "store gc", "check-config", "demo"])

@@ -167,6 +167,7 @@ def simulated(
         chunk_tokens=chunk_tokens,
         load_bytes_per_s=math.inf,
         load_latency_s=0.0,
+        engine="reference",
         load_policy="always",
     )
     shared = SharedStore(1 << 20, server_bytes_per_s=math.inf, store_bytes_per_s=math.inf, latency_s=latency_s)

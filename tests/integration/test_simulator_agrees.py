@@ -168,6 +168,7 @@ def simulated(
         chunk_tokens=chunk_tokens,
         load_bytes_per_s=math.inf,
         load_latency_s=0,
+        engine="reference",
         disk_read_bytes_per_s=1e18,
         disk_write_bytes_per_s=1e18,
         disk_latency_s=0,

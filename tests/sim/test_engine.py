@@ -88,7 +88,9 @@ def test_who_waits_for_a_load_does_not_delay_others(trace_of: TraceOf) -> None:
     slow = replace(SERVER, load_bytes_per_s=50.0, chunk_tokens=128)  # 2 s for each block
     found = first_tokens(trace, slow)
     assert found[2] == pytest.approx(100.0 + 17 / 16)
-    assert found[1] == pytest.approx(100.0 + 8.0 + 1 / 16)
+    assert found[1] == pytest.approx(100.0 + 17 / 16 + 8.0 + 1 / 16), "a load starts after its step's forward pass"
+    reference = first_tokens(trace, replace(slow, engine="reference"))
+    assert reference[1] == pytest.approx(100.0 + 8.0 + 1 / 16)
 
 
 def test_decoding_and_prompts_share_steps(trace_of: TraceOf) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
@@ -53,6 +53,11 @@ class SimConfig:
     """The most tokens that a step computes (``max_num_batched_tokens`` in vLLM)."""
     max_requests: int = 256
     """The most requests that run side by side (``max_num_seqs`` in vLLM)."""
+    engine: Literal["vllm", "reference"] = "vllm"
+    """Whose scheduler is modelled. In vLLM a request finds blocks that the same step computes for another, all copies
+    of a block can be found, blocks that are not full are reused first, and a load starts after the step's forward pass.
+    In the reference engine blocks are found from the next step on, only the first copy can be found, and loads start
+    before the forward pass."""
     max_wait_s: float = DEFAULTS.max_wait_s
     """The most seconds that a request waits for promotions."""
     load_policy: LoadPolicy = DEFAULTS.load_policy

@@ -109,7 +109,7 @@ class _Request:
     """The blocks of recurrent states that the request uses."""
     num_named: int = 0
     admitted: int = -1
-    """The order of admissions; -1: not admitted."""
+    """The order in which requests began to run; -1: it does not run."""
     hit: Hit | None = None
     is_new: bool = False
     """No step has reported its block table to the connector yet."""
@@ -209,7 +209,8 @@ class Engine:
         # A pool that has room for everything never evicts, however large it is said to be.
         tokens = int((trace.input_tokens + trace.output_tokens).sum())
         everything = (tokens // block_tokens + 2 * len(trace) + 1) * (1 + config.state_slots)
-        self._pool = DevicePool(min(config.gpu_blocks, everything))
+        self._is_vllm = config.engine == "vllm"
+        self._pool = DevicePool(min(config.gpu_blocks, everything), finds_copies=self._is_vllm)
         self._loads = Link(config.load_bytes_per_s, config.load_latency_s)
         self._stores = Link(config.load_bytes_per_s, config.load_latency_s)
         self._transfers: list[tuple[float, int, float]] = []
@@ -220,7 +221,7 @@ class Engine:
         self._waiting: deque[_Request] = deque()
         self._loading: dict[str, _Request] = {}
         self._loaded: dict[_Request, None] = {}
-        """Requests whose load has ended. They run as soon as fewer than ``max_requests`` do."""
+        """Requests whose load has ended, and that do not run yet."""
         self._prefilling: dict[_Request, None] = {}
         self._decoding: dict[_Request, ScheduledRequest] = {}
         self._decode_entries: tuple[ScheduledRequest, ...] | None = ()
@@ -301,10 +302,6 @@ class Engine:
             self._waiting.append(request)
             if connector is not None:
                 connector.on_new_request(request)
-        while self._loaded and self.num_running < self._config.max_requests:
-            request = next(iter(self._loaded))
-            del self._loaded[request]
-            self._prefilling[request] = None
         jump_s = self._try_jump(now_s)
         if jump_s is not None:
             return jump_s
@@ -323,7 +320,7 @@ class Engine:
         start_s = now_s
         if connector is not None:
             start_s = self._drive(connector, step, entries, states, preempted, synchronous)
-        return self._compute(step, start_s, has_deferred)
+        return self._compute(step, start_s, has_deferred, bool(preempted))
 
     def _drive(
         self,
@@ -347,17 +344,23 @@ class Engine:
         start_s = now_s
         if not meta.is_empty():
             self._quiet_steps = -1
+            late: list[TransferJob] = []
             for job in meta.final_stores:
                 self._start(self._stores, job, now_s)
             for job in meta.loads:
-                end_s = self._start(self._loads, job, now_s)
                 if job.request_id in synchronous:
-                    start_s = max(start_s, end_s)
+                    start_s = max(start_s, self._start(self._loads, job, now_s))
+                elif self._is_vllm and (step.prompts or step.num_decodes):
+                    late.append(job)
+                else:
+                    self._start(self._loads, job, now_s)
             for job in meta.lost_loads:
                 self._push(job.job_id, now_s, 0.0)
             for job_id in meta.flush_job_ids:
                 start_s = max(start_s, self._end_of.get(job_id, now_s))
             end_s = start_s + self._seconds(step)
+            for job in late:  # they are reported with the next step at the earliest
+                self._start(self._loads, job, math.nextafter(end_s, math.inf))
             for job in meta.stores:
                 self._start(self._stores, job, end_s)
         return start_s
@@ -381,7 +384,7 @@ class Engine:
         pairs = sum(count * (request.computed + count / 2) for request, count in step.prompts)
         return self._config.step_seconds(tokens, pairs, step.num_decodes, self._context)
 
-    def _compute(self, step: _Step, start_s: float, has_deferred: bool) -> float | None:
+    def _compute(self, step: _Step, start_s: float, has_deferred: bool, has_preempted: bool) -> float | None:
         now_s = self._clock.now_s
         self._step = step
         if step.prompts or step.num_decodes:
@@ -394,7 +397,7 @@ class Engine:
             times.append(tier_end_s if has_deferred else max(tier_end_s, now_s + CALM_S))
         if has_deferred:
             times.append(now_s + POLL_S)
-        if not times and not self._must_step:
+        if not times and not self._must_step and not has_preempted:
             self._step = None
             return None
         step.end_s = max(min(times, default=now_s), now_s)
@@ -406,12 +409,19 @@ class Engine:
         assert step is not None
         now_s = self._clock.now_s
         if step.jump is not None:
-            self._decode(step.jump.count)
+            for request in self._count_tokens(step.jump.count):
+                self._end_decoding(request)
+                self._finish(request)
         else:
-            if step.num_decodes:
-                self._decode(1)
-            for request, count in step.prompts:
-                self._advance(request, count, now_s)
+            ended = self._count_tokens(1) if step.num_decodes else []
+            # In the order in which they began to run, which is the order in which an engine frees their blocks.
+            computed = [*step.prompts, *((request, 0) for request in ended)]
+            for request, count in sorted(computed, key=lambda each: each[0].admitted) if ended else computed:
+                if count:
+                    self._advance(request, count, now_s)
+                else:
+                    self._end_decoding(request)
+                    self._finish(request)
         self._end_transfers(now_s)
         self.steps += not step.is_idle
         if step.is_busy:
@@ -426,10 +436,11 @@ class Engine:
         if not results or self._connector is None:
             return
         outcome = self._connector.update_connector_output(WorkerReport(tuple(results)))
-        for request_id in outcome.loaded_request_ids:
-            request = self._loading.pop(request_id)
+        loaded = outcome.loaded_request_ids
+        for request in [each for each in self._loading.values() if each.request_id in loaded] if loaded else ():
+            del self._loading[request.request_id]
             request.computed = request.loaded
-            self._name(request)
+            self._name(request, request.computed)
             if self._num_states:
                 keys = self._state_keys(request, request.loaded // self._block_tokens)
                 self._pool.name(request.state_blocks[-self._num_states :], keys)
@@ -503,6 +514,8 @@ class Engine:
     ) -> None:
         step.prompts.append((request, count))
         step.is_busy = True
+        if self._is_vllm:
+            self._name(request, request.computed + count)
         if self._connector is None:
             return
         blocks: BlockIds = ()
@@ -556,7 +569,21 @@ class Engine:
         states: list[BoundaryState],
         synchronous: set[str],
     ) -> bool:
-        """Admit requests in order of arrival as long as there is room. Return whether some must ask again."""
+        """Admit requests as long as there is room: first those whose load has ended, then others in order of arrival.
+        Return whether some must ask again."""
+        for request in [*self._loaded]:
+            count = min(budget, request.num_tokens - request.computed)
+            need = -(-(request.computed + count) // self._block_tokens) - len(request.table)
+            is_full = self.num_running >= self._config.max_requests
+            if not count or is_full or (need > self._pool.num_free and self.num_running):
+                step.is_busy = True
+                return False
+            fresh = self._pool.take(max(need, 0))
+            request.table += fresh
+            del self._loaded[request]
+            self._run(request)
+            self._put(step, request, count, fresh, entries, states)
+            budget -= count
         passed: list[_Request] = []
         has_deferred = False
         block_tokens, pool, connector = self._block_tokens, self._pool, self._connector
@@ -594,8 +621,6 @@ class Engine:
             request.state_blocks = [*found_states, *pool.take(state_need)]
             request.num_named, request.loaded, request.is_new = len(found), start, True
             request.computed = computed
-            request.admitted = self._admissions
-            self._admissions += 1
             if connector is not None:
                 connector.update_state_after_alloc(request, self._table_of(request), external)
             self._count_hit(request, len(found))
@@ -605,11 +630,16 @@ class Engine:
             if external:
                 synchronous.add(request.request_id)
                 request.computed = start
-            self._prefilling[request] = None
+            self._run(request)
             self._put(step, request, count, [], entries, states)
             budget -= count
         self._waiting.extendleft(reversed(passed))
         return has_deferred
+
+    def _run(self, request: _Request) -> None:
+        request.admitted = self._admissions
+        self._admissions += 1
+        self._prefilling[request] = None
 
     def _is_blocked(self) -> bool:
         """Whether the next request to admit is known to find no room."""
@@ -637,7 +667,7 @@ class Engine:
         self.prefill_s += config.prompt_seconds(count, count * (request.computed + count / 2))
         self.computed_tokens += count
         request.computed += count
-        self._name(request)
+        self._name(request, request.computed)
         if request.computed < request.num_tokens:
             return
         del self._prefilling[request]
@@ -654,9 +684,9 @@ class Engine:
         else:
             self._begin_decoding(request)
 
-    def _name(self, request: _Request) -> None:
-        """Let others find the blocks that the request has computed or loaded."""
-        first, stop = request.num_named, min(request.computed // self._block_tokens, len(request.block_hashes))
+    def _name(self, request: _Request, tokens: int) -> None:
+        """Let others find the request's blocks with the first ``tokens`` tokens."""
+        first, stop = request.num_named, min(tokens // self._block_tokens, len(request.block_hashes))
         if stop > first:
             keys = request.block_hashes[first:stop]
             self._pool.name(request.table[first:stop], keys)
@@ -670,7 +700,12 @@ class Engine:
         self._on_end(request.number)
 
     def _release(self, request: _Request) -> None:
-        self._pool.release([*request.table, *request.state_blocks])
+        # vLLM caches the full blocks of answers too, whose hashes the trace does not know.
+        full = len(request.table)
+        if self._is_vllm:
+            full = max(request.computed, request.num_prompt_tokens + request.generated - 1 if request.generated else 0)
+            full //= self._block_tokens
+        self._pool.release([*request.table[:full], *request.state_blocks], request.table[full:])
         request.table, request.state_blocks, request.computed, request.loaded = [], [], 0, 0
         request.admitted = -1
 
@@ -710,16 +745,16 @@ class Engine:
         request.generated = self._count - request.decodes_from
         self._context -= request.num_tokens
 
-    def _decode(self, count: int) -> None:
-        """All requests that decode have computed ``count`` tokens."""
+    def _count_tokens(self, count: int) -> list[_Request]:
+        """All requests that decode have computed ``count`` tokens. Return those that have their last one."""
         self._context += count * len(self._decoding)
         self._count += count
-        finishes = self._finishes
+        ended, finishes = [], self._finishes
         while finishes and finishes[0][0] <= self._count:
             _, admitted, request = heapq.heappop(finishes)
             if request.admitted == admitted:
-                self._end_decoding(request)
-                self._finish(request)
+                ended.append(request)
+        return ended
 
     def _grow_decoding(self, preempted: set[str]) -> None:
         """Give blocks to the requests whose next token needs one."""
@@ -734,7 +769,7 @@ class Engine:
 
     def _try_jump(self, now_s: float) -> float | None:
         """Begin many steps at once if they only decode and nothing else happens meanwhile. Return when they end."""
-        if not self._decoding or self._prefilling or self._loading or self._transfers:
+        if not self._decoding or self._prefilling or self._loading or self._loaded or self._transfers:
             return None
         if self._waiting and len(self._decoding) < self._config.max_requests and not self._is_blocked():
             return None

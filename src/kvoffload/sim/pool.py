@@ -11,25 +11,32 @@ class DevicePool:
     """GPU blocks. A block is used by requests, or free. A free block keeps its content, and can be found by its key,
     until it is taken for other content. The least recently freed block is taken first.
 
-    ``num_blocks`` of 0 means that the size is not known: there is always room, and nothing is found.
+    ``num_blocks`` of 0 means that the size is not known: there is always room, and nothing is found. Several blocks may
+    have the same content. With ``finds_copies``, the next copy is found when the first is taken; without, a copy cannot
+    be found.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, finds_copies: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._finds_copies = finds_copies
         self._next = 0
         """Blocks from here on were never used. Those from ``num_blocks`` on do not exist (``take``)."""
         self._free: OrderedDict[int, None] = OrderedDict()
         """Blocks that were used, in the order in which they were freed."""
+        self._first: list[int] = []
+        """Free blocks to take before all others, the last one first."""
         self._users: dict[int, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
+        """Further blocks with the same key, oldest first."""
 
     def __repr__(self) -> str:
         return f"DevicePool({self.num_free} of {self.num_blocks} free, {len(self._block_of)} found by key)"
 
     @property
     def num_free(self) -> int:
-        return max(self.num_blocks - self._next, 0) + len(self._free) if self.num_blocks else 1 << 60
+        return max(self.num_blocks - self._next, 0) + len(self._free) + len(self._first) if self.num_blocks else 1 << 60
 
     @property
     def is_unused(self) -> bool:
@@ -71,13 +78,16 @@ class DevicePool:
         if not self.num_blocks:
             self._next += count
             return [*range(self._next - count, self._next)]
-        fresh = max(min(count, self.num_blocks - self._next), 0)
-        taken = [*range(self._next, self._next + fresh)]
+        taken: list[int] = []
+        while self._first and len(taken) < count:
+            taken.append(self._first.pop())
+        fresh = max(min(count - len(taken), self.num_blocks - self._next), 0)
+        taken += range(self._next, self._next + fresh)
         self._next += fresh
         while len(taken) < count and self._free:
             block, _ = self._free.popitem(last=False)
             if (key := self._key_of.pop(block, None)) is not None:
-                del self._block_of[key]
+                self._forget(block, key)
             taken.append(block)
         if (missing := count - len(taken)) > 0:
             self._next = max(self._next, self.num_blocks)
@@ -87,24 +97,49 @@ class DevicePool:
             self._users[block] = 1
         return taken
 
-    def name(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Let others find ``blocks`` by these keys. A key that another block has already stays with that block."""
-        if self.num_blocks:
-            for block, key in zip(blocks, keys):
-                if block < self.num_blocks and key not in self._block_of and block not in self._key_of:
-                    self._block_of[key], self._key_of[block] = block, key
+    def _forget(self, block: int, key: bytes) -> None:
+        copies = self._copies.get(key)
+        if self._block_of[key] != block:
+            assert copies is not None
+            copies.remove(block)
+        elif copies:
+            self._block_of[key] = copies.pop(0)
+        else:
+            del self._block_of[key]
+        if copies is not None and not copies:
+            del self._copies[key]
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Remove a user from each of these blocks. The tail is freed first, so it is taken first."""
+    def name(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Let others find ``blocks`` by these keys."""
         if not self.num_blocks:
             return
-        users = self._users
+        for block, key in zip(blocks, keys):
+            if block >= self.num_blocks or block in self._key_of:
+                continue
+            if key not in self._block_of:
+                self._block_of[key], self._key_of[block] = block, key
+            elif self._finds_copies:
+                self._copies.setdefault(key, []).append(block)
+                self._key_of[block] = key
+
+    def release(self, blocks: Sequence[int], unfilled: Sequence[int] = ()) -> None:
+        """Remove a user from each of these blocks. The tail is freed first, so it is taken first. Blocks that are not
+        filled (``unfilled``) cannot be found again, so they are taken before all others."""
+        if not self.num_blocks:
+            return
         for block in reversed(blocks):
-            users[block] -= 1
-            if not users[block]:
-                del users[block]
-                if block < self.num_blocks:
-                    self._free[block] = None
+            if self._is_freed(block):
+                self._free[block] = None
+        self._first += [block for block in unfilled if self._is_freed(block)]
+
+    def _is_freed(self, block: int) -> bool:
+        """Remove a user. Return whether the block is free with that."""
+        users = self._users
+        users[block] -= 1
+        if users[block]:
+            return False
+        del users[block]
+        return block < self.num_blocks
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """For tests. ``tables`` has the blocks of each request."""
@@ -115,7 +150,11 @@ class DevicePool:
             for block in table:
                 users[block] = users.get(block, 0) + 1
         assert users == self._users
-        assert not users.keys() & self._free.keys()
+        assert not users.keys() & {*self._free, *self._first}
+        assert not {*self._first} & {*self._free, *self._key_of}
         real = sum(block < self.num_blocks for block in users)
         assert real + self.num_free == self.num_blocks
-        assert {block: key for key, block in self._block_of.items()} == self._key_of
+        named = {block: key for key, block in self._block_of.items()}
+        named |= {block: key for key, copies in self._copies.items() for block in copies}
+        assert named == self._key_of
+        assert all(self._copies.values())

@@ -180,7 +180,7 @@ def _rows(plan: Plan, prices: Prices) -> Table:
         "memory",
         "disk",
         "hits %",
-        *(f"TTFT {name}" for name in quantiles),
+        *quantiles,
         "busy %",
         f"{prices.unit}/h",
         "note",

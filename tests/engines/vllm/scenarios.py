@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any
 
 from tests.engines.greedy import Prompt
+from tests.engines.virtual_time import CHUNK_TOKENS, SIDE_BY_SIDE, Observed, Workload, serve
 from tests.engines.vllm.harness import Engine, idle_state
 from tests.engines.vllm.prompts import (
     BLOCK_BYTES,
@@ -31,6 +32,8 @@ from tests.engines.vllm.prompts import (
     state_prompts,
 )
 from tests.engines.vllm.second_node import SecondNode
+
+from kvoffload.connector import OffloadingConnectorWorker
 
 
 def baseline(model: str, family: str, **options: Any) -> dict[str, Any]:
@@ -765,6 +768,73 @@ def serve_one_by_one(model: str, channel: int, **options: Any) -> None:
             engine.drain()
             print(cached[prompt.name], file=lines, flush=True)
     engine.close()
+
+
+class Stepped:
+    """vLLM, step by step, for ``virtual_time.serve``. Each transfer has ended when its step ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._waiting: set[str] = set()
+        self._tokens = 0
+        engine.llm.apply_model(self._count)
+        report = OffloadingConnectorWorker.get_report
+
+        def wait_and_report(worker: Any) -> Any:
+            for handler, job_ids in worker._open.items():
+                handler.wait([*job_ids])
+            return report(worker)
+
+        OffloadingConnectorWorker.get_report = wait_and_report  # type: ignore[method-assign]
+
+    def _count(self, model: Any) -> None:
+        def count(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._tokens += (arguments[0] if arguments else named["input_ids"]).numel()
+
+        model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def add(self, number: int, prompt: list[int], output: int) -> None:
+        asked = Prompt(str(number), tuple(prompt), output)
+        self.engine.llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, self.engine.parameters(asked))
+        self._waiting.add(str(number))
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.engine.core.scheduler.has_requests())
+
+    def step(self) -> tuple[int, list[int]]:
+        before, first = self._tokens, []
+        for output in self.engine.llm.llm_engine.step():
+            name = output.request_id.partition("-")[0]
+            if output.outputs[0].token_ids and name in self._waiting:
+                self._waiting.remove(name)
+                first.append(int(name))
+        return self._tokens - before, first
+
+
+def in_virtual_time(model: str, extra: dict[str, Any], gpu_blocks: int, loads: list[float]) -> list[dict[str, Any]]:
+    """Serves the workload at each load, with empty caches, and says what was observed."""
+    found = []
+    engine = Engine(
+        model,
+        gpu_blocks=gpu_blocks,
+        extra=extra,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        max_num_seqs=SIDE_BY_SIDE,
+        async_scheduling=False,
+    )
+    stepped = Stepped(engine)
+    for load in loads:
+        exit_if_hung()
+        engine.drain()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        before = [engine.vllm_metric(f"vllm:{kind}prefix_cache_hits") for kind in ("", "external_")]
+        seconds, ttft_s = serve(stepped, Workload(load, BLOCK_TOKENS))
+        after = [engine.vllm_metric(f"vllm:{kind}prefix_cache_hits") for kind in ("", "external_")]
+        device, host = (int(now - then) for now, then in zip(after, before, strict=True))
+        found.append(Observed(seconds, ttft_s, device, host).as_json())
+    engine.close()
+    return found
 
 
 def exit_if_hung() -> None:
