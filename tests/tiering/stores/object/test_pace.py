@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
 from tests.tiering.stores.blocks import BLOCK_BYTES, read
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
+from kvoffload.tiering.stores.object.client import Deadlines
 from kvoffload.tiering.stores.object.pace import Pace
 from kvoffload.tiering.stores.object.store import ObjectStore
 
@@ -29,6 +31,9 @@ class Service:
         self.num_running = self.num_answered = self.num_refused = 0
         self.lock = threading.Lock()
         self.is_crowded = threading.Event()
+        self.frozen_paths: set[str] | None = None
+        """Paths that were asked for since the service froze."""
+        self.go_on = threading.Event()
 
 
 @contextmanager
@@ -46,6 +51,11 @@ def serving(service: Service) -> Iterator[dict[str, str]]:
 
         def handle_one(self, call: Callable[[bytes], None]) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if service.frozen_paths is not None:
+                service.frozen_paths.add(self.path)
+                service.go_on.wait(120)
+                self.close_connection = True
+                return
             with service.lock:
                 service.num_running += 1
                 is_refused = service.num_running > service.most
@@ -118,6 +128,23 @@ def test_fewer_requests_are_in_flight_after_a_slow_down() -> None:
     assert sum(shares[4:]) / len(shares[4:]) < 0.35, "with 24 requests in flight three quarters and more are refused"
 
 
+def test_requests_that_wait_for_their_turn_do_not_wait_for_one_deadline_after_the_other() -> None:
+    """A service that asked to slow down freezes. Each batch ends with the deadline of its first request."""
+    service = Service(most=0)
+    with serving(service) as config:
+        store = ObjectStore("s3://bucket/kv", BLOCK_BYTES, config=config, requests=8, deadlines=Deadlines(30.0, 0.5))
+        for number in range(8):
+            with pytest.raises(StoreError):
+                store.contains(keys(number))
+        service.frozen_paths = set()
+        with pytest.raises(StoreError):
+            store.contains(keys(*range(100, 108)))
+        store.close()
+        blocks = {path for path in service.frozen_paths if path.rpartition("/")[2]}
+        service.go_on.set()
+    assert len({path for path in blocks if "kv/" in path}) == 1
+
+
 def test_a_bad_block_that_nobody_may_delete_is_absent_until_it_is_written_over() -> None:
     service = Service(most=100)
     wanted = keys(1, 2)
@@ -137,13 +164,13 @@ def test_a_bad_block_that_nobody_may_delete_is_absent_until_it_is_written_over()
 
 def test_a_pace_is_halved_once_for_requests_in_flight_together_and_grows_again() -> None:
     pace = Pace(16)
-    with pace.request() as one, pace.request() as other:
-        pace.slow_down(one)
-        pace.slow_down(other)
+    with pace.turn(), pace.turn():
+        began = pace.num_slowed
+        pace.slow_down(began)
+        pace.slow_down(began)
     assert pace.limit == 8
     for _ in range(10):
-        with pace.request() as turn:
-            pace.slow_down(turn)
+        pace.slow_down(pace.num_slowed)
     assert pace.limit == 1
     for _ in range(200):
         pace.go_on()

@@ -16,7 +16,8 @@ class Pace:
         self._most = most
         self._limit = float(most)
         self._running = 0
-        self._num_slowed = 0
+        self.num_slowed = 0
+        """How often the limit was halved."""
         self._may_begin = threading.Condition()
 
     @property
@@ -24,24 +25,25 @@ class Pace:
         return max(1, int(self._limit))
 
     @contextmanager
-    def request(self) -> Iterator[int]:
-        """Waits for a turn. Yields what ``slow_down`` needs."""
+    def turn(self) -> Iterator[None]:
+        """Wait for a turn, in which the caller sends one request after the other. The wait may be as long as several
+        requests take, so check afterwards whether there is still a reason to send one."""
         with self._may_begin:
             self._may_begin.wait_for(lambda: self._running < self.limit)
             self._running += 1
-            began = self._num_slowed
         try:
-            yield began
+            yield
         finally:
             with self._may_begin:
                 self._running -= 1
                 self._may_begin.notify_all()
 
-    def slow_down(self, began: int) -> None:
-        """The service asked for fewer requests in answer to one. Of those that were in flight together, one counts."""
+    def slow_down(self, num_slowed: int) -> None:
+        """Halve the limit because the service asked for fewer requests in answer to one that began at ``num_slowed``.
+        Of requests that were in flight together, one counts."""
         with self._may_begin:
-            if began == self._num_slowed:
-                self._num_slowed += 1
+            if num_slowed == self.num_slowed:
+                self.num_slowed += 1
                 self._limit = max(1.0, self._limit / 2)
 
     def go_on(self) -> None:

@@ -118,7 +118,7 @@ class ObjectStore(SharedStore):
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
-        with self._errors_in_words():
+        with self._errors_in_words(), self._pace.turn():
             try:
                 paths = [self._path(key) for key in dict.fromkeys(keys)]
                 self._request(lambda bucket: self._client.obstore.delete(bucket, paths))
@@ -157,24 +157,18 @@ class ObjectStore(SharedStore):
     def _request(self, call: Callable[[Any], T]) -> T:
         """Return what ``call`` returns for the bucket. If it fails and the credentials have been replaced since the
         client was opened, call it once more with the new ones."""
-        bucket = self._client.bucket
-        with self._pace.request() as turn:
-            try:
-                result = call(bucket)
-            except (
-                FileNotFoundError,
-                self._client.obstore.exceptions.AlreadyExistsError,
-                KeyboardInterrupt,
-                SystemExit,
-            ):
+        bucket, num_slowed = self._client.bucket, self._pace.num_slowed
+        try:
+            result = call(bucket)
+        except (FileNotFoundError, self._client.obstore.exceptions.AlreadyExistsError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:  # a panic of obstore's is not an Exception
+            if asks_to_slow_down(exc):
+                self._pace.slow_down(num_slowed)
                 raise
-            except BaseException as exc:  # a panic of obstore's is not an Exception
-                if asks_to_slow_down(exc):
-                    self._pace.slow_down(turn)
-                    raise
-                if not self._client.renew(bucket):
-                    raise
-                return call(self._client.bucket)
+            if not self._client.renew(bucket):
+                raise
+            return call(self._client.bucket)
         self._pace.go_on()
         return result
 
@@ -188,20 +182,21 @@ class ObjectStore(SharedStore):
     ) -> list[bool]:
         """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails.
 
-        There are more requests than threads. So that those of a frozen server do not wait for one deadline after the
+        There are more requests than threads, and perhaps than turns. So that those of a frozen server do not wait for one deadline after the
         other, none begins once one has failed and the deadline has passed since the batch began.
         """
         ends_s, has_failed = time.monotonic() + self._request_s, False
 
         def ask(index: int) -> bool:
             nonlocal has_failed
-            if has_failed and time.monotonic() >= ends_s:
-                return False
-            try:
-                return call(index)
-            except BaseException:
-                has_failed = True
-                raise
+            with self._pace.turn():
+                if has_failed and time.monotonic() >= ends_s:
+                    return False
+                try:
+                    return call(index)
+                except BaseException:
+                    has_failed = True
+                    raise
 
         results = requests.run(ask, count)
         errors = [result for result in results if isinstance(result, BaseException)]
