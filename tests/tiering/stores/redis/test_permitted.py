@@ -14,10 +14,13 @@ from tests.tiering.stores.redis.inside import name_of
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.stores.redis import RedisStore
+from kvoffload.tiering.stores.redis.permitted import is_refusal, to_use
+from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 OpenStore = Callable[..., RedisStore]
 StartServer = Callable[..., RedisServer]
 KEYS = keys(*range(40))
+REFUSAL = ErrorReply("ERR unknown command")
 ALL = ["TOUCH", "EXISTS", "UNLINK", "DEL", "GET", "SET"]
 
 
@@ -27,6 +30,46 @@ def url_of(server: RedisServer, *without: str) -> str:
         allowed = [f"+{command.lower()}" for command in ALL if command not in without]
         client.execute_command("ACL", "SETUSER", "few", "reset", "on", ">hush-hush", "~*", *allowed)
     return f"redis://few:hush-hush@127.0.0.1:{server.port}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says_so"),
+    [
+        ("ERR unknown command 'TOUCH'", True),
+        ("ERR unsupported command 'touch'", True),
+        ("unsupported command 'touch'", True),
+        ("ERR Command is not available: 'TOUCH'. See the documentation", True),
+        ("ERR command 'TOUCH' is not allowed", True),
+        ("ERR handle request, command 'TOUCH' is not allowed", True),
+        ("ERR command 'touch' not support for normal user", True),
+        ("ERR This command has been disabled", True),
+        ("NOPERM User few has no permissions to run the 'touch' command", True),
+        ("NOPERM this user has no permissions to access one of the keys used as arguments", False),
+        ("OOM command not allowed when used memory > 'maxmemory'.", False),
+        ("MISCONF Commands that may modify the data set are disabled", False),
+        ("READONLY You can't write against a read only replica.", False),
+        ("MOVED 3999 127.0.0.1:6381", False),
+        ("ERR upstream failure", False),
+        ("ERR the command took too long", False),
+        ("ERR max number of clients reached", False),
+    ],
+)
+def test_answers_of_servers_and_proxies_that_lack_a_command(answer: str, says_so: bool) -> None:
+    assert is_refusal(ErrorReply(answer)) is says_so
+
+
+def test_a_command_that_others_have_found_missing_is_not_tried_again() -> None:
+    permitted = to_use()
+    first = permitted.wording
+    assert first is not None
+    assert permitted.note(first, [REFUSAL])
+    second = permitted.wording
+    assert second is not None
+    assert permitted.note(first, [REFUSAL]), "another thread asked with the first one, too"
+    assert permitted.wording == second
+    assert not permitted.note(second, [REFUSAL])
+    assert permitted.wording is None
+    assert not permitted.note(first, [REFUSAL]), "nothing is left to ask with"
 
 
 @pytest.mark.parametrize("without", [["TOUCH"], ["EXISTS"], ["UNLINK"], ["UNLINK", "DEL"], ["TOUCH", "UNLINK", "DEL"]])

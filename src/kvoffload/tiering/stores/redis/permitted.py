@@ -13,7 +13,11 @@ from kvoffload.tiering.stores.redis.wire import ErrorReply, encode, encode_each,
 
 _log = logging.getLogger(__name__)
 
-_REFUSED = re.compile("(NOPERM .*command|ERR .*(unknown|unsupported) command)", re.IGNORECASE | re.DOTALL)
+_REFUSED = re.compile(
+    r"NOPERM\b.*command|(?=.*command)(ERR\b.*\b)?(unknown|unsupported|invalid|not|disabled|denied|forbidden)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Servers and proxies word it differently. Errors about memory, replication or a node have codes of their own."""
 
 
 class Wording(NamedTuple):
@@ -59,7 +63,7 @@ class Permitted:
             return False
         with self._lock:
             if self._wordings[self._at : self._at + 1] != (used,):
-                return True  # another thread has found out
+                return self.wording is not None  # another thread has found out
             if self._at + 1 == len(self._wordings) and not self._is_optional:
                 return False
             self._at += 1
