@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -38,6 +39,22 @@ def test_blocks_that_are_written_after_a_clock_was_wrong_stay(open_store, tmp_pa
         if first > 100:  # unknown until the first listing
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
     assert not here(store, *keys_of(*range(80))), "the oldest went first"
+
+
+def test_a_mount_that_permits_no_dates_still_takes_blocks(
+    open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock was ahead, and the files of some mounts have the dates that the server gives them."""
+
+    def utime(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    store = open_store(max_bytes=room_for(40))
+    fill(store, range(80))
+    for path in files(tmp_path):
+        os.utime(path, (time.time() + DAY_S,) * 2)
+    monkeypatch.setattr(os, "utime", utime)
+    fill(store, range(100, 200))
 
 
 def test_a_used_block_stays_longer_whatever_the_clock_says(open_store, tmp_path: Path) -> None:
