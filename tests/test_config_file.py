@@ -83,6 +83,16 @@ def test_a_path_may_begin_with_a_tilde_and_have_blanks_around_it(
         assert with_config_file({"config_file": path}, {}) == GOOD
 
 
+def test_a_path_may_contain_variables(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(YAML)
+    environ = {"DIR": str(tmp_path)}
+    for path in ("${DIR}/c.yaml", "$(DIR)/c.yaml"):
+        assert with_config_file({}, environ | {ENVIRONMENT: path}) == GOOD
+        assert with_config_file({"config_file": path}, environ) == GOOD
+        with pytest.raises(ConfigError, match=r"config_file contains \$.DIR., but no such environment variable"):
+            with_config_file({"config_file": path}, {})
+
+
 @pytest.mark.parametrize(
     "path",
     ["/no/such/c.yaml", "~nobody-of-this-name/c.yaml", '"/tmp/c.yaml"', "'c.yaml'", "file:///tmp/c.yaml", "/tmp"],

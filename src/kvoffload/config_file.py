@@ -35,16 +35,18 @@ _VARIABLE = re.compile(r"\$(?:\{([^{}$]*)\}|\(([^()$]*)\))")
 
 
 def file_in_environment(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the file that ``KVOFFLOAD_CONFIG`` names; ``None`` if the variable is not set, or blank."""
-    return environ.get(ENVIRONMENT, "").strip() or None
+    """Return the file that ``KVOFFLOAD_CONFIG`` names, with variables replaced by their values; ``None`` if it is not
+    set, or blank. Raises ``ConfigError`` if it contains a variable that is not set."""
+    path: str | None = _all_expanded({ENVIRONMENT: environ.get(ENVIRONMENT, "")}, environ)[ENVIRONMENT].strip() or None
+    return path
 
 
 def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return ``values`` merged into the file that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names. A key in
     ``values`` overrides the file's. Variables are replaced by their values (``expanded``). Raises ``ConfigError`` if
     the file cannot be read, or a variable is not set."""
-    own = dict(values)
-    path, source = own.pop("config_file", None), "config_file"
+    own, source = dict(values), "config_file"
+    path = _all_expanded({source: own.pop(source, None)}, environ)[source]
     if not path:
         path, source = file_in_environment(environ), ENVIRONMENT
     if path is None:
