@@ -185,8 +185,6 @@ def test_a_file_that_is_recorded_to_is_not_renamed(tmp_path: Path, caplog: pytes
     assert len(caplog.records) == 1
     record(second, "b", "c")
     record(first, "d")
-    with pytest.raises(ConfigError, match="other processes record to it"):
-        TraceRecorder(path, block_tokens=16)
     first.close()
     second.close()
     third = TraceRecorder(path, block_tokens=16)
@@ -195,17 +193,38 @@ def test_a_file_that_is_recorded_to_is_not_renamed(tmp_path: Path, caplog: pytes
     assert names == {"served.jsonl.1": 2, second.path.name: 2, "served.jsonl": 0}
 
 
+def test_containers_with_one_volume_and_equal_process_ids_record_to_files_of_their_own(tmp_path: Path) -> None:
+    recorders = [TraceRecorder(tmp_path / "served.jsonl", block_tokens=16) for _ in range(4)]
+    for number, recorder in enumerate(recorders):
+        record(recorder, str(number))
+        recorder.close()
+    assert len({recorder.path for recorder in recorders}) == 4
+    assert all(recorder.path.name.startswith("served.jsonl") for recorder in recorders)
+    assert [len(load_trace(recorder.path)) for recorder in recorders] == [1] * 4
+
+
 def test_without_locks_each_process_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for number in range(2):
-        recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
-        assert recorder.path.name == f"t.jsonl.pid{os.getpid()}"
+    recorders = [TraceRecorder(tmp_path / "t.jsonl", block_tokens=16) for _ in range(2)]
+    for number, recorder in enumerate(recorders):
+        assert recorder.path.name.startswith(f"t.jsonl.pid{os.getpid()}")
         record(recorder, str(number))
         recorder.close()
-    assert len(load_trace(recorder.path)) == len(load_trace(tmp_path / f"{recorder.path.name}.1")) == 1
+    assert recorders[0].path != recorders[1].path
+    assert [len(load_trace(recorder.path)) for recorder in recorders] == [1, 1]
+
+
+def test_a_file_that_was_emptied_meanwhile_has_the_lines_after_that(tmp_path: Path) -> None:
+    """As logrotate does with ``copytruncate``."""
+    recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)
+    record(recorder, "a", "b", "c")
+    os.truncate(recorder.path, 0)
+    record(recorder, "d", "e")
+    recorder.close()
+    assert len(load_trace(recorder.path)) == 2
 
 
 def test_a_line_that_did_not_fit_is_cut_off(tmp_path: Path) -> None:

@@ -201,8 +201,27 @@ def test_a_last_line_without_a_line_break_is_whole(tmp_path: Path) -> None:
         assert (len(trace), trace.cut_line) == (2, None)
 
 
+def test_zeros_at_the_end_may_be_longer_than_any_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(two_lines())
+    os.truncate(path, 80 << 20)
+    trace = load_trace(path)
+    assert (len(trace), trace.cut_line) == (2, 3)
+
+
+@pytest.mark.parametrize("num_zeros", [0, 1, 3, 5, 4096, 3 << 20])
 @pytest.mark.parametrize("how", ["gzip", "zstd"])
-def test_a_compressed_file_may_be_torn_too(tmp_path: Path, how: str) -> None:
+def test_a_whole_compressed_file_may_have_zeros_at_its_end(tmp_path: Path, how: str, num_zeros: int) -> None:
+    path = tmp_path / "t"
+    packed = gzip.compress if how == "gzip" else pytest.importorskip("zstandard").ZstdCompressor().compress
+    path.write_bytes(packed(two_lines()) + bytes(num_zeros))
+    trace = load_trace(path)
+    assert (len(trace), trace.cut_line) == (2, None)
+
+
+@pytest.mark.parametrize("num_zeros", [0, 4096])
+@pytest.mark.parametrize("how", ["gzip", "zstd"])
+def test_a_compressed_file_may_be_torn_too(tmp_path: Path, how: str, num_zeros: int) -> None:
     lines = [
         line(timestamp=1000 * n, input_length=2500, hash_ids=[7, *(1000 * n + m for m in range(1, 5))])
         for n in range(2000)
@@ -212,7 +231,7 @@ def test_a_compressed_file_may_be_torn_too(tmp_path: Path, how: str) -> None:
         gzip.compress(plain) if how == "gzip" else pytest.importorskip("zstandard").ZstdCompressor().compress(plain)
     )
     path = tmp_path / "torn"
-    path.write_bytes(packed[: len(packed) * 3 // 4])
+    path.write_bytes(packed[: len(packed) * 3 // 4] + bytes(num_zeros))
     trace = load_trace(path)
     assert 100 < len(trace) < 2000
     assert trace.cut_line == len(trace) + 1

@@ -10,12 +10,12 @@ first one the ``machine``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
 import logging
 import os
+import secrets
 import stat
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +28,9 @@ from kvoffload.base import NextUse
 from kvoffload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+"""Lines are appended, so that a file that somebody empties, such as logrotate, has no hole at its beginning."""
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class TraceRecorder:
     requests that are being served, and those that came after the oldest of them. Times count from the first request's.
 
     Each process writes to a file of its own. If another process records to ``path``, this one adds its process id to
-    the name. A finished trace with the same name gets the next number behind its name, such as ``.1``.
+    the name, and a random number if that name is in use too: containers that share a volume have equal process ids. A finished trace with the same name gets the next number behind its name, such as ``.1``.
     A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
     the caller; a line that did not fit is cut off.
     """
@@ -68,8 +71,6 @@ class TraceRecorder:
         self._first_s: float | None = None
         self._last_ms = 0.0
         self._machine = machine
-        self._end = 0
-        """Where the last whole line ends in the file."""
         wanted = Path(os.path.expanduser(path))
         try:
             self._fd: int | None
@@ -149,42 +150,41 @@ class TraceRecorder:
             self._serving.clear()
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):
-                os.ftruncate(fd, self._end)
+                os.ftruncate(fd, os.fstat(fd).st_size - (length - len(rest)))
             with contextlib.suppress(OSError):
                 os.close(fd)
             return
         self.num_written += 1
-        self._end += length
 
 
 def _open_own(path: Path) -> tuple[int, Path]:
     """A descriptor of an empty file that no other process records to, and its path: ``path`` itself, or with this
     process's id in the name."""
     own = path.with_name(f"{path.name}.pid{os.getpid()}")
-    for name, must_lock in ((path, True), (own, False)):
+    for name in (path, own):
         with contextlib.suppress(BlockingIOError):
-            while (fd := _claimed(name, must_lock)) is None:
+            while (fd := _claimed(name)) is None:
                 pass
             return fd, name
-    raise OSError(errno.EBUSY, f"other processes record to it and to {own}")
+    unique = own.with_name(f"{own.name}-{secrets.token_hex(4)}")
+    return os.open(unique, _FLAGS | os.O_EXCL, 0o600), unique
 
 
-def _claimed(path: Path, must_lock: bool) -> int | None:
+def _claimed(path: Path) -> int | None:
     """A descriptor of an empty file, locked until it is closed; a pipe or a device as it is. ``None``: an older trace
     was in the way and has been renamed.
 
-    Raises ``BlockingIOError`` if another process has locked the file, or if it ``must_lock`` and cannot.
+    Raises ``BlockingIOError`` if another process has locked the file, or if the file system has no locks.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, _FLAGS, 0o600)
     is_kept = False
     try:
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as exc:  # some file systems have no locks
-                if must_lock or isinstance(exc, BlockingIOError):
-                    raise BlockingIOError(exc.errno, exc.strerror) from exc
+            except OSError as exc:
+                raise BlockingIOError(exc.errno, exc.strerror) from exc
             if not _is_at(path, fd):
                 return None  # another process has renamed it meanwhile
             if os.fstat(fd).st_size:

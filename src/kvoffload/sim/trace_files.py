@@ -38,6 +38,9 @@ from kvoffload.errors import MissingExtraError, reason_of
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
 
 _MAX_LINE_BYTES = 64 << 20
+_ZEROS_AT_ONCE = 1 << 20
+_GZIP_SIZE_BYTES = 4
+"""A gzip file ends with a number that may have zeros at its end."""
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 64
@@ -263,11 +266,12 @@ class Lines:
         damage: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)  # gzip raises any of them
         with contextlib.ExitStack() as stack:
             try:
-                raw: BinaryIO = stack.enter_context(path.open("rb"))
-                magic = raw.read(4)
-                raw.seek(0)
-                stream = raw
-                if magic[:2] == b"\x1f\x8b":
+                file: BinaryIO = stack.enter_context(path.open("rb"))
+                magic = file.read(4)
+                is_gzip = magic[:2] == b"\x1f\x8b"
+                stream = raw = _without_zeros(file, _GZIP_SIZE_BYTES if is_gzip else 0)
+                has_zeros = raw is not file
+                if is_gzip:
                     stream = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
                 elif magic == b"\x28\xb5\x2f\xfd":
                     zstandard = _zstandard(path)
@@ -279,17 +283,52 @@ class Lines:
                     if len(text) == _MAX_LINE_BYTES:
                         raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
                     if text[-1:] != b"\n":
-                        text = text.rstrip(b"\0")  # of a file that the file system had extended before a power failure
+                        has_zeros = False
                         if number > 1 and not _is_json(text):
                             self.cut_line = number
                             return
                     if not text.isspace():
                         yield number, text
+                if has_zeros and stream is raw:
+                    self.cut_line = number + 1
             except damage as exc:
                 if isinstance(exc, EOFError) and number:  # the end of a gzip file is missing
                     self.cut_line = number + 1
                     return
                 raise TraceError(f"{path} cannot be read: {reason_of(exc)}.") from exc
+
+
+class _Part(io.RawIOBase):
+    """The first ``num_bytes`` of a file."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file, self._left = file, num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._file.read(min(len(buffer), self._left))
+        buffer[: len(found)] = found
+        self._left -= len(found)
+        return len(found)
+
+
+def _without_zeros(file: BinaryIO, kept: int) -> BinaryIO:
+    """Return ``file`` from its beginning, without the zeros at its end except ``kept`` of them: the file system had
+    extended it before a power failure."""
+    size = end = file.seek(0, io.SEEK_END)
+    while end:
+        start = max(0, end - _ZEROS_AT_ONCE)
+        file.seek(start)
+        content = file.read(end - start).rstrip(b"\0")
+        end = start + len(content)
+        if content:
+            break
+    file.seek(0)
+    if end + kept >= size:
+        return file
+    return cast(BinaryIO, io.BufferedReader(_Part(file, end + kept), _ZEROS_AT_ONCE))
 
 
 def _is_json(text: bytes) -> bool:
