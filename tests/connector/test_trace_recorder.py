@@ -217,6 +217,20 @@ def test_without_locks_each_process_has_its_own_name(tmp_path: Path, monkeypatch
     assert [len(load_trace(recorder.path)) for recorder in recorders] == [1, 1]
 
 
+def test_a_pipe_that_nobody_reads_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="cannot be recorded"):
+        TraceRecorder(pipe, block_tokens=16)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    recorder = TraceRecorder(pipe, block_tokens=16)
+    record(recorder, *map(str, range(2000)))
+    assert 0 < recorder.num_written < 2000
+    assert [record for record in caplog.records if "ends after" in record.getMessage()]
+    recorder.close()
+    os.close(reader)
+
+
 def test_a_file_that_was_emptied_meanwhile_has_the_lines_after_that(tmp_path: Path) -> None:
     """As logrotate does with ``copytruncate``."""
     recorder = TraceRecorder(tmp_path / "t.jsonl", block_tokens=16)

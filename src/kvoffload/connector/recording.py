@@ -29,8 +29,9 @@ from kvoffload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-"""Lines are appended, so that a file that somebody empties, such as logrotate, has no hole at its beginning."""
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+"""Lines are appended, so that a file that somebody empties, such as logrotate, has no hole at its beginning. No call
+waits for the reader of a pipe."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,8 @@ class TraceRecorder:
     requests that are being served, and those that came after the oldest of them. Times count from the first request's.
 
     Each process writes to a file of its own. If another process records to ``path``, this one adds its process id to
-    the name, and a random number if that name is in use too: containers that share a volume have equal process ids. A finished trace with the same name gets the next number behind its name, such as ``.1``.
+    the name, and a random number if that name is in use too: containers that share a volume have equal process ids. A
+    finished trace with the same name gets the next number behind its name, such as ``.1``.
     A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
     the caller; a line that did not fit is cut off.
     """
