@@ -87,6 +87,18 @@ def test_options_of_tls_are_refused_without_it_where_the_url_is_read_late(monkey
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["tls_ca", "tls_cert", "tls_key"])
+def test_a_file_of_tls_that_cannot_be_read_stops_the_start(name: str, tmp_path: Path) -> None:
+    files = {each: str(tmp_path / each) for each in ("tls_ca", "tls_cert", "tls_key")}
+    for path in files.values():
+        Path(path).touch()
+    options = parse(url="rediss://h", **files)
+    options.open_store(4096, "ns").close()
+    Path(files[name]).unlink()
+    with pytest.raises(ConfigError, match=f"^{name} of the 'redis' tier is {files[name]}, which fails: No such file"):
+        options.open_store(4096, "ns")
+
+
 @pytest.mark.parametrize("path", ["", "/", "/0", "/15", "/3/"])
 def test_the_number_of_a_database_may_be_left_out(path: str) -> None:
     parse(url=f"redis://h{path}").open_store(4096, "ns").close()

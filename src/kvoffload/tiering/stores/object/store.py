@@ -182,8 +182,8 @@ class ObjectStore(SharedStore):
     ) -> list[bool]:
         """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails.
 
-        There are more requests than threads, and perhaps than turns. So that those of a frozen server do not wait for one deadline after the
-        other, none begins once one has failed and the deadline has passed since the batch began.
+        There are more requests than threads, and perhaps than turns. So that those of a frozen server do not wait for
+        one deadline after the other, none begins once one has failed and the deadline has passed since the batch began.
         """
         ends_s, has_failed = time.monotonic() + self._request_s, False
 

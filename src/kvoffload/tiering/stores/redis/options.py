@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import ClassVar
 
-from kvoffload.errors import Problems
+from kvoffload.errors import ConfigError, Problems, reason_of
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
@@ -84,7 +86,14 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         for name in ("password", "sentinel_password"):
             self.secret(name)  # each connection reads it again, but a mistake is to stop the start
-        return self._make(block_bytes, namespace, secret)
+        store = self._make(block_bytes, namespace, secret)
+        for name in ("tls_ca", "tls_cert", "tls_key"):
+            if path := getattr(self, name):
+                try:
+                    Path(os.path.expanduser(path)).read_bytes()
+                except (OSError, ValueError) as exc:
+                    raise ConfigError(f"{self._called(name)} is {path}, which fails: {reason_of(exc)}.") from exc
+        return store
 
     def _warnings(self, store: BlockStore) -> list[str]:
         assert isinstance(store, RedisStore)
