@@ -67,6 +67,16 @@ def test_a_disk_that_hangs_is_a_sentence(
     assert (code, "'fs' tier, /nfs/kv, does not answer within 0.01 s: look at its disk" in err) == (1, True), err
 
 
+def test_characters_that_change_a_terminal_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tier = {"type": "disk", "path": f"{tmp_path}/a\nb\x1b[31m", "max_bytes": "32MiB"}
+    file = tmp_path / "kv.json"
+    file.write_text(json.dumps({"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}))
+    code, out, _ = run(capsys, file)
+    assert code == 0
+    assert "\x1b" not in out
+    assert f"{tmp_path}/a\\nb\\x1b[31m, at most" in out
+
+
 @pytest.mark.parametrize(("config", "messages"), golden())
 def test_all_mistakes_of_a_file_are_named_at_once(config: Any, messages: list[str]) -> None:
     assert messages

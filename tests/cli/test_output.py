@@ -90,3 +90,13 @@ def test_numbers_that_are_not_positive(value: float) -> None:
     with pytest.raises(ConfigError, match="--speed must be positive"):
         positive(value, "--speed")
     assert positive(2.5, "--speed") == 2.5
+
+
+def test_a_loop_of_links_as_output_is_one_sentence(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    check_out(loop, suffixes=(".json",))
+    with pytest.raises(OSError, match="symbolic links"):
+        write_json({}, loop)
+    with pytest.raises(ConfigError, match="no folder"):
+        check_out(loop / "out.json")

@@ -27,7 +27,7 @@ from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
 from kvoffload.tiering.stores.root import in_the_way_of
-from kvoffload.units import format_bytes
+from kvoffload.units import format_bytes, printable
 
 _BLOCK_TOKENS = 16
 """Tokens in vLLM's block on a GPU."""
@@ -88,7 +88,7 @@ def check_config(
         return
     print(f"{command}\n")
     for name, value in (*rows, *(("tier", tier) for tier in tiers)):
-        print(f"{name:14}{value}")
+        print(f"{name:14}{printable(value)}")
     for warning in warnings:
         print(f"Warning: {warning}")
     try:

@@ -109,7 +109,7 @@ def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
     """Raise ``ConfigError`` if a file of ``--out`` could not be written, or ends with none of ``suffixes``. Creates
     nothing."""
     for path in filter(None, paths):
-        folder = path.resolve().parent
+        folder = Path(os.path.realpath(path)).parent  # ``Path.resolve`` raises for a loop of links
         if suffixes and path.suffix.lower() not in suffixes:
             raise ConfigError(f"--out is a file that ends with {', '.join(suffixes)}; {path.name!r} does not.")
         if not folder.is_dir():
