@@ -93,8 +93,8 @@ class ReqContext:
     is_prefetch: bool = False
     """It has lower tiers promote its blocks for a later request, while no other request waits for them to read."""
     tokens_ahead: int | None = None
-    """While the request waits for its turn: the prompt tokens that the engine computes before it, besides those of
-    running requests. ``None``: its turn has come. The connector changes it."""
+    """While the request waits for its turn: the tokens that the engine computes before it, those of the step that was
+    just decided included, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
 
 
 class OffloadPolicy(Enum):

@@ -64,11 +64,12 @@ class ReadAhead:
             self._queue.remove(place)
             request.context.tokens_ahead = None
 
-    def step(self, epochs: Epochs) -> None:
-        """Look up blocks for the requests at the head of the queue, while a tier can begin to read."""
+    def step(self, epochs: Epochs, step_tokens: int) -> None:
+        """Look up blocks for the requests at the head of the queue, while a tier can begin to read. The engine computes
+        ``step_tokens`` before it asks for a request again."""
         if not self._queue or not self._manager.reads_ahead():
             return
-        ahead, left, epoch = 0, MOST_BLOCKS, epochs.use()
+        ahead, left, epoch = step_tokens, MOST_BLOCKS, epochs.use()
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
             num_tokens = request.of_engine.num_tokens

@@ -266,7 +266,7 @@ class OffloadingConnectorScheduler:
             self._prefetches.step()
         self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
-        self._ahead.step(self._epochs)
+        self._ahead.step(self._epochs, tokens)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
 

@@ -134,6 +134,7 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookups.ask(self._request(req_context), keys, ends)
 
     def reads_ahead(self) -> bool:
+        self._poll()
         return bool(self._tiers) and self._waits.room_beside(()) > 0 and self._planner.can_read_ahead()
 
     def is_waiting(self, req_context: ReqContext) -> bool:
