@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads trace files: JSON lines, plain, gzip or zstd, one request per line.
 
-Two forms are known by their fields:
+Three forms are known by their fields:
 
 * *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
   that are prefix-chained, optionally ``session``, ``next_use`` (``"soon"``, ``"later"`` or ``"never"``),
   ``block_tokens`` and, in the first line, ``machine`` with ``device_blocks``.
 * *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
   single blocks. They are chained here.
+* *AIPerf*: as Mooncake's, with a ``session_id`` in each line. A line has the new tokens of one turn, and after the
+  first turn a ``delay`` in ms may take the place of the timestamp.
+
+Prompts of Mooncake's form may keep the partial last id of earlier turns (``sim/turns.py``).
 
 A file is read once, as a stream. An access takes 8 bytes while reading and 4 afterwards.
 
@@ -36,6 +40,7 @@ import xxhash
 from kvoffload.base import NextUse
 from kvoffload.errors import MissingExtraError, reason_of
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError, numbered, parents_of
+from kvoffload.sim.turns import Turn, join_turns, with_kept_tails
 
 _MAX_LINE_BYTES = 64 << 20
 _ZEROS_AT_ONCE = 1 << 20
@@ -52,10 +57,14 @@ _MOST_TOKENS, _MOST_TIMESTAMP = 1 << 31, 1 << 40
 class _Line(msgspec.Struct):
     """One line of a file. Unknown fields are ignored."""
 
-    timestamp: float
     input_length: int
     output_length: int
     hash_ids: list[int | str]
+    timestamp: float | None = None
+    session_id: int | str | None = None
+    """AIPerf's: the row has the new tokens of one turn."""
+    delay: float = 0.0
+    """AIPerf's: milliseconds after the turn before, in place of a timestamp."""
     session: int | str | None = None
     next_use: str | None = None
     block_tokens: int | None = None
@@ -102,6 +111,8 @@ class _Reader:
         self._next_uses = array("b")
         self._counts = array("q")
         self._hashes = array("Q")
+        self._turns: list[Turn] = []
+        """Rows of AIPerf, in place of everything else."""
 
     def add(self, number: int, text: bytes) -> None:
         try:
@@ -110,7 +121,12 @@ class _Reader:
             raise self._error(number, _plain(exc)) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise self._error(number, not_a_line(exc)) from exc
-        self._check(number, line)
+        if line.session_id is not None or self._turns:
+            self._add_turn(number, line)
+            return
+        if line.timestamp is None:
+            raise self._error(number, "missing required field 'timestamp'")
+        self._check(number, line, line.timestamp)
         if not self.lines:
             self._is_bailian = line.chat_id is not None
             self._stated_tokens = line.block_tokens
@@ -132,9 +148,43 @@ class _Reader:
             raise self._error(number, f"hash_ids must be from 0 to 2**64 - 1, not {reprlib.repr(wrong)}") from exc
         self._hashes += array("Q", _chained(hashes)) if self._is_bailian else ids
 
-    def _check(self, number: int, line: _Line) -> None:
-        if not 0 <= line.timestamp < _MOST_TIMESTAMP:
-            raise self._error(number, f"timestamp must be 0 or later, not {line.timestamp:g}")
+    def _add_turn(self, number: int, line: _Line) -> None:
+        """A row of AIPerf."""
+        if line.session_id is None or (self.lines and not self._turns):
+            raise self._error(number, "session_id is not in every line; do not mix forms in one file")
+        if line.timestamp is None and not any(turn.session == line.session_id for turn in self._turns[-1:]):
+            known = line.session_id in self._sessions_seen
+            if not known and line.delay:
+                raise self._error(number, "the first turn of a session has a delay and no timestamp")
+        for value in (line.timestamp or 0.0, line.delay):
+            if not 0 <= value < _MOST_TIMESTAMP:
+                raise self._error(number, f"timestamp and delay must be 0 or later, not {value:g}")
+        for value in (line.input_length, line.output_length):
+            if not 0 <= value < _MOST_TOKENS:
+                raise self._error(number, f"lengths must be numbers of tokens, not {reprlib.repr(value)}")
+        self._sessions_seen[line.session_id] = 0
+        self.lines.append(number)
+        self._stated_tokens = self._stated_tokens or line.block_tokens
+        ids = [item if isinstance(item, int) else _hash(item.encode()) for item in line.hash_ids]
+        self._turns.append(
+            Turn(line.session_id, line.timestamp, line.delay, ids, line.input_length, line.output_length)
+        )
+
+    def _joined(self, block_tokens: int, cut_line: int | None) -> Trace:
+        joined = join_turns(self._turns, block_tokens)
+        if isinstance(joined, int):
+            turn = self._turns[joined]
+            raise self._error(
+                self.lines[joined],
+                f"{len(turn.ids)} hash_ids do not fit input_length {turn.input_tokens} with blocks of {block_tokens} "
+                "tokens",
+            )
+        name = self._path.name.split(".")[0]
+        return Trace(name=name, block_tokens=block_tokens, cut_line=cut_line, **joined._asdict())
+
+    def _check(self, number: int, line: _Line, timestamp: float) -> None:
+        if not 0 <= timestamp < _MOST_TIMESTAMP:
+            raise self._error(number, f"timestamp must be 0 or later, not {timestamp:g}")
         for field in ("input_length", "output_length", "block_tokens"):
             value = getattr(line, field)
             if value is not None and not 0 <= value < _MOST_TOKENS:
@@ -148,9 +198,9 @@ class _Reader:
                 missing = "chat_id is missing" if self._is_bailian else "chat_id appears"
                 raise self._error(number, f"{missing}, unlike in the lines before; do not mix forms in one file")
             before = self._times[-1] * (1.0 if self._is_bailian else 1e3)
-            if line.timestamp < before - 1e-6:
+            if timestamp < before - 1e-6:
                 raise self._error(
-                    number, f"timestamp {line.timestamp:g} lies before that of the previous request ({before:g}); sort"
+                    number, f"timestamp {timestamp:g} lies before that of the previous request ({before:g}); sort"
                 )
 
     def _session_of(self, number: int, line: _Line) -> int:
@@ -168,6 +218,8 @@ class _Reader:
     def finish(self, block_tokens: int | None, cut_line: int | None) -> Trace:
         if not self.lines:
             raise TraceError(f"{self._path} has no requests.")
+        if self._turns:
+            return self._joined(block_tokens or self._stated_tokens or _MOONCAKE_TOKENS, cut_line)
         counts = np.frombuffer(self._counts, dtype=np.int64)
         inputs = np.frombuffer(self._inputs, dtype=np.int64)
         if not len(self._hashes):
@@ -175,9 +227,18 @@ class _Reader:
         offsets = np.concatenate(([0], np.cumsum(counts)))
         ids = numbered(np.frombuffer(self._hashes, dtype=np.uint64))
         self._check_chained(offsets, ids)
+        stated = block_tokens or self._stated_tokens
+        try:
+            size = self._block_tokens(stated, counts, inputs)
+        except TraceError:
+            size = stated or _MOONCAKE_TOKENS
+            kept = with_kept_tails(offsets, ids, inputs, size)
+            if kept is None:
+                raise
+            offsets, ids = kept
         return Trace(
             name=self._path.name.split(".")[0],
-            block_tokens=self._block_tokens(block_tokens or self._stated_tokens, counts, inputs),
+            block_tokens=size,
             times_s=np.frombuffer(self._times, dtype=np.float64),
             input_tokens=inputs,
             output_tokens=np.frombuffer(self._outputs, dtype=np.int64),
