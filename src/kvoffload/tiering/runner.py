@@ -196,7 +196,7 @@ class TierRunner:
             self._queued[task.queue].notify(len(slices))
 
     def take_results(self) -> list[IoResult]:
-        """Return the slices that ended since the last call, each once, and those that became ``OVERDUE``."""
+        """Return the slices that ended since the last call, each once, and the slices that became ``OVERDUE``."""
         results = []
         while self.ended:
             result = self.ended.popleft()

@@ -30,35 +30,37 @@ from kvoffload.tiering.transfers import StoreTransfers
 _log = logging.getLogger(__name__)
 
 _MAX_TOUCHED = 65_536
-"""Keys whose use the store has yet to be told. Beyond them uses are forgotten."""
+"""Maximum number of keys whose use was not reported to the store. Further uses are forgotten."""
 _TOUCH_INTERVAL_S = 1.0
-"""Uses of a second are told in one call of the thread for upkeep."""
+"""Seconds between reports of uses. The upkeep thread reports them in one call."""
 MOST_THREADS = 1024
-"""Of a tier, for reads and as many for writes. No device has as deep a queue, and each takes memory from the engine."""
+"""Maximum number of a tier's threads for reads, and again for writes. No device supports such a deep queue, and each
+thread uses the engine's memory."""
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much a ``StoreTier`` does at once, and how long it waits. ``StoreOptions`` makes them configuration keys."""
+    """Limits of a ``StoreTier`` on concurrent work and on waiting. ``StoreOptions`` makes them configuration keys."""
 
     server_evicts: ClassVar[bool] = False
-    """The store is a service that evicts by a policy of its own, and reports neither its size nor what it evicted."""
+    """Whether the store is a service that evicts by its own policy, and reports neither its size nor its evictions."""
 
     threads: int | None = None
-    """Reads at once, and writes at once: the queue depths that the device sees. Default: the type's own, 2 to 8."""
+    """Number of concurrent reads, and of concurrent writes: the queue depths that the device sees. Default: depends on
+    the type, 2 to 8."""
     timeout_s: float = 30.0
-    """A store call that takes longer counts as hung. While half of the threads for reading hang, or half of those for
-    writing, the tier is not used for that. Work that is queued for longer is dropped."""
+    """Time after which a store call counts as hung. While half of the threads for reading hang, the tier is not read;
+    while half of the threads for writing hang, it is not written. Work that is queued for longer is dropped."""
     drain_timeout_s: float = 10.0
-    """How long a reset of the cache and the shutdown wait for the tier's I/O, in real time."""
+    """Seconds that a cache reset or a shutdown waits for the tier's I/O, in real time."""
     max_backlog_blocks: int | None = None
-    """Blocks that wait to be written or are being written, pinned in host memory; more are dropped. Default: a quarter
-    of host memory, but at least 64 blocks."""
+    """Maximum number of blocks that wait to be written or are being written, pinned in host memory. More blocks are
+    dropped. Default: a quarter of host memory, but at least 64 blocks."""
     max_index_blocks: int = 1_000_000
-    """Blocks that the tier remembers as present, at some 120 bytes each. It asks the store for others. A ``disk`` tier
-    remembers none, as the store itself knows what it has."""
+    """Maximum number of blocks that the tier remembers as present, at about 120 bytes each. It asks the store about
+    others. A ``disk`` tier remembers none, because the store itself knows its blocks."""
 
     def check_limits(self, tier_type: str) -> None:
-        """Raises ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
+        """Raise ``ConfigError``, which names the tier by ``tier_type``, for numbers that no tier can work with."""
         problems = Problems()
         for name in ("threads", "max_backlog_blocks", "max_index_blocks"):
             value = getattr(self, name)
@@ -77,7 +79,8 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def close_store(store: BlockStore, label: str, timeout_s: float) -> bool:
-    """Whether ``store`` has closed, or failed to, by then. If not, a thread goes on closing it."""
+    """Close ``store``, and return whether that ended in time, even with an error. If not, a thread continues to close
+    it."""
 
     def close() -> None:
         try:
@@ -92,7 +95,7 @@ def close_store(store: BlockStore, label: str, timeout_s: float) -> bool:
 
 
 class StoreTier(SecondaryTierManager):
-    """A secondary tier over a synchronous ``store``, which it owns from here on.
+    """A secondary tier over a synchronous ``store``, which it owns.
 
     Every method runs on the scheduler's thread, and so does every change of the state here. Only the runner's threads
     call the store for anything that may take long; what they find waits in queues until the scheduler's thread takes it
@@ -159,7 +162,8 @@ class StoreTier(SecondaryTierManager):
         self._num_touched = 0
         self._next_touch_s = 0.0
         self._news: list[OffloadKey] | None = None
-        """What ``take_news`` will return. ``None`` before its first call: some callers never make it."""
+        """The keys that ``take_news`` will return; ``None`` before its first call, because some callers never call
+        it."""
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
         self._log = RateLimitedLog(_log, clock=clock)
@@ -186,7 +190,8 @@ class StoreTier(SecondaryTierManager):
             if self._questions is not None and None in answers:
                 self._ask(keys, answers, req_context)
                 if self._runner.ended and None in answers:
-                    # The store may have answered since the last step; otherwise the request would wait for one more.
+                    # The store may have answered since the last step. Otherwise the request would wait for one more
+                    # step.
                     self._take_results()
                     return self.lookup_prefix(keys, req_context)
         counts = self._num_lookups
@@ -206,7 +211,8 @@ class StoreTier(SecondaryTierManager):
         return answers
 
     def _ask(self, keys: Sequence[OffloadKey], answers: list[bool | None], req_context: ReqContext) -> None:
-        """Has the store asked for the unknown ones of ``keys``. ``False`` where that is too much."""
+        """Ask the store about the unknown ``keys``, and update ``answers``. A key beyond the limit is answered with
+        ``False``, which ends the list."""
         assert self._questions is not None
         for at, answer in enumerate(answers):
             if answer is None:
@@ -222,13 +228,14 @@ class StoreTier(SecondaryTierManager):
         return news or ()
 
     def _note_found(self, keys: Collection[OffloadKey]) -> None:
-        """The scan has found ``keys``, so the answers of the store do not matter any more."""
+        """Record that the scan has found ``keys``, so that the store's answers about them no longer matter."""
         self._note_news(keys)
         if self._questions is not None:
             self._questions.forget(keys)
 
     def _note_news(self, keys: Collection[OffloadKey] | None) -> None:
-        """More may be known about those of ``keys`` that are being asked for; ``None``: about all that are."""
+        """Record that more may be known about the ``keys`` that requests are asking for; ``None`` means about all of
+        them."""
         if self._news is not None and self._questions is not None:
             self._news += self._questions.asked_of(keys)
 
@@ -311,7 +318,7 @@ class StoreTier(SecondaryTierManager):
         return self._reads.breaker.is_closed
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        # A store may lose blocks without a call: what is explained next shall have the cause.
+        # A store may lose blocks without a call, and the next explanation needs the cause.
         self._losses.queue()
         self._losses.take_in()
         return [key in self._index for key in keys]
@@ -346,21 +353,21 @@ class StoreTier(SecondaryTierManager):
     # --------------------------------------------------------------------------------------------- results of I/O
 
     def _poll(self) -> None:
-        """Takes in what the I/O threads have found. Cheap if they are idle."""
+        """Process the results of the I/O threads. Cheap if they are idle."""
         self._take_results()
         if self._scan is not None:
             self._scan.take_in()
 
     def _take_results(self) -> None:
-        # Losses before results: a block whose loss is known must not be announced as present. One that is queued later,
-        # or is too much for this step, is not forgotten; a later call removes the key.
+        # Losses before results, because a block whose loss is known must not be announced as present. A loss that is
+        # queued later, or exceeds this step's limit, is kept; a later call removes the key.
         self._losses.take_in()
         if not self._runner.num_open_slices:
             return
         for result in self._runner.take_results():
             try:
                 self._take_result(result)
-            except Exception:  # noqa: BLE001 - a store's own collections are foreign; the other results are taken
+            except Exception:  # noqa: BLE001 - a store's own collections are foreign; the other results are still taken
                 self._log.exception(f"tier {self.tier_type!r} could not take in the end of a call")
 
     def _take_result(self, result: IoResult) -> None:
@@ -368,15 +375,16 @@ class StoreTier(SecondaryTierManager):
         if queue is IoQueue.LOOKUP:
             self._note_news(result.keys)
         result.task.on_result(result)
-        # While reads are off, all blocks are misses. Once a scan has ended, so may be those that it did not find.
+        # While reads are off, all blocks are misses. After a scan has ended, blocks that it did not find may also be
+        # misses.
         if queue is IoQueue.UPKEEP or not (was_on and self._reads.breaker.is_closed):
             self._note_news(None)
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 
     def _submit_probe(self) -> None:
-        """Asks for a few blocks, and reads those that are present, into memory of the probe's own. One of them is
-        enough: a bad block does not keep reading off."""
+        """Ask for a few blocks, and read the ones that are present into the probe's own memory. One good block is
+        enough, so that a bad block does not keep reading off."""
         store, num_bytes = self._store, self.block_bytes
         try:
             keys = self._reads.keys_to_probe(self._index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration keys that stores in directories of a host share."""
+"""The configuration keys that all stores in a host's directories share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvoffload.tiering.stores.seal import encrypts
 from kvoffload.tiering.stores.wrappers import OtherKeys
 
 _OPEN_S = 30.0
-"""How long a store may take to open, however short ``timeout_s`` is: a start reads an index, beside whatever else
-starts."""
+"""Minimum time limit for opening a store, even if ``timeout_s`` is shorter, because startup reads an index while other
+programs also start."""
 
 
 class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
@@ -33,11 +33,11 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
     recent blocks, which are then misses."""
     mode: Literal["private", "group"] = "private"
-    """``"group"`` lets the group that owns ``path`` read and write the blocks, too."""
+    """``"group"`` also lets the group that owns ``path`` read and write the blocks."""
 
     @property
     def directory(self) -> str:
-        """The only one of ``directories``."""
+        """The only entry of ``directories``."""
         (directory,) = self.directories
         return directory
 
@@ -97,14 +97,14 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
 
     @abstractmethod
     def _two_blocks_bytes(self, block_bytes: int) -> int:
-        """Bytes on disk of the smallest store that is of use."""
+        """Return the bytes on disk of the smallest useful store."""
 
 
 def open_each(
     each: Sequence[DirectoryOptions], block_bytes: int, namespace: str
 ) -> Sequence[BlockStore | BaseException]:
-    """The stores of ``each`` directory, opened at the same time, or why one did not open: perhaps not in time, as a
-    mount may hang for ever."""
+    """Open the stores of ``each`` directory at the same time. Returns each store, or the error that prevented opening
+    it. That may be a ``TimeoutError``, because a mount may hang forever."""
     limit_s = max(_OPEN_S, *(options.timeout_s for options in each))
     calls = [partial(options._open_alone, block_bytes, namespace) for options in each]
     outcomes = in_time(calls, limit_s, lambda store: store.close())

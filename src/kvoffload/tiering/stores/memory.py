@@ -13,7 +13,8 @@ from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 
 
 class MemoryStore(BlockStore):
-    """Holds copies of blocks of ``block_bytes`` each, and evicts the least recently used to keep to ``max_bytes``."""
+    """Copies of blocks of ``block_bytes`` each in memory. It evicts the least recently used to stay within
+    ``max_bytes``."""
 
     def __init__(self, block_bytes: int, max_bytes: int | None = None) -> None:
         if max_bytes is not None and max_bytes < block_bytes:
@@ -32,7 +33,7 @@ class MemoryStore(BlockStore):
         return [key in self._blocks for key in keys]
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self.touch(keys[::-1])  # what is here is used now, so none of it is evicted for another of these
+        self.touch(keys[::-1])  # so that no block here is evicted for another one
         return [self._put(key, bytes(block)) for key, block in zip(keys, blocks, strict=True)]
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of remote stores have in common: URLs without credentials, ages, and a check at the start."""
+"""Common parts of the options of remote stores: URLs without credentials, ages, and a check at startup."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys
 
 _LONGEST_S = 1e9
-"""Some 30 years: the longest age or deadline, which every clock and server can count."""
+"""The longest age or deadline, about 30 years, which every clock and server can represent."""
 
 
 def check_age(seconds: float | None, what: str) -> None:
-    """Raises ``ConfigError`` unless blocks may expire after ``seconds``; ``None``: never."""
+    """Raise ``ConfigError`` unless blocks may expire after ``seconds``; ``None`` means never."""
     if seconds is not None and not 1 <= seconds <= _LONGEST_S:
         raise ConfigError(f"{what} must be a second at least, and {_LONGEST_S:.0f} at most, not {seconds:g} s.")
 
 
 def check_credentials(url: str, what: str) -> None:
-    """Raises ``ConfigError`` if an ``@`` of ``url`` ends no user and password: these have a character that ends them
-    before it, and what comes after that would not count as a secret."""
+    """Raise ``ConfigError`` if an ``@`` in ``url`` does not follow a complete user and password. They then contain a
+    character that ends them too early, and the text after it would not be treated as a secret."""
     if _has_stray_at(url):
         raise ConfigError(
             f"{what} has an @ after the first /, ? or #: write / as %2F, ? as %3F, # as %23 and @ as %40 in a user, "
@@ -41,7 +41,7 @@ def _has_stray_at(url: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """``url`` for people to read: user, password and query are left out. ``...`` if it is not clear what these are."""
+    """Return ``url`` for people, without user, password and query, or ``...`` if these cannot be identified."""
     if _has_stray_at(url):
         return "..."
     try:
@@ -56,10 +56,11 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
 
     locality: ClassVar[str | None] = "REMOTE"
     marks_keys: ClassVar[bool] = True
-    """Beside sealed blocks lies a mark with their key's id, by which a server notices that it has another."""
+    """Whether a mark with the key's id is stored beside sealed blocks, so that a server notices a different key."""
 
     required: bool = False
-    """Refuse to start if the store cannot be used. Otherwise the engine starts, and uses the tier once it works."""
+    """Stop the engine's start if the store cannot be used. If false, the engine starts, and uses the tier once it
+    works."""
 
     @property
     def place(self) -> str:
@@ -77,7 +78,7 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
         problems.raise_found()
 
     def _check_deadlines(self, *names: str) -> None:
-        """The options ``names`` are seconds that a call may take."""
+        """Raise ``ConfigError`` unless the options ``names`` are valid time limits in seconds."""
         problems = Problems()
         for name in names:
             if not 0 < getattr(self, name) <= _LONGEST_S:
@@ -100,11 +101,9 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
             self._check_store(store)
 
     def check_store(self, block_bytes: int, ask: bool) -> list[str]:
-        """Read all secrets, as a server does at startup. With ``ask``, also ask the store's servers for a block, and
-        return what is unwise about them, in sentences.
-
-        Raises ``ConfigError`` or ``StoreError``, in one sentence, if that cannot be done.
-        """
+        """Read all secrets, as a server does at startup. With ``ask``, also request a block from the store's servers,
+        and return a warning sentence for each unwise setting of theirs. Raises ``ConfigError`` or ``StoreError``, in
+        one sentence, if that fails."""
         store = self._open(block_bytes, "", next(iter(self.read_keys()), None))
         try:
             if not ask:
@@ -115,9 +114,9 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
             store.close()
 
     def _warnings(self, store: BlockStore) -> list[str]:
-        """Sentences about servers of ``store`` that work, but not as they should."""
+        """Return warning sentences about servers of ``store`` that work, but are badly configured."""
         return []
 
     def _check_store(self, store: BlockStore) -> None:
-        """Raises ``StoreError``, in one sentence, if ``store`` cannot be used."""
+        """Raise ``StoreError``, in one sentence, if ``store`` cannot be used."""
         store.contains([OffloadKey(b"check")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the requests of a batch side by side, each of them a call that waits for a server."""
+"""Run the requests of a batch concurrently. Each is a call that waits for a server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 class _Batch(Generic[T]):
-    """The calls of one ``run``. Threads take from it, in order; whoever finishes the last one wakes the caller."""
+    """The calls of one ``run``. Threads take them in order, and the thread that finishes the last one wakes the
+    caller."""
 
     def __init__(self, call: Callable[[int], T], count: int) -> None:
         self.call = call
@@ -35,8 +36,8 @@ class _Batch(Generic[T]):
 
 
 class Requests:
-    """Up to ``count`` daemon threads for requests, started as they are needed. Any thread may call ``run``; batches
-    share the threads, first come, first served."""
+    """Up to ``count`` daemon threads for requests, which start when they are needed. Any thread may call ``run``;
+    batches share the threads in order of arrival."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -47,8 +48,8 @@ class Requests:
         self._is_closed = False
 
     def run(self, call: Callable[[int], T], count: int) -> list[T | BaseException]:
-        """What ``call(0)`` to ``call(count - 1)`` return or raise, once all of them have. Raises ``StoreError``, and
-        calls nothing, if no thread can be started; the next batch tries again."""
+        """Return the results or exceptions of ``call(0)`` to ``call(count - 1)``, once all of them have ended. Raises
+        ``StoreError``, without any call, if no thread can be started; the next batch tries again."""
         if not count:
             return []
         batch: _Batch[T] = _Batch(call, count)
@@ -66,7 +67,7 @@ class Requests:
         return results  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Ends the threads once the requests that they are at have ended. Idempotent."""
+        """End the threads after their current requests. Idempotent."""
         with self._lock:
             threads, self._threads = self._threads, []
             self._is_closed = True
@@ -83,7 +84,7 @@ class Requests:
                 thread.start()
             except (RuntimeError, MemoryError) as exc:
                 if self._threads:
-                    return  # those that live do all, if more slowly
+                    return  # the running threads do all the work, only more slowly
                 raise StoreError(f"A store's requests need a thread, which cannot be started: {exc}.") from exc
             self._threads.append(thread)
 
@@ -91,4 +92,4 @@ class Requests:
         while (job := self._queue.get()) is not None:
             batch, index = job
             batch.do(index)
-            del job, batch  # a thread that waits must not keep a batch's memory alive
+            del job, batch  # a waiting thread must not keep a batch's memory alive

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to hosts by name, with one deadline for all of it. The system's name resolution has none."""
+"""Connections to hosts by name, with one deadline for everything. The system's name resolution does not support
+deadlines."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ import time
 from typing import Any
 
 _MOST_NAMES = 1024
-"""That are remembered. A cluster names its nodes, and may name others later."""
+"""Maximum number of remembered names. A cluster names its nodes, and may name others later."""
 
 _NO_SUCH_NAME = [getattr(socket, name, socket.EAI_NONAME) for name in ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY")]
-"""Failures that a name has by itself. Others are of a name server that refuses, or of a process without open files."""
+"""Failures that concern the name itself. Other failures come from a name server that rejects the query, or from a
+process without free file descriptors."""
 
 Endpoint = tuple[Any, ...]
-"""What ``getaddrinfo`` gives for one address."""
+"""An address as ``getaddrinfo`` returns it."""
 
 
 class _Question:
-    """One name that the system is asked for. The thread that asks may stay with it for long after all have left."""
+    """A query to the system for one name. The asking thread may stay blocked long after all callers have left."""
 
     def __init__(self) -> None:
         self.has_ended = threading.Event()
@@ -27,9 +29,9 @@ class _Question:
 
 
 class Resolver:
-    """Any thread. A thread of its own asks the system for each name, one at a time, so that a name that hangs delays no
-    other. If the system has no answer in half of the time, or fails for now, the answer before counts: a name server
-    that is down costs no server that was found already."""
+    """A resolver for any thread. For each name, a separate thread asks the system, one query at a time, so that a
+    hanging name does not delay another. If the system does not answer within half of the time, or fails temporarily,
+    the previous answer is used. So known servers stay reachable while a name server is down."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,21 +39,21 @@ class Resolver:
         self._known: dict[tuple[str, int], list[Endpoint]] = {}
 
     def connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
-        """A TCP connection to the first address of ``host`` that takes it. Raises ``OSError``."""
+        """Return a TCP connection to the first address of ``host`` that accepts it. Raises ``OSError``."""
         deadline_s = time.monotonic() + timeout_s
         endpoints = self._resolve(host, port, timeout_s)
         for left in reversed(range(len(endpoints))):
-            # Each address gets its share of the time, so that one that drops packets leaves some for the next.
+            # Each address gets its share of the time, so that an address that drops packets leaves time for the next.
             share_s = max(0.001, (deadline_s - time.monotonic()) / (left + 1))
             try:
                 return _connected(endpoints[-1 - left], share_s)
-            except OSError:  # also of a family that this host lacks, such as IPv6
+            except OSError:  # also for a family that this host lacks, such as IPv6
                 if not left:
                     raise
         raise OSError("the name has no address")
 
     def _resolve(self, host: str, port: int, timeout_s: float) -> list[Endpoint]:
-        try:  # an address is none of the system's business
+        try:  # an address does not need the system
             return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except (OSError, UnicodeError):
             pass
@@ -73,7 +75,7 @@ class Resolver:
         def ask() -> None:
             try:
                 question.answer = socket.getaddrinfo(*name, type=socket.SOCK_STREAM)
-            except (OSError, UnicodeError) as exc:  # the second is of a name that no host can have
+            except (OSError, UnicodeError) as exc:  # the second error is for an invalid host name
                 question.answer = exc
             self._end(name, question.answer)
             question.has_ended.set()
@@ -108,5 +110,6 @@ def _connected(endpoint: Endpoint, timeout_s: float) -> socket.socket:
 
 
 def _is_passing(failure: Exception) -> bool:
-    """Whether it says nothing about the name, only that it cannot be asked for now: as all do that are not known to."""
+    """Return whether an error is temporary, because it does not concern the name itself. Unknown errors count as
+    temporary."""
     return isinstance(failure, OSError) and failure.errno not in _NO_SUCH_NAME

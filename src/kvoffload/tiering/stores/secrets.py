@@ -20,13 +20,14 @@ _SHORTEST_KEY = 16
 
 
 def check_secret(secret: Secret | None, what: str) -> None:
-    """Raises ``ConfigError`` unless ``secret`` says where it is. Reads nothing."""
+    """Raise ``ConfigError`` unless ``secret`` says where it is. Reads nothing."""
     if isinstance(secret, dict) and (len(secret) != 1 or not secret.keys() <= {"file", "env"} or "" in secret.values()):
         raise ConfigError(f'{what} must be text, {{"file": path}} or {{"env": name}}.')
 
 
 def read_secret(secret: Secret, what: str) -> str:
-    """The text itself, without a file's last line break. ``ConfigError`` says where it should be, and no more."""
+    """Return the text itself, without a file's last line break. A ``ConfigError`` only says where the text should
+    be."""
     check_secret(secret, what)
     if isinstance(secret, str):
         return secret
@@ -49,7 +50,7 @@ def read_secret(secret: Secret, what: str) -> str:
 
 
 def check_keys(keys: Keys | None, what: str) -> None:
-    """Raises ``ConfigError`` unless ``keys`` can be secrets of blocks, as far as that is known without reading them."""
+    """Raise ``ConfigError`` unless ``keys`` can be secrets of blocks, as far as that is known without reading them."""
     if keys == []:
         raise ConfigError(f"{what} is an empty list; leave it out, or give a key.")
     for key in _each(keys):
@@ -61,7 +62,7 @@ def check_keys(keys: Keys | None, what: str) -> None:
 
 
 def read_keys(keys: Keys | None, what: str) -> list[bytes]:
-    """The secrets that ``keys`` are or name: the first one seals, all of them open."""
+    """Return the secrets that ``keys`` contain or name. The first one seals; all of them open."""
     texts = [read_secret(key, what) for key in _each(keys)]
     if texts:
         check_keys(list(texts), what)

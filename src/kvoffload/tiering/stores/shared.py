@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stores that many machines share do alike."""
+"""Common code of the stores that many machines share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _MOST_KEPT = 65_536
 
 
 class BadBlocks:
-    """Blocks that reads of a store found bad: deleted, so that they can be written anew, and reported as lost."""
+    """Blocks that reads of a store found bad. They are deleted, so that they can be written again, and reported as
+    lost."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: list[OffloadKey] = []
         self.count = 0
-        """Since the store was opened."""
+        """Number of bad blocks since the store was opened."""
         self.kept = set[OffloadKey]()
-        """Bad blocks that could not be deleted. They count as absent until they are written over."""
+        """Bad blocks that could not be deleted. They count as absent until they are overwritten."""
 
     def remove(self, keys: Collection[OffloadKey], store: BlockStore) -> None:
         if not keys:
@@ -31,12 +32,12 @@ class BadBlocks:
         try:
             store.discard(list(keys))
         except (StoreError, OSError):
-            # Perhaps nobody may delete here: without this, a bad block would be found, read and dropped for ever.
+            # Deleting may be forbidden here. Without this, a bad block would be found, read and dropped forever.
             with self._lock:
                 self.kept.update(keys)
                 while len(self.kept) > _MOST_KEPT:
                     self.kept.pop()
-        # Afterwards: a write that found them there is not announced after their loss.
+        # Afterwards, so that a write that found them is not announced after their loss.
         with self._lock:
             self._keys += keys
             self.count += len(keys)
@@ -70,15 +71,15 @@ class SharedStore(BlockStore):
 
 
 def bytes_of(block: memoryview, block_bytes: int) -> memoryview:
-    """``block``, which must have ``block_bytes``, as plain bytes."""
+    """Return ``block``, which must be ``block_bytes`` long, as plain bytes."""
     assert block.nbytes == block_bytes, f"a block of {block.nbytes} bytes for a store of {block_bytes}"
     return block if block.ndim == 1 and block.format == "B" else block.cast("B")
 
 
 def outcomes(answers: list[bool], failures: Sequence[StoreError], there: Collection[int] = ()) -> list[bool]:
-    """The ``answers`` of a batch in which ``failures`` happened: what failed is a miss. If nothing came of the batch,
-    the store fails as a whole: raises the first of them. Blocks that were ``there`` already, by their indexes, do not
-    show that a store takes any."""
+    """Return the ``answers`` of a batch with these ``failures``: each failed block is a miss. If every block failed,
+    the store fails as a whole, and this raises the first failure. Blocks that were ``there`` already (a list of
+    indexes) do not prove that the store accepts writes."""
     if failures and not any(is_good and index not in there for index, is_good in enumerate(answers)):
         raise failures[0]
     return answers

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several stores as one: a disk each. One that fails, fills up, hangs or vanishes costs its own blocks."""
+"""Several stores, each on its own disk, as one. A disk that fails, fills up, hangs or vanishes loses only its own
+blocks."""
 
 from __future__ import annotations
 
@@ -21,23 +22,22 @@ from kvoffload.tiering.stores.wrappers import JoinedKeys
 _log = logging.getLogger(__name__)
 
 _STALL_S = 2.0
-"""A disk with a call that takes longer gets no other until it ends."""
+"""Seconds after which a disk with a running call gets no other call until that one ends."""
 _FULL_SHARE = 16
-"""A disk that is full gets new blocks as if one in this many of its bytes were free: it writes over its oldest ones."""
+"""A full disk gets new blocks as if one in this many of its bytes were free, and overwrites its oldest blocks."""
 _MOST_CREDIT = 1024
-"""Blocks that a disk may have missed, for instance as it was busy, and gets before the others; or has had too many."""
+"""Limit on the blocks that a disk may be owed, for instance because it was busy, or may have received in excess."""
 
 
 class Striped(BlockStore):
-    """Blocks over several ``stores``, each on a disk of its own, which it owns from here on.
+    """Blocks over several ``stores``, each on its own disk. This object owns the stores. The new blocks of a call are
+    written to one disk, chosen in turn by free space, so that disks of equal age fill up and overwrite together, and a
+    new disk catches up. A call reads from each disk the blocks that it contains.
 
-    New blocks of a call go to one disk: the one whose turn it is by free room, so that disks of equal age fill up and
-    turn over together, and a new one catches up. A call reads from each disk what it has.
-
-    A disk whose calls keep failing, or of which one hangs, is *out*: its blocks are absent and it gets no new ones,
-    until a call succeeds that is tried now and then. Calls raise ``StoreError`` only if all disks are out. No disk has
-    half of the ``threads`` (three or more) for reads, or of those for writes, at once, so that one that hangs does not
-    stop the tier.
+    A disk whose calls keep failing, or with a hanging call, is *out*: its blocks are absent and it gets no new blocks,
+    until one of the occasional trial calls succeeds. Calls raise ``StoreError`` only if all disks are out. No disk
+    occupies half of the ``threads`` (three or more) for reads, or half of the threads for writes, at once, so that a
+    hanging disk does not stop the tier.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Striped(BlockStore):
         paths: Sequence[str] = (),
         missing: Sequence[str] = (),
     ) -> None:
-        """``paths``: of the disks, for people; ``missing``: of those that did not open."""
-        # One more than all of them have in flight: of two disks neither may have half of the threads.
+        """``paths`` are the disks' paths, for people; ``missing`` are the paths of disks that did not open."""
+        # One more than all disks have in flight, so that neither of two disks has half of the threads.
         self.requests_in_flight = threads or sum(store.requests_in_flight for store in stores) + 1
         self.batch_blocks = min((store.batch_blocks for store in stores if store.batch_blocks), default=None)
         rescans = [store.rescan_s for store in stores if store.rescan_s is not None]
@@ -88,7 +88,7 @@ class Striped(BlockStore):
 
         for disk in self._disks:
             if disk.writes.is_fit and (found := disk.find(keys, left)):
-                write(disk, found)  # which is a use of these
+                write(disk, found)  # this counts as a use of these
                 left = [at for at in left if not answers[at]]
         tried = list[_Disk]()
         while left and (next_disk := self._next_disk(len(left), tried)) is not None:
@@ -100,7 +100,8 @@ class Striped(BlockStore):
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         answers = [False] * len(keys)
-        # Those with the fewest calls first, so that threads with blocks on the same disks do not all begin with one.
+        # The disks with the fewest calls first, so that threads with blocks on the same disks do not all begin with one
+        # disk.
         for disk in sorted(self._disks, key=lambda disk: disk.reads.num_calls):
             if disk.reads.is_fit:
                 some = disk.find(keys, [at for at, is_good in enumerate(answers) if not is_good])
@@ -122,7 +123,7 @@ class Striped(BlockStore):
         closing = [
             threading.Thread(target=disk.close, name="kvoffload-disk-close", daemon=True) for disk in self._disks
         ]
-        for thread in closing:  # one that hangs keeps none of the others from being closed
+        for thread in closing:  # a hanging disk does not prevent closing the others
             thread.start()
         for thread in closing:
             thread.join()
@@ -138,7 +139,7 @@ class Striped(BlockStore):
                 continue
             if keys is None:
                 continue
-            if not keys:  # the others first: it may be a disk that hangs
+            if not keys:  # the other disks first, because this one may hang
                 scans.append((position, scan))
                 if (num_waiting := num_waiting + 1) < len(scans):
                     continue
@@ -147,7 +148,7 @@ class Striped(BlockStore):
             if keys:
                 scans.appendleft((position, scan))
                 left = list(range(len(keys)))
-                for other in self._disks[:position]:  # each key comes once
+                for other in self._disks[:position]:  # yield each key once
                     found = set(other.find(keys, left))
                     left = [at for at in left if at not in found]
                 if left:
@@ -176,11 +177,12 @@ class Striped(BlockStore):
     # ---------------------------------------------------------------------------------------------------- helpers
 
     def _resident(self) -> Iterator[Collection[OffloadKey]]:
-        """The keys of each disk that is not out. A key that two disks have is counted twice."""
+        """Return the keys of each disk that is not out. A key on two disks is counted twice."""
         return (keys for disk in self._disks if disk.reads.is_fit and (keys := disk.store.resident) is not None)
 
     def _next_disk(self, count: int, tried: Collection[_Disk]) -> _Disk | None:
-        """Which disk gets ``count`` new blocks; ``None``: none can. Prefers one that is free for a call."""
+        """Return the disk for ``count`` new blocks, or ``None`` if no disk can store them. Prefers a disk that is free
+        for a call."""
         fit = [disk for disk in self._disks if disk not in tried and disk.writes.is_fit]
         if not fit:
             return None
@@ -199,17 +201,17 @@ class Striped(BlockStore):
 
 
 class _Disk:
-    """A store, and how its calls went."""
+    """A store, and the record of its calls."""
 
     def __init__(self, store: BlockStore, most_calls: int, clock: Callable[[], float]) -> None:
         self.store = store
         self.reads = _Calls(f"Reading from {store!r}", most_calls, clock)
         self.writes = _Calls(f"Writing to {store!r}", most_calls, clock)
         self.credit = 0.0
-        """How many new blocks it should have had, beyond those that it got. ``Striped`` has a lock for it."""
+        """Number of new blocks that it is owed, beyond those it received. A lock of ``Striped`` guards it."""
 
     def find(self, keys: Sequence[OffloadKey], asked: Sequence[int]) -> list[int]:
-        """Which of ``asked`` it has."""
+        """Return which of ``asked`` it contains."""
         if not asked:
             return []
         ask = partial(self.store.contains, [keys[at] for at in asked])
@@ -222,7 +224,7 @@ class _Disk:
         return DiskStats(path, is_out, store.used_bytes or 0, sum(each.num_failed for each in calls))
 
     def wanted_bytes(self) -> float:
-        """How much of what is new it should get, beside the others."""
+        """Return its weight among the disks for new blocks."""
         stats = self.store.stats()
         rooms = [] if stats.max_bytes is None else [stats.max_bytes - (stats.used_bytes or 0)]
         rooms += [] if stats.free_bytes is None else [stats.free_bytes]
@@ -246,7 +248,7 @@ class _Calls:
         self._lock = threading.Lock()
         self._breaker = CircuitBreaker(name, clock=clock)
         self._running: dict[object, float] = {}
-        """When each call began, oldest first."""
+        """Start times of the calls, oldest first."""
         self._oldest_s: float | None = None
         self.num_calls = 0
         self.num_failed = 0
@@ -255,12 +257,12 @@ class _Calls:
 
     @property
     def is_free(self) -> bool:
-        """Whether a call would begin at once."""
+        """Whether a call could begin at once."""
         return self.num_calls < self._most
 
     @property
     def is_fit(self) -> bool:
-        """Whether the disk is not out, or is to be tried again now."""
+        """Whether the disk is not out, or is due for another trial."""
         return not self._is_stalled and (self._breaker.is_closed or self._breaker.is_probe_due)
 
     @property
@@ -273,7 +275,7 @@ class _Calls:
         return oldest_s is not None and self._clock() - oldest_s >= _STALL_S
 
     def call(self, call: Callable[[], list[bool] | None]) -> list[bool] | None:
-        """What ``call`` returns; ``None`` if it failed, or if the disk is out."""
+        """Return the result of ``call``, or ``None`` if it failed or the disk is out."""
         if not self._begin():
             return None
         token, is_good = object(), False
@@ -314,7 +316,8 @@ class _Calls:
         self._oldest_s = next(iter(self._running.values()), None)
 
     def _record(self, error: BaseException | None, is_good: bool) -> None:
-        """``is_good``: something came of it. A call that found or wrote nothing proves nothing."""
+        """Record the end of a call. ``is_good`` says that it produced a result; a call that found or wrote nothing
+        proves nothing."""
         name = self._breaker.name
         if error is None:
             if not is_good:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files of a slab: opened without following links, locked, read and written. Payloads move by direct I/O where
-that works, and by one copy where files are memory."""
+"""The two files of a slab: opened without following links, locked, read and written. Payloads move by direct I/O if
+possible, or by one copy on a memory file system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvoffload.tiering.stores.disk.format import (
 from kvoffload.tiering.stores.root import SAFE, Access, make_file, open_control, try_lock
 
 TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-"""No slab can be opened for now, whatever it is like."""
+"""Errors that mean that no slab at all can be opened for now."""
 
 _MAX_VECTOR = 512
 _FILES_PER_SLAB = 3
@@ -42,20 +42,21 @@ _limit_lock = threading.Lock()
 
 
 class SlabRefused(StoreError):
-    """These files are no slab of ours: another format, another owner, a link, or damaged."""
+    """The files are not a slab of ours: they use another format, belong to another owner, are a link, or are
+    damaged."""
 
 
 class SlabFile:
-    """One slab in the directory ``dir_fd``. Any number of threads.
+    """One slab in the directory ``dir_fd``. Any number of threads may use it.
 
-    Payloads are moved by direct I/O where blocks are whole pages and the file system supports it. What is refused, for
-    instance for its alignment, goes through the page cache. The first refusal of whole aligned pages ends direct I/O
-    for good.
+    Payloads move by direct I/O if blocks are whole pages and the file system supports it. A rejected transfer, for
+    instance with a wrong alignment, uses the page cache. After the first rejection of whole aligned pages, direct I/O
+    is never used again.
 
-    On a memory file system payloads are mapped, and a block is copied to or from its slot: reading and writing such a
-    file takes twice the time and more. To touch a page that the file does not have would kill the process. So a file is
-    mapped only if it has all its pages and no other user may write to it, and both its size and its pages are asked
-    for before each copy. With ``is_shared``, when a group may cut it off at any moment, it is read and written.
+    On a memory file system payloads are mapped, and a block is copied to or from its slot, because reading and writing
+    such a file takes at least twice as long. Touching a missing page of the file would kill the process. So a file is
+    mapped only if all its pages exist and no other user may write to it, and its size and pages are checked before each
+    copy. With ``is_shared``, a group may truncate it at any moment, so it is read and written instead.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SlabFile:
         self._tails_at, self._tail_bytes = layout.tails_at(num_slots), layout.tail_bytes
         self._is_direct = self._direct_fd >= 0
         self.inodes = os.fstat(table_fd).st_ino, os.fstat(payload_fd).st_ino
-        """Of table and payloads. No other file has these numbers while this one is open."""
+        """Inodes of table and payloads. No other file gets these numbers while this one is open."""
 
     def __repr__(self) -> str:
         return f"SlabFile({self.name!r}, slots={self.num_slots}, direct={self._is_direct})"
@@ -91,8 +92,8 @@ class SlabFile:
     def create(
         cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access, *, durable: bool = False
     ) -> SlabFile:
-        """A new slab, preallocated and locked, and with ``durable`` there after a power failure. Raises ``OSError``,
-        with nothing left if that is possible."""
+        """Create a slab, preallocated and locked, which with ``durable`` survives a power failure. If this raises
+        ``OSError``, it leaves no files behind if possible."""
         fds = list[int]()
         new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
         try:
@@ -103,10 +104,10 @@ class SlabFile:
                     raise OSError(errno.EBUSY, "locked by somebody else", new)
             table_fd, payload_fd = fds
             _allocate(payload_fd, num_slots * layout.block_bytes)
-            # Written, not only allocated, so that an entry has its space, where nothing copies on write.
+            # Written, not only allocated, so that each entry has its space on file systems without copy-on-write.
             with open(table_fd, "wb", closefd=False) as table:
                 table.write(layout.header(num_slots).ljust(layout.table_bytes(num_slots), b"\0"))
-            # The table last: a slab is there if its table is, and then it is complete.
+            # The table is last: a slab with a table exists, and is complete.
             for suffix in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
                 os.rename(NEW_PREFIX + name + suffix, name + suffix, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             if durable:
@@ -125,7 +126,7 @@ class SlabFile:
 
     @classmethod
     def open(cls, name: str, layout: SlabFormat, dir_fd: int, access: Access) -> SlabFile:
-        """An existing slab. Raises ``SlabRefused`` or ``OSError``."""
+        """Open an existing slab. Raises ``SlabRefused`` or ``OSError``."""
         fds = list[int]()
         try:
             for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX):
@@ -145,7 +146,8 @@ class SlabFile:
             if payload.st_size < payload_bytes:
                 raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} was cut off")
             if access.is_group and 2 * 512 * payload.st_blocks < payload_bytes:
-                # The table takes memory of every process that opens it: a member of the group must pay for the disk.
+                # Every process that opens a table needs memory for it. So a group member must use disk space for a
+                # large table.
                 raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} has holes")
             return cls(name, layout, num_slots, table_fd, payload_fd, is_shared=access.is_group)
         except BaseException:
@@ -154,23 +156,24 @@ class SlabFile:
             raise
 
     def close(self) -> None:
-        """Also ends the lock. The caller makes sure that no transfer runs."""
+        """Close the files, which also ends the lock. The caller ensures that no transfer is running."""
         for fd in (self._table_fd, self._payload_fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
-        self._memory = None  # which also unmaps it
+        self._memory = None  # this also unmaps it
         self._table_fd = self._payload_fd = self._direct_fd = -1
 
     def try_lock(self) -> bool:
-        """Whether this process may write to the slab from now on. Raises ``OSError`` if that cannot be found out."""
+        """Lock the slab for writing, and return whether this process now has the lock. Raises ``OSError`` if locking
+        fails."""
         return try_lock(self._table_fd)
 
     def unlock(self) -> None:
-        """Lets another process have the slab."""
+        """Let another process have the slab."""
         fcntl.flock(self._table_fd, fcntl.LOCK_UN)
 
     def is_linked(self, dir_fd: int) -> bool:
-        """Whether the slab is still in its directory under its name."""
+        """Return whether the slab is still in its directory under its name."""
         for fd, suffix in ((self._table_fd, TABLE_SUFFIX), (self._payload_fd, PAYLOAD_SUFFIX)):
             try:
                 if not os.path.samestat(
@@ -190,7 +193,7 @@ class SlabFile:
         self._write_table(self._entries_at + first * ENTRY_BYTES, entries)
 
     def read_tails(self, first: int, count: int) -> bytearray:
-        """The rest of the seals of ``count`` slots, one after the other."""
+        """Return the tails of the seals of ``count`` slots, concatenated."""
         return self._read_table(self._tails_at + first * self._tail_bytes, count * self._tail_bytes)
 
     def write_tails(self, first: int, tails: bytes) -> None:
@@ -231,10 +234,8 @@ class SlabFile:
     # --------------------------------------------------------------------------------------------------- payloads
 
     def read(self, first: int, blocks: Sequence[memoryview]) -> int:
-        """Fills ``blocks`` (contiguous bytes) from neighbouring slots. Returns how many are whole.
-
-        Raises ``OSError``.
-        """
+        """Fill ``blocks`` (contiguous bytes) from neighbouring slots. Returns the number of complete blocks. Raises
+        ``OSError``."""
         if (memory := self._memory) is None:
             return self._move(os.preadv, first, blocks)
         size = self._block_bytes
@@ -246,11 +247,11 @@ class SlabFile:
         return len(blocks)
 
     def read_buffered(self, index: int, block: memoryview) -> bool:
-        """Reads one block another way, through the page cache."""
+        """Read one block through the page cache, as a second way."""
         return self._move(os.preadv, index, [block], is_direct=False) == 1
 
     def write(self, first: int, blocks: Sequence[memoryview]) -> int:
-        """Writes neighbouring slots. Returns how many are whole. Raises ``OSError``."""
+        """Write neighbouring slots. Returns the number of complete blocks. Raises ``OSError``."""
         if (memory := self._memory) is None:
             return self._move(os.pwritev, first, blocks)
         size = self._block_bytes
@@ -262,7 +263,7 @@ class SlabFile:
         return len(blocks)
 
     def _is_backed(self, first: int, count: int) -> bool:
-        """Whether ``count`` mapped slots may be touched. If somebody has cut the file off or made a hole, it is never
+        """Return whether ``count`` mapped slots may be touched. If the file was truncated or has a hole, it is never
         used as memory again."""
         status = os.fstat(self._payload_fd)
         backed_bytes = status.st_size - first * self._block_bytes
@@ -272,7 +273,7 @@ class SlabFile:
         return False
 
     def sync(self) -> None:
-        """Puts payloads and entries on the disk."""
+        """Flush payloads and entries to the disk."""
         os.fdatasync(self._payload_fd)
         os.fdatasync(self._table_fd)
 
@@ -311,7 +312,8 @@ class SlabFile:
             except OSError as exc:
                 if exc.errno != errno.EINVAL or fd != self._direct_fd:
                     raise
-                # The kernel knows what may be moved directly. To look only after a refusal costs nothing until then.
+                # The kernel knows which buffers it can transfer directly. Checking only after a rejection costs nothing
+                # until then.
                 if all(map(is_aligned, left)):
                     self._is_direct = False
                 fd = self._payload_fd
@@ -325,8 +327,8 @@ class SlabFile:
 
 
 def check_preallocation(root: str, access: Access) -> None:
-    """Raises ``ConfigError`` if the file system of ``root`` cannot give files their space. That a disk is full or
-    read-only just now is no reason."""
+    """Raise ``ConfigError`` if the file system of ``root`` cannot preallocate files. A disk that is full or read-only
+    at the moment passes."""
     control = open_control(root, access)
     try:
         with tempfile.TemporaryFile(dir=f"/proc/self/fd/{control}/.") as file:  # never through a link
@@ -342,14 +344,16 @@ def check_preallocation(root: str, access: Access) -> None:
 
 
 def most_slabs() -> int:
-    """As many slabs as this process can have open beside all else, under the hard limit of its files."""
+    """Return the number of slabs that this process can have open besides its other files, under the hard limit on open
+    files."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return 1 << 20 if hard == resource.RLIM_INFINITY else max(1, hard // (2 * _FILES_PER_SLAB + 2))
 
 
 def _leave_files(fd: int) -> None:
-    """Half of the files that a process may open are not for slabs. ``fd``, just opened, was the lowest free number, so
-    that as many are open. Raises the soft limit if need be, and ``OSError`` (EMFILE) at the hard one."""
+    """Keep half of the files that a process may open for other uses than slabs. ``fd`` was just opened and is the
+    lowest free number, so at least that many files are open. Raises the soft limit if necessary, and ``OSError``
+    (EMFILE) at the hard limit."""
     with _limit_lock:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         while soft != resource.RLIM_INFINITY and fd >= soft // 2:
@@ -358,14 +362,14 @@ def _leave_files(fd: int) -> None:
                 if more > soft:
                     resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             except (OSError, ValueError):
-                more = soft  # a sandbox that does not allow it
+                more = soft  # a sandbox does not allow it
             if more == soft:
                 raise OSError(errno.EMFILE, f"{fd} files are open, half of what this process may; raise ulimit -n")
             soft = more
 
 
 def _reopen_direct(fd: int) -> int:
-    """The same file for direct I/O, -1 if its file system has none."""
+    """Open the same file again for direct I/O. Returns -1 if its file system does not support that."""
     if not O_DIRECT:
         return -1
     try:
@@ -375,7 +379,7 @@ def _reopen_direct(fd: int) -> int:
 
 
 def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
-    """A file's memory, ``None`` if it does not have all its pages, or cannot be mapped."""
+    """Map a file and return its memory, or ``None`` if pages are missing or it cannot be mapped."""
     try:
         if os.fstat(fd).st_blocks * 512 < num_bytes:
             return None
@@ -387,9 +391,9 @@ def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8] | None:
 
 
 def _allocate(fd: int, num_bytes: int) -> None:
-    """Gives a file its space, so that no write to it lacks any. Raises ``OSError``.
+    """Preallocate a file, so that writes to it cannot run out of space. Raises ``OSError``.
 
-    Not ``os.posix_fallocate``: where the file system does not know how, the C library writes to each page instead.
+    Not ``os.posix_fallocate``, because on file systems without support, the C library writes to each page instead.
     """
     done, at_once = 0, _ALLOCATED_AT_ONCE
     while done < num_bytes:
@@ -397,14 +401,14 @@ def _allocate(fd: int, num_bytes: int) -> None:
         try:
             _fallocate(fd, done, count)
         except InterruptedError:
-            # A tmpfs gives back what it had given, and the signals of a timer would come in time again and again.
+            # After a signal, a tmpfs releases the allocated space, and a timer's signals could interrupt every attempt.
             at_once = max(PAGE_BYTES, count // 2)
             continue
         done += count
 
 
 def _fallocate(fd: int, offset: int, num_bytes: int) -> None:
-    """fallocate(2). Raises ``OSError``, ``ENOSYS`` where there is none."""
+    """Call fallocate(2). Raises ``OSError``, with ``ENOSYS`` if it does not exist."""
     if _libc_fallocate is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _libc_fallocate(fd, 0, offset, num_bytes):

@@ -49,10 +49,10 @@ PAGE_SLOTS = 64
 ENTRY_BYTES = 64
 EMPTY_ENTRY = bytes(ENTRY_BYTES)
 PROBE_AT = 20
-"""Where an entry's probe begins: all of it that follows from the key alone."""
+"""Offset of an entry's probe: the part of an entry that depends only on the key."""
 LENGTH_AT = 24
 LONGEST_KEY = 39
-"""Bytes of a key that an entry has room for. Of a longer one it has a digest."""
+"""Maximum bytes of a key in an entry. For a longer key, it contains a digest."""
 ENTRY = np.dtype([("seal", "V16"), ("written_s", "<u4"), ("hash", "<u4"), ("length", "u1"), ("key", "V39")])
 
 _MAGIC = b"KVOSLAB\0"
@@ -63,7 +63,7 @@ _KEY = struct.Struct("<B39s")
 _DIGEST_LENGTH = 255
 _MIN_SLAB_BYTES = 1 << 20
 _LARGE_SLAB_BYTES = 1 << 30
-"""A slab is larger only where there would be many."""
+"""Usual size of a slab. Slabs are larger only if there would be too many."""
 _MAX_SLAB_BYTES = 16 << 30
 _SLABS_WANTED = 16
 _MANY_SLABS = 256
@@ -71,7 +71,7 @@ _MAX_SLABS = 2000
 
 
 class Stated(NamedTuple):
-    """What the header of a table says, sound or not."""
+    """The contents of a table's header, which may be damaged."""
 
     has_magic: bool
     num_slots: int
@@ -79,12 +79,12 @@ class Stated(NamedTuple):
     digest: bytes
 
     def is_of(self, directory: str) -> bool:
-        """Whether the table was made for this directory."""
+        """Return whether the table was created for this directory."""
         return self.digest == _digest(directory, self.block_bytes)
 
 
 def stated_in(start: bytes) -> Stated | None:
-    """What a file that begins with ``start`` says as the header of a table. ``None``: it is too short for one."""
+    """Return the header of a table that begins with ``start``, or ``None`` if it is too short."""
     if len(start) < _FIELDS.size:
         return None
     magic, _, _, num_slots, block_bytes, digest = _FIELDS.unpack_from(start)
@@ -100,14 +100,14 @@ def _digest(directory: str, block_bytes: int) -> bytes:
 
 
 class HashedKey(NamedTuple):
-    """What a store needs of a key: its hash ``h``, and the part of an entry that follows from the key."""
+    """The parts of a key that a store needs: its hash ``h``, and the part of an entry that depends on the key."""
 
     hash64: int
     probe: bytes
 
 
 def key_in(entry: bytes | bytearray) -> OffloadKey | None:
-    """The key of an entry. ``None`` if it has only a digest of it, or nothing, or is damaged."""
+    """Return the key of an entry; ``None`` if the entry contains only a digest, is empty, or is damaged."""
     length = entry[LENGTH_AT]
     return OffloadKey(bytes(entry[25 : 25 + length])) if 0 < length <= LONGEST_KEY else None
 
@@ -117,15 +117,15 @@ class SlabFormat:
     """The slabs of one namespace and block size."""
 
     directory: str
-    """Of the namespace; ``root.directory_of`` has its name."""
+    """Directory of the namespace, as named by ``root.directory_of``."""
     block_bytes: int
     secret: bytes | None = field(default=None, repr=False)
     digest: bytes = field(init=False, repr=False)
     _seed: int = field(init=False, repr=False)
     tail_bytes: int = field(init=False)
-    """Of a seal, beside what its entry has room for."""
+    """Bytes of a seal that do not fit in its entry."""
     sealer: Sealer = field(init=False, repr=False, compare=False)
-    """Of payloads. A key is there what an entry has of it, its ``probe``."""
+    """Sealer of payloads. It gets an entry's ``probe`` as the key."""
 
     def __post_init__(self) -> None:
         identity = _identity(self.directory, self.block_bytes)
@@ -136,7 +136,7 @@ class SlabFormat:
 
     @property
     def is_paged(self) -> bool:
-        """Whether payloads are whole pages, as direct I/O needs them."""
+        """Whether payloads are whole pages, as direct I/O requires."""
         return self.block_bytes % PAGE_BYTES == 0
 
     def hashed(self, key: OffloadKey) -> HashedKey:
@@ -151,7 +151,8 @@ class SlabFormat:
         return HashedKey(xxhash.xxh3_64_intdigest(entry[-_KEY.size :], self._seed), entry[PROBE_AT:])
 
     def entry(self, key: HashedKey, seal: bytes, written_ns: int) -> bytes:
-        """Of a block with this seal, written at this time (nanoseconds since 1970). It lacks the seal's tail."""
+        """Return the entry of a block with this seal, written at this time (nanoseconds since 1970). It does not
+        contain the seal's tail."""
         written_s = min(written_ns // 1_000_000_000, 0xFFFF_FFFF)
         return seal[:SEAL_BYTES] + written_s.to_bytes(4, "little") + key.probe
 
@@ -164,7 +165,8 @@ class SlabFormat:
         return body + xxhash.xxh3_64_digest(body)
 
     def parse_header(self, page: bytes) -> int | None:
-        """The number of slots of a table that begins with ``page``. ``None`` unless its slab is of this format."""
+        """Return the number of slots of a table that begins with ``page``; ``None`` unless its slab uses this
+        format."""
         if len(page) != PAGE_BYTES or xxhash.xxh3_64_digest(page[:-_SUM_BYTES]) != page[-_SUM_BYTES:]:
             return None
         magic, version, zero, num_slots, block_bytes, digest = _FIELDS.unpack_from(page)
@@ -173,7 +175,7 @@ class SlabFormat:
 
     @staticmethod
     def block_bytes_in(page: bytes) -> int | None:
-        """The block size of any sound table that begins with ``page``, for tools that do not know it."""
+        """Return the block size of any sound table that begins with ``page``, for tools that do not know it."""
         if len(page) != PAGE_BYTES or xxhash.xxh3_64_digest(page[:-_SUM_BYTES]) != page[-_SUM_BYTES:]:
             return None
         magic, version, _, _, block_bytes, _ = _FIELDS.unpack_from(page)
@@ -195,20 +197,20 @@ class SlabFormat:
         return self.tails_at(num_slots) + self.tail_bytes * num_slots
 
     def slab_bytes(self, num_slots: int) -> int:
-        """Of both files."""
+        """Return the bytes of both files."""
         return self.table_bytes(num_slots) + num_slots * self.block_bytes
 
     def slots_in(self, num_bytes: int) -> int:
-        """The most slots of a slab that takes at most ``num_bytes``."""
+        """Return the maximum number of slots of a slab of at most ``num_bytes``."""
         num_slots = max(0, num_bytes - PAGE_BYTES - 4) // (self.block_bytes + ENTRY_BYTES + self.tail_bytes + 4)
         while num_slots and self.slab_bytes(num_slots) > num_bytes:
             num_slots -= 1
         return min(num_slots, MAX_SLAB_SLOTS)
 
     def slots_per_slab(self, max_bytes: int, max_slabs: int = _MAX_SLABS) -> int:
-        """How large a slab to make under a quota: enough slabs that processes and namespaces can share it, too few
-        for each of them to be small, for their housekeeping to cost much, or that a process cannot open ``max_slabs``
-        of them. At least one slot."""
+        """Return the number of slots of a slab under a quota, at least one. The slabs are numerous enough that
+        processes and namespaces can share the quota. They are large enough that housekeeping stays cheap, and that a
+        process can open all of them (``max_slabs``)."""
         least_bytes = max(max_bytes // min(max_slabs, _MAX_SLABS), _MIN_SLAB_BYTES)
         many_bytes = min(_MAX_SLAB_BYTES, max_bytes // _MANY_SLABS)
         wanted_bytes = max(min(_LARGE_SLAB_BYTES, max_bytes // _SLABS_WANTED), many_bytes, least_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each key's block is: a hash table of 16 bytes per block, over tables that have the keys themselves."""
+"""The slot of each key's block: a hash table of 16 bytes per block, over tables that contain the keys themselves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PROBE_AT, HashedKe
 
 _LEAST_CELLS = 1024
 _CELLS_AT_ONCE = 1 << 14
-"""Cells that are copied before others may have the lock."""
+"""Number of cells to copy before releasing the lock for a moment."""
 _CHANGES_AT_ONCE = 128
 _FEW_CELLS = 16
-"""So few are placed faster one by one."""
+"""Up to this many cells, placing them one by one is faster."""
 _TRIES = 64
-"""How often a lookup without the lock begins anew before it takes the lock."""
+"""Number of attempts of a lookup without the lock before it takes the lock."""
 _SLAB_SHIFT, _IN_SLAB = SLAB_STRIDE.bit_length() - 1, SLAB_STRIDE - 1
 _ENTRY_SHIFT = ENTRY_BYTES.bit_length() - 1
 _NUM_SLABS = 1 << (32 - _SLAB_SHIFT)
@@ -29,33 +29,33 @@ _NOTHING = nullcontext()
 
 
 class SlotIndex:
-    """A hash table over tables that have the keys. One lock of the caller's guards it; ``holds`` alone does without,
-    and ``make_room`` takes it by itself.
+    """A hash table over tables that contain the keys. The caller's lock guards it. Only ``holds`` works without the
+    lock, and ``make_room`` takes it itself.
 
-    A key is compared in the slot's entry, in ``tables[slab]``. A key may be in several slots, if several processes have
-    written it. The cells of a dropped slab stay until the next ``make_room``, with an empty table that matches no key,
-    so that a drop costs nothing.
+    A key is compared with the slot's entry in ``tables[slab]``. A key may be in several slots, if several processes
+    wrote it. The cells of a dropped slab stay until the next ``make_room``, with an empty table that matches no key, so
+    that dropping a slab is cheap.
     """
 
     def __init__(self) -> None:
         self.tables: dict[int, bytearray] = {}
-        """Entries of each slab, empty if it was dropped and its number must not be used yet. The caller changes an
+        """Entries of each slab; empty if the slab was dropped and its number cannot be used yet. The caller changes an
         entry only while its slot is not in the index."""
         self._cells = _Cells(_LEAST_CELLS)
         self._num_dead = 0
-        """Cells of dropped slabs."""
+        """Number of cells of dropped slabs."""
         self._moves = 0
-        """Odd while a cell is being moved, and another number afterwards."""
+        """A version number: odd while a cell is being moved, and different afterwards."""
         self._journal: list[tuple[int, bool]] | None = None
-        """Changes since new cells are being filled: a cell, and whether it is held from now on."""
+        """Changes since the filling of new cells began: each is a cell, and whether it was added."""
         self._rebuilding = threading.Lock()
 
     def __len__(self) -> int:
         return self._cells.num_held - self._num_dead
 
     def find(self, key: HashedKey) -> int:
-        """A slot with this key's block, -1 if there is none."""
-        # ``find_all`` in short, as this is asked for each block.
+        """Return a slot with this key's block, or -1."""
+        # A short form of ``find_all``, because this is called for each block.
         (cells, mask), tables = self._cells.view, self.tables
         hash64, probe = key
         hash32 = hash64 & 0xFFFF_FFFF
@@ -70,7 +70,7 @@ class SlotIndex:
         return -1
 
     def holds(self, key: HashedKey) -> bool | None:
-        """Whether a slot has this key's block, asked without the lock. ``None``: a change came in between."""
+        """Return whether a slot contains this key's block, without the lock; ``None`` if a change interfered."""
         moves = self._moves
         try:
             if self.find(key) >= 0:
@@ -80,7 +80,7 @@ class SlotIndex:
         return None if moves & 1 or moves != self._moves else False
 
     def find_all(self, key: HashedKey) -> Iterator[int]:
-        """All slots with this key's block. The index must not change meanwhile."""
+        """Return all slots with this key's block. The index must not change meanwhile."""
         cells, mask = self._cells.view
         hash32, probe = key.hash64 & 0xFFFF_FFFF, key.probe
         at = hash32 & mask
@@ -100,7 +100,7 @@ class SlotIndex:
             self._journal.append((cell, True))
 
     def add_many(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
-        """Adds slots of one slab."""
+        """Add slots of one slab."""
         self._make_room_at_last(len(slots))
         cells = hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64)
         self._cells.add_many(cells)
@@ -108,32 +108,32 @@ class SlotIndex:
             self._journal += [(cell, True) for cell in cells.tolist()]
 
     def remove(self, hash32: int, slot: int) -> bool:
-        """``False`` if the slot is not in the index."""
+        """Remove a slot. Returns ``False`` if it is not in the index."""
         cell = hash32 << 32 | slot
         moved = None if self._journal is None else list[int]()
         self._moves += 1
         is_here = self._cells.remove(cell, moved)
         self._moves += 1
         if is_here and moved is not None and self._journal is not None:
-            # Also what has moved, perhaps from where nobody has copied it yet to where somebody has been.
+            # Also moved cells: they may have moved from an uncopied place to one that was already copied.
             self._journal += [(cell, False), *((other, True) for other in moved)]
         return is_here
 
     def drop_slab(self, slab: int) -> None:
-        """Removes all slots of a slab. Its number is free when ``tables`` has it no more."""
+        """Remove all slots of a slab. Its number is free once ``tables`` no longer contains it."""
         self.tables[slab] = bytearray()
         self._num_dead += self._cells.num_of[slab]
         if not self._cells.num_of[slab]:
             del self.tables[slab]
 
     def clear(self) -> None:
-        """Removes everything."""
+        """Remove everything."""
         self._replace(_Cells(_LEAST_CELLS))
         self.tables = {}
 
     def make_room(self, count: int, lock: AbstractContextManager[object] = _NOTHING) -> None:
-        """Makes room for ``count`` more slots, and for the number of one more slab. The caller does not hold ``lock``,
-        which this takes for a few cells at a time."""
+        """Make room for ``count`` more slots, and for the number of one more slab. The caller does not hold ``lock``;
+        this method takes it for a few cells at a time."""
         if self._lacks_room(count):
             with self._rebuilding:
                 while self._lacks_room(count):
@@ -144,15 +144,15 @@ class SlotIndex:
         return lacks_numbers or self._cells.num_held + count > self._cells.well_held
 
     def _make_room_at_last(self, count: int) -> None:
-        """For whoever holds the lock, and finds that others have used the room that was made: the last eighth is for
-        them. Only of a small index it may be too little."""
+        """Make room for a caller that holds the lock and finds that others have used the room. The last eighth is
+        reserved for this. It can be too small only in a small index."""
         if self._cells.num_held + count > self._cells.most_held:
             self._rebuild(count, _NOTHING)
 
     def _rebuild(self, count: int, lock: AbstractContextManager[object]) -> None:
-        """Copies the cells to new ones. What changes meanwhile is changed there too, before they are used. Readers
-        without the lock use the old cells until then, which do not change any more. Ends early if somebody else does
-        it, or if there is too little room for what came meanwhile."""
+        """Copy the cells to new ones. Changes made meanwhile are repeated there before the new cells are used. Readers
+        without the lock use the old cells until then, which no longer change. Ends early if another thread is doing it,
+        or if the new cells have too little room for additions made meanwhile."""
         with lock:
             old, journal = self._cells, list[tuple[int, bool]]()
             self._journal = journal
@@ -186,7 +186,7 @@ class SlotIndex:
     def _replace(self, new: _Cells) -> None:
         self._cells, self._journal, self._num_dead = new, None, 0
         for slab in [slab for slab, table in self.tables.items() if not table]:
-            self._num_dead += new.num_of[slab]  # it was dropped while they were copied
+            self._num_dead += new.num_of[slab]  # the slab was dropped during the copy
             if not new.num_of[slab]:
                 del self.tables[slab]
 
@@ -194,27 +194,28 @@ class SlotIndex:
 class _Cells:
     """Open addressing with linear probing, in a fixed number of cells.
 
-    A cell is a key's 32-bit hash and a slot's number, 0 if it is empty. The invariant: between a cell's home (its hash
-    modulo the number of cells) and its place, no cell is empty.
+    A cell contains a key's 32-bit hash and a slot's number, or 0 if it is empty. The invariant: between a cell's home
+    (its hash modulo the number of cells) and its place, no cell is empty.
     """
 
     def __init__(self, num_cells: int) -> None:
-        # Written to, so that whoever adds a block does not wait for the kernel to find a page.
+        # Written to, so that adding a block does not wait for the kernel to find a page.
         self.array = np.full(num_cells, 0, np.uint64)
         self._cells, self._mask = self.view = self.array.data, num_cells - 1
-        """Both at once, for a reader without the lock."""
+        """Cells and mask in one object, for a reader without the lock."""
         self.num_held, self.most_held = 0, num_cells - num_cells // 8
-        """With more, fewer than an eighth would be empty, and searches become long."""
+        """Maximum number of cells in use. With more, fewer than an eighth would be empty, and searches would be
+        long."""
         self.well_held = 2 * num_cells // 3
-        """With more, it is time for more cells."""
+        """Number of cells in use above which the index grows."""
         self.num_of = [0] * _NUM_SLABS
-        """By slab."""
+        """Number of cells by slab."""
 
     def __len__(self) -> int:
         return len(self.array)
 
     def add(self, cell: int, *, is_new: bool = True) -> None:
-        """``is_new``: the cell is known not to be here."""
+        """Add a cell. ``is_new`` says that the cell is known to be absent."""
         cells, mask = self._cells, self._mask
         at = (cell >> 32) & mask
         while here := cells[at]:
@@ -226,7 +227,8 @@ class _Cells:
         self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] += 1
 
     def remove(self, cell: int, moved: list[int] | None = None) -> bool:
-        """``False`` if it is not here. Adds to ``moved`` the cells that are moved for it."""
+        """Remove a cell. Returns ``False`` if it is absent. Adds to ``moved`` the cells that were moved to close the
+        gap."""
         cells, mask = self._cells, self._mask
         at = (cell >> 32) & mask
         while (here := cells[at]) != cell:
@@ -235,7 +237,7 @@ class _Cells:
             at = (at + 1) & mask
         self.num_held -= 1
         self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] -= 1
-        # Close the gap: a later cell moves into it, unless its home lies after the gap.
+        # Close the gap: a later cell moves into it, unless its home is after the gap.
         gap, at = at, (at + 1) & mask
         while here := cells[at]:
             if (at - (here >> 32)) & mask >= (at - gap) & mask:
@@ -255,14 +257,14 @@ class _Cells:
                 self.remove(cell)
 
     def add_many(self, cells: npt.NDArray[np.uint64]) -> None:
-        """Adds cells of one slab, or of several before a ``count``. Ignores those that are here."""
+        """Add cells of one slab, or of several before a ``count``. Ignores cells that are present."""
         if len(cells):
             self.num_held += len(cells)
             self.num_of[int(_slabs_of(cells[:1])[0])] += len(cells)
             _place(self.array, cells)
 
     def count(self) -> None:
-        """Counts all cells."""
+        """Count all cells."""
         counts = np.zeros(_NUM_SLABS, np.int64)
         for first in range(0, len(self.array), _CELLS_AT_ONCE):
             some = self.array[first : first + _CELLS_AT_ONCE]
@@ -272,7 +274,7 @@ class _Cells:
 
 
 def _cells_for(count: int) -> int:
-    """The least number of cells of which ``count`` are at most two thirds."""
+    """Return the smallest size at which ``count`` cells use at most two thirds of the index."""
     num_cells = _LEAST_CELLS
     while 3 * count > 2 * num_cells:
         num_cells *= 2
@@ -287,7 +289,7 @@ def _place(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None
     mask = np.uint64(len(array) - 1)
     places = (cells >> np.uint64(32)) & mask
     while len(cells) > _FEW_CELLS:
-        # Cells that want the same empty place: one of them wins, the others look further, as in ``add``.
+        # If several cells want the same empty place, one of them gets it, and the others search further, as in ``add``.
         is_free = array[places] == 0
         array[places[is_free]] = cells[is_free]
         left = array[places] != cells
@@ -300,11 +302,8 @@ def _place(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None
 
 
 class ResidentKeys(Collection[OffloadKey]):
-    """The keys of an index, for threads that do not hold its lock and must not wait for it.
-
-    A lookup takes ``lock`` only if the index was changed in the middle of it, again and again. ``batches`` yields all
-    keys.
-    """
+    """The keys of an index, for threads that do not hold its lock and must not wait for it. A lookup takes ``lock``
+    only if changes of the index keep interfering. ``batches`` yields all keys."""
 
     def __init__(
         self,

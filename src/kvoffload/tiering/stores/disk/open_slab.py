@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slab that is open, and what a call holds of slabs: blocks that it reads, runs that it empties or fills."""
+"""An open slab, and the parts of slabs that a call uses: blocks to read, and runs to empty or fill."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from kvoffload.tiering.stores.disk.format import ENTRY, ENTRY_BYTES, PROBE_AT, H
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """A slab that is open. A slot is in the index if its entry here is not empty. ``Slabs`` alone changes it, but for
-    what belongs to the upkeep."""
+    """An open slab. A slot is in the index if its entry here is not empty. Only ``Slabs`` changes it, except for
+    attributes that belong to the upkeep."""
 
     number: int
     file: SlabFile
     entries: bytearray
     changes: npt.NDArray[np.uint32]
-    """Of our slab: as last written. Of a neighbour's: as last seen. Belongs to the upkeep."""
+    """Counters of changes: for our slab, as last written; for a neighbour's, as last seen. Belongs to the upkeep."""
     used_ns: npt.NDArray[np.int64] | None = None
-    """Times of use, shared with the allocator. ``None``: a neighbour's slab."""
+    """Times of use, shared with the allocator; ``None`` for a neighbour's slab."""
     changed_pages: set[int] = field(default_factory=set)
-    """Of our slab: pages with changes that neighbours do not know of yet."""
+    """For our slab: pages with changes that are not announced to neighbours."""
     uses: dict[int, int] = field(default_factory=dict)
-    """Of a neighbour's slab: slots that we have used, and when (seconds)."""
+    """For a neighbour's slab: slots that we used, with the times (seconds)."""
     given_until_s: float = 0.0
-    """Of a slab that we gave away: until when it is others' to take. Belongs to the upkeep."""
+    """For a slab that we gave away: the time until which only others may take it. Belongs to the upkeep."""
     early: list[Run] = field(default_factory=list)
-    """Of our slab: slots that became free before the allocator had it."""
+    """For our slab: slots that became free before the allocator received the slab."""
     num_bad: int = 0
-    """Slots that are out of use because the disk failed to read or write them."""
+    """Number of slots that are out of use because the disk failed to read or write them."""
     users: int = 0
-    """Calls that do I/O on ``file`` just now. The last of them closes a dropped slab."""
+    """Number of calls that are doing I/O on ``file``. The last of them closes a dropped slab."""
     is_dropped: bool = False
 
     @property
@@ -54,7 +54,7 @@ class Slab:
 
 
 class FoundBlock(NamedTuple):
-    """A block that is to be read. Sorted, neighbouring slots follow each other."""
+    """A block to read. These objects sort so that neighbouring slots follow each other."""
 
     slot: int
     at: int
@@ -64,14 +64,14 @@ class FoundBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class NewBlock:
-    """A block that is to be written."""
+    """A block to write."""
 
     key: HashedKey
     payload: memoryview
-    """The block; once it is sealed, what is written for it."""
+    """The block, or, once it is sealed, the bytes to write."""
     stamp_ns: int
     long_key: OffloadKey | None = None
-    """The key itself, where an entry has only a digest of it."""
+    """The key itself, if the entry contains only its digest."""
     seal: bytes = b""
     is_written: bool = False
 
@@ -86,7 +86,7 @@ class BusyRun:
 
 @dataclass(slots=True, eq=False)
 class NewRun(BusyRun):
-    """Slots that a call fills with ``blocks``, and how far it came."""
+    """Slots that a call fills with ``blocks``, and its progress."""
 
     blocks: Sequence[NewBlock]
     entries: bytes = b""
@@ -97,5 +97,5 @@ class NewRun(BusyRun):
 
 
 def hashed_in(entry: bytes | bytearray) -> HashedKey:
-    """As much of the key's hash as an entry has, which is as much as the index asks for."""
+    """Return the part of the key's hash that an entry contains, which is the part that the index needs."""
     return HashedKey(int.from_bytes(entry[PROBE_AT : PROBE_AT + 4], "little"), bytes(entry[PROBE_AT:]))

@@ -38,22 +38,22 @@ _BROKEN = (
     errno.ETIMEDOUT,
 )
 _LOOK_S = 5.0
-"""How long a disk may take to say how large it is."""
+"""Time limit for a disk to report its size."""
 
 
 class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
     """``{"type": "disk", "path": "/mnt/nvme/kv", "max_bytes": "200GiB"}``: a local disk, which the servers of one host
-    may share, or a pool in ``/dev/shm``. With a list of paths, several disks, each with a part of the blocks."""
+    may share, or a pool in ``/dev/shm``. With a list of paths, each of several disks stores a part of the blocks."""
 
     _make = DiskStore
 
     path: str | list[str]
-    """The directory, absolute or from ``~`` on; it is made if it is missing. Or a list: a directory on each of several
-    disks, in any order."""
+    """The directory: an absolute path, or one that starts with ``~``. kvoffload creates it if it is missing. For
+    several disks, a list with a directory on each, in any order."""
     max_bytes: int | str | list[int | str] | None = None
-    """Quota on all that is below ``path``; beyond it the least recently used blocks are written over. Of several disks
-    together, shared out by their sizes, or a list with one for each. Required on a memory file system. Default: four
-    fifths of the disk, as little room makes Kubernetes evict pods."""
+    """Quota on everything below ``path``; at the quota, the least recently used blocks are overwritten. For several
+    disks, give one quota, which is divided by their sizes, or a list with one for each. Required on a memory file
+    system. Default: four fifths of the disk, because Kubernetes evicts pods if a disk has little free space."""
 
     @property
     def directories(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         problems.raise_found()
 
     def each_disk(self) -> list[DiskOptions]:
-        """The same for each of its disks alone. A quota for all is shared out by the sizes of their file systems."""
+        """Return separate options for each disk. A common quota is divided by the sizes of the file systems."""
         paths, quotas = self.directories, list[int | str | None]()
         if isinstance(self.max_bytes, list):
             quotas += self.max_bytes
@@ -96,8 +96,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         ]
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        """Opens the disks at the same time. One that is broken, or does not answer in time, is left out if there are
-        others."""
+        """Open the disks at the same time. A disk that is broken or does not answer in time is left out if another one
+        works."""
         disks = self.each_disk()
         opened = open_each(disks, block_bytes, namespace)
         stores, paths, missing, failures = list[BlockStore](), list[str](), list[str](), list[BaseException]()
@@ -118,8 +118,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
         return stores[0] if len(disks) == 1 else Striped(stores, self.threads, paths=paths, missing=missing)
 
     def check_place(self, beside_bytes: int = 0) -> None:
-        """Raises ``ConfigError`` if ``path`` is memory, and there is too little of it for the pool and ``beside_bytes``
-        of something else, or ``max_bytes`` is not given."""
+        """Raise ``ConfigError`` if ``path`` is on a memory file system and ``max_bytes`` is missing, or the memory is
+        too small for the pool and ``beside_bytes`` of something else."""
         for disk in self.each_disk():
             place = os.path.abspath(disk.directory)
             if disk.max_bytes is None and (kind := memory_file_system(existing_directory(place))) is not None:
@@ -144,9 +144,9 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
 
 
 def _sizes(paths: Iterable[str]) -> list[int]:
-    """Bytes of their file systems. One that cannot tell counts as the others do on average."""
+    """Return the bytes of the file systems. A disk that does not answer counts as the average of the others."""
     calls = [partial(_size, path) for path in paths]
-    # What one is that tells nothing, opening it will tell.
+    # If a disk does not report its size, opening it will show the reason.
     sizes = [size if isinstance(size, int) else 0 for size in in_time(calls, _LOOK_S)]
     average = sum(sizes) // max(sum(size > 0 for size in sizes), 1)
     return [size or average or 1 for size in sizes]
@@ -157,5 +157,5 @@ def _size(path: str) -> int:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether a disk is to blame, and nobody's configuration."""
+    """Return whether the disk caused the error, not the configuration."""
     return any(isinstance(each, OSError) and each.errno in _BROKEN for each in causes(error))

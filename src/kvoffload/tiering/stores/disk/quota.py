@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quota of a root: when a process may make one more slab, and when it gives one away.
+"""The quota of a root: when a process may create another slab, and when it gives one away.
 
-A process that finds no room for another slab posts a request: an empty file in the control directory, whose name has
-all that others need to know. It holds a lock on the file, which the kernel drops when it dies. A process that has more
-slabs gives it one. No process waits for another.
+A process that finds no room for another slab posts a request: an empty file in the control directory, whose name
+contains all information. It holds a lock on the file, which the kernel releases when the process dies. A process with
+more slabs gives it one. No process waits for another.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from kvoffload.tiering.stores.root import (
 _log = logging.getLogger(__name__)
 
 _LEAST_SHARE = 8
-"""A quota's rest is worth a slab of its own from one in this many slots of a whole slab on."""
+"""The rest of a quota gets its own slab if it is at least one in this many slots of a whole slab."""
 _FREE_SHARE = 5
 """Without a quota, one in this many bytes of the disk stays free. The kubelet evicts pods of a node whose disk has less
 than 10% free, or less than 15% where images share it, and others write there as well."""
 _GROW_S = 1.0
-"""A quota or disk that had no room for a slab is not asked again for so long."""
+"""Seconds to wait before trying again, after a quota or disk had no room for a slab."""
 _WANT_S = 10.0
-"""For so long after it found no room, a process asks others for a slab."""
+"""Seconds for which a process asks others for a slab after it found no room."""
 _STALE_S = 5.0
-"""A request that was not renewed for so long is of a process that is stopped, and would not take what it is given."""
+"""Seconds after which an unrenewed request is ignored: its process is stopped, and would not take a slab."""
 _SAY_AFTER_S = 15.0
 _GIVEN_S = 5.0
-"""A slab that was given away is left to others for so long."""
+"""Seconds for which a slab that was given away is reserved for others."""
 _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
 
 
 class Quota:
-    """``max_bytes`` for the slabs of all namespaces and processes of a root; ``None``: four fifths of the disk. Any
-    thread may call ``grow``, one at a time the others."""
+    """The quota ``max_bytes`` for the slabs of all namespaces and processes of a root; ``None`` means four fifths of
+    the disk. Any thread may call ``grow``; only one thread at a time may call the other methods."""
 
     def __init__(self, directory: SlabDirectory, slabs: Slabs, layout: SlabFormat, max_bytes: int | None) -> None:
         self._directory = directory
@@ -80,13 +80,13 @@ class Quota:
         self._identity = layout.digest.hex()[:16]
         self._is_memory = memory_file_system(self._root) is not None
         self._lock = threading.Lock()
-        """Held by whoever makes a slab."""
+        """Lock of the thread that creates a slab."""
         self.making = ""
-        """The name of a slab that is being made."""
+        """The name of a slab that is being created."""
         self.not_before_s = 0.0
-        """When a slab may be made again."""
+        """Time before which no slab is created."""
         self.is_retired = False
-        """Nothing is written here any more, so that whoever asks gets a slab."""
+        """Whether nothing is written here again, so that any process that asks gets a slab."""
         self._error: OSError | None = None
         self._wants_until_s = 0.0
         self._lacks_all_since_s: float | None = None
@@ -94,13 +94,14 @@ class Quota:
         self._request = PostedRequest(self._root, self._identity, self._access)
         self.drops_plain = False
         self._plain_in_use = set[str]()
-        """Directories of which was said that a process writes blocks there that are not encrypted."""
+        """Directories for which a warning was logged, because a process writes unencrypted blocks there."""
         self._answered: dict[str, tuple[int, float]] = {}
-        """Processes that we gave a slab: how many each had then, and until when it may take it."""
+        """Processes that we gave a slab: the number of slabs that each had then, and the time until which it may take
+        the slab."""
 
     def grow(self, errors: list[OSError]) -> bool:
-        """Whether there are free slots now. One thread makes a slab; others wait for it, but not if it hangs. Adds to
-        ``errors`` why there is none at all."""
+        """Create a slab if there is room, and return whether free slots exist now. One thread creates the slab; others
+        wait for it, but not if it hangs. Adds to ``errors`` the reason why no slab exists at all."""
         if time.monotonic() >= self.not_before_s and self._try_to_grow():
             return True
         if self._error is not None and not self._slabs.num_slots:
@@ -108,8 +109,8 @@ class Quota:
         return False
 
     def shrink(self) -> bool:
-        """Removes our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Does
-        not wait for the root's lock, or for other processes to remove theirs. Raises ``OSError``."""
+        """Remove our slabs above the quota, the one with the oldest uses first. Returns whether the quota holds. Does
+        not wait for the root's lock, or for other processes to remove their slabs. Raises ``OSError``."""
         while excess := self._excess_bytes():
             too_many = list[Slab]()
             for slab in self._slabs.own_by_age():
@@ -125,9 +126,8 @@ class Quota:
         return excess is not None
 
     def share(self) -> list[str]:
-        """Asks for a slab if we lack room, and gives one to a process that asks and has fewer than we, or while we are
-        retired to any. Returns the
-        names of those that were given with their blocks. Raises ``OSError``."""
+        """Ask for a slab if we lack room, and give one to a process that asks and has fewer than we do; a retired store
+        gives one to any process. Returns the names of slabs that were given with their blocks. Raises ``OSError``."""
         given, now_s = list[str](), time.monotonic()
         num_own = sum(slab.is_own for slab in self._slabs.snapshot())
         if now_s < self._wants_until_s:
@@ -141,12 +141,12 @@ class Quota:
                 continue
             slab = self._slabs.own_by_age()[0]
             if not self._slabs.give(slab):
-                continue  # a call uses it just now: perhaps at the next poll
+                continue  # a call is using it: try again at the next poll
             num_own -= 1
             self._answered[theirs.process] = theirs.num_slabs, now_s + _GIVEN_S
             if theirs.identity == self._identity:
                 slab.given_until_s = now_s + _GIVEN_S
-                slab.file.write_changes(slab.changes + 1)  # also what was not announced yet
+                slab.file.write_changes(slab.changes + 1)  # includes changes that were not announced
                 slab.file.unlock()
                 given.append(slab.file.name)
             else:
@@ -155,8 +155,8 @@ class Quota:
         return given
 
     def drop_plain(self) -> None:
-        """Removes the blocks of our namespace that are not encrypted, if that is wanted, once no process uses them.
-        Raises ``OSError``."""
+        """Remove the unencrypted blocks of our namespace once no process uses them, if ``drops_plain`` is set. Raises
+        ``OSError``."""
         if not self.drops_plain or not (plain := plain_beside(self._root, self._directory.name)):
             return
         with root_lock(self._root, self._access) as is_locked:
@@ -192,7 +192,7 @@ class Quota:
             try:
                 if self._slabs.num_free:
                     return True
-                # The store's thread must not take the new slab for a neighbour's, which it sees before we have it.
+                # The store's thread sees the new slab before we register it, and must not mistake it for a neighbour's.
                 self.making = secrets.token_hex(8)
                 file = self._make_slab(self.making)
                 self._error = None
@@ -203,7 +203,7 @@ class Quota:
                 self._say_who_has_all(TABLE_SUFFIX, "all its slabs are")
             except BlockingIOError:
                 self._say_who_has_all(f"/{LOCK_NAME}", "it can make no slab, as its root is")
-                return False  # which says nothing of the quota: the next write asks again
+                return False  # this is unrelated to the quota, so the next write tries again
             except OSError as exc:
                 self._error = exc
                 if exc.errno in TOO_MANY_FILES:
@@ -215,8 +215,8 @@ class Quota:
         return False
 
     def _say_who_has_all(self, suffix: str, what: str) -> None:
-        """Says once, if this process has had no slab for a while, that it stores nothing, and because of whom: of the
-        processes that have a file with this ``suffix`` locked."""
+        """Log once, if this process has had no slab for a while, that it stores nothing, and name the processes that
+        hold a lock on a file with this ``suffix``."""
         now_s = time.monotonic()
         if self._slabs.num_slots:
             self._lacks_all_since_s, self._is_lack_said = None, False
@@ -229,8 +229,8 @@ class Quota:
             _log.warning("The store at %s stores no block: %s locked by %s.", self._root, what, who)
 
     def _make_slab(self, name: str) -> SlabFile | None:
-        """A new slab, locked; ``None`` if there is no room for it. Raises ``BlockingIOError`` if another process is
-        making one just now, and ``OSError``, also for a disk that is full."""
+        """Create a slab, locked; return ``None`` if the quota has no room for it. Raises ``BlockingIOError`` if another
+        process is creating one, and ``OSError``, also for a full disk."""
         with self._directory.duplicate() as fd, root_lock(self._root, self._access) as is_locked:
             if not is_locked:
                 raise BlockingIOError(errno.EAGAIN, "another process makes a slab", self._root)
@@ -241,7 +241,7 @@ class Quota:
                 room_bytes += self._remove_unused(lacking_bytes)
                 free_bytes = _free_bytes(self._root)
             if self._is_memory and (available := available_bytes()) is not None:
-                room_bytes = min(room_bytes, available)  # more would end in the kernel killing a process
+                room_bytes = min(room_bytes, available)  # with more, the kernel would kill a process
             least_slots = max(1, wanted_slots // _LEAST_SHARE)
             if self._layout.slots_in(room_bytes) < least_slots:
                 return None
@@ -252,8 +252,8 @@ class Quota:
             return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
 
     def _excess_bytes(self) -> int | None:
-        """How far the root is above its quota, after it removed unused slabs and remains of slabs that were being made.
-        ``None`` if another process has the root's lock. Raises ``OSError``."""
+        """Remove unused and unfinished slabs, and return the root's excess over its quota; ``None`` if another process
+        has the root's lock. Raises ``OSError``."""
         with root_lock(self._root, self._access) as is_locked:
             if not is_locked:
                 return None
@@ -275,8 +275,8 @@ class Quota:
         return _free_bytes(self._root) - _disk_bytes(self._root) // _FREE_SHARE
 
     def _remove_unused(self, num_bytes: int) -> int:
-        """Removes unused slabs, the oldest first: of namespaces without a process, and those in ours that are not
-        trusted. Returns the bytes that this freed."""
+        """Remove unused slabs, the oldest first: slabs of namespaces without a process, and untrusted slabs of our own.
+        Returns the freed bytes."""
         unused = list[tuple[str, SlabSeen]]()
         for name, dir_fd in namespaces_in(self._root, self._access, own=self._directory.name):
             if name == self._directory.name:
@@ -289,11 +289,9 @@ class Quota:
 
 
 def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> None:
-    """Raises ``ConfigError`` if ``root`` is on a memory file system that cannot hold slabs of ``max_bytes``, while
-    ``beside_bytes`` more of memory are wanted for something else; ``OSError``.
-
-    Slabs that exist have their memory already. If ``root`` does not exist, this asks for the next directory above it.
-    """
+    """Raise ``ConfigError`` if ``root`` is on a memory file system that cannot hold slabs of ``max_bytes``, while
+    something else needs ``beside_bytes`` more of memory. May raise ``OSError``. Existing slabs have their memory
+    already. If ``root`` does not exist, this checks the nearest existing directory above it."""
     existing = existing_directory(root)
     kind = memory_file_system(existing)
     if kind == "hugetlbfs":
@@ -307,7 +305,7 @@ def check_memory(root: str, max_bytes: int | None, beside_bytes: int = 0) -> Non
 
 
 def existing_directory(path: str) -> str:
-    """``path``, or the next directory above it that exists."""
+    """Return ``path``, or the nearest directory above it that exists."""
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -315,7 +313,7 @@ def existing_directory(path: str) -> str:
 
 
 def _free_bytes(root: str) -> int:
-    """What two more files may take of the disk."""
+    """Return the bytes of the disk that two more files may use."""
     disk = os.statvfs(root)
     return disk.f_frsize * (disk.f_bavail - 2)  # each in whole blocks
 
@@ -327,7 +325,8 @@ def _disk_bytes(root: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``num_slabs`` is what the process has. ``identity`` stands for namespace and block size."""
+    """A process's request for a slab. ``num_slabs`` is the number that the process has. ``identity`` represents
+    namespace and block size."""
 
     num_slabs: int
     identity: str
@@ -339,7 +338,7 @@ class Request:
 
 
 class PostedRequest:
-    """This process's own request. One thread at a time."""
+    """This process's own request. For one thread at a time."""
 
     def __init__(self, root: str, identity: str, access: Access) -> None:
         self.process = secrets.token_hex(8)
@@ -350,10 +349,10 @@ class PostedRequest:
         self._name = ""
 
     def post(self, num_slabs: int) -> None:
-        """Posts a request, or renews the one that is posted. Raises ``OSError``."""
+        """Post a request, or renew the one that is posted. Raises ``OSError``."""
         if self._fd >= 0:
             if not os.fstat(self._fd).st_nlink:
-                self.withdraw()  # taken for a dead one's before it was locked
+                self.withdraw()  # removed as a dead process's request before it was locked
             else:
                 os.utime(self._fd)
         name = Request(num_slabs, self._identity, self.process).name
@@ -380,13 +379,13 @@ class PostedRequest:
             finally:
                 os.close(control)
         except OSError:
-            pass  # the root is gone, or somebody took it for a dead one's
+            pass  # the root is gone, or another process removed it as a dead one's
         os.close(self._fd)
         self._fd, self._name = -1, ""
 
 
 def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[Request]:
-    """The requests of running processes. Removes those of the dead. Raises ``OSError``."""
+    """Return the requests of running processes. Removes requests of dead processes. Raises ``OSError``."""
     control = open_control(root, access)
     try:
         for name in os.listdir(control):
@@ -396,7 +395,7 @@ def requests_of_others(root: str, access: Access, own_process: str) -> Iterator[
             try:
                 fd = os.open(name, os.O_RDWR | SAFE, dir_fd=control)
             except OSError:
-                continue  # withdrawn, or not for us
+                continue  # withdrawn, or not accessible
             try:
                 status = os.fstat(fd)
                 if not access.admits(status):

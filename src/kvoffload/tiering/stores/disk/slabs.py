@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a store: its open slabs, where each block is, which slots are free, and which blocks are gone."""
+"""The state of a store: its open slabs, the place of each block, the free slots, and the lost blocks."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ _MAX_LOST = 1 << 18
 _KEYS_AT_ONCE = 32
 _CELLS_AT_ONCE = 1 << 9
 _SLOTS_AT_ONCE = 1 << 14
-"""Keys, cells and times of use that are dealt with before others may have the lock."""
+"""Number of keys, cells or times of use to handle before releasing the lock for a moment."""
 _EVICTED_AT_ONCE = 16
 _LAST_SLAB = (1 << 12) - 1
 
 
 class Slabs:
-    """The state of a store under ``root``. Any number of threads. One lock guards the state; it is never held during
-    I/O.
+    """The state of a store under ``root``, for any number of threads. One lock guards the state; it is never held
+    during I/O.
 
-    A slab stays open while a call does I/O on it: a descriptor must not be closed, and its number given to another
-    file, under a running write. ``find``, ``take`` and all that return runs pin the slabs of a call; ``unpin``,
-    ``record`` and ``release`` let them go.
+    A slab stays open while a call does I/O on it, because closing a descriptor during a write could send the rest to
+    another file with the same number. ``find``, ``take`` and all methods that return runs pin the slabs of a call;
+    ``unpin``, ``record`` and ``release`` unpin them.
     """
 
     def __init__(self, root: str, layout: SlabFormat) -> None:
@@ -68,43 +68,42 @@ class Slabs:
         self._layout = layout
         self._lock = threading.Lock()
         self._planning = threading.Lock()
-        """Held by whoever evicts. It is taken before the other one."""
+        """Lock of the thread that evicts. It is taken before the other lock."""
         self._index = SlotIndex()
         self._allocator = Allocator()
         self.resident = ResidentKeys(self._index, self._lock, layout.hashed, self.keys)
         self.open: dict[int, Slab] = {}
-        """By number. For others to read."""
+        """Open slabs by number. Other classes only read it."""
         self.by_name: dict[str, Slab] = {}
         self.quarantined: set[str] = set()
-        """Names of slabs that are not to be trusted: of another format, or that failed. They give way when room is
-        needed."""
+        """Names of untrusted slabs, which use another format or failed. They are removed when room is needed."""
         self._long_keys: dict[bytes, OffloadKey] = {}
-        """By what entries have of them: the keys that are too long for an entry, of blocks that this process wrote.
-        Others can be found and read, but not named."""
+        """Long keys of blocks that this process wrote, by their entries' part of the key. Blocks of other processes
+        with long keys can be found and read, but not named."""
         self.num_evicted = 0
         self.num_corrupt = 0
         self._last_number = 0
         self._last_stamp_ns = 0
         self._lost: deque[tuple[OffloadKey, LossCause]] = deque()
-        """Not a dictionary or a list, which stop everybody whenever they grow."""
+        """Lost blocks. A deque, because a dictionary or list blocks all threads whenever it grows."""
         self._unused: deque[SlabFile] = deque()
-        """Files of dropped slabs that no call uses any more. They are closed without the lock: to unmap a file, or to
-        end one that is unlinked, takes long."""
+        """Files of dropped slabs that no call uses. They are closed without the lock, because unmapping a file, or
+        closing an unlinked one, takes long."""
         self._is_closed = False
         self._is_limit_said = False
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Return the number of blocks."""
         return len(self._index)
 
     @property
     def num_slots(self) -> int:
-        """Of our slabs."""
+        """Number of slots of our slabs."""
         return self._allocator.num_slots
 
     @property
     def num_free(self) -> int:
-        """Slots of our slabs that a write may take."""
+        """Number of slots of our slabs that a write may use."""
         return self._allocator.free.num_slots
 
     # --------------------------------------------------------------------------------------------- blocks of a call
@@ -117,20 +116,20 @@ class Slabs:
         return answers
 
     def touch(self, keys: Sequence[HashedKey]) -> None:
-        """Records a use of each block that is here, in this order."""
+        """Record a use of each block that is here, in this order."""
         for first in range(0, len(keys), _KEYS_AT_ONCE):
             self.use(keys[first : first + _KEYS_AT_ONCE])
 
     def use(self, keys: Sequence[HashedKey]) -> tuple[list[bool], range]:
-        """As ``touch`` for the blocks of a batch. Returns which are here, and the time of each use (nanoseconds), later
-        than all before."""
+        """Record a use of the blocks of a batch, as ``touch`` does. Returns which are here, and the time of each use
+        (nanoseconds), later than all earlier uses."""
         with self._lock:
             slots = [self._index.find(key) for key in keys]
             return [slot >= 0 for slot in slots], self._use(slots)
 
     def find(self, keys: Sequence[HashedKey], asked: Sequence[int]) -> tuple[list[FoundBlock], dict[int, Slab]]:
-        """Records a use of each of the blocks ``asked`` that is here. Returns these, sorted, and their slabs by number,
-        pinned."""
+        """Record a use of each block in ``asked`` that is here. Returns these blocks, sorted, and their slabs by
+        number, pinned."""
         with self._lock:
             slots = [self._index.find(keys[at]) for at in asked]
             self._use(slots)
@@ -146,7 +145,7 @@ class Slabs:
         return sorted(found), slabs
 
     def take(self, blocks: Sequence[NewBlock]) -> list[NewRun]:
-        """Takes free slots for the ``blocks``, or for the first of them if there are too few."""
+        """Take free slots for the ``blocks``, or for the first ones if the slots do not suffice."""
         self._index.make_room(len(blocks), self._lock)
         with self._lock:
             runs, first = list[NewRun](), 0
@@ -158,7 +157,7 @@ class Slabs:
         return runs
 
     def record(self, runs: Sequence[NewRun]) -> None:
-        """Adds the blocks that were written. The other slots of the runs are free again, or left out of use."""
+        """Add the blocks that were written. The other slots of the runs are free again, or left out of use."""
         with self._lock:
             for run in runs:
                 if not run.slab.is_dropped:
@@ -167,8 +166,7 @@ class Slabs:
         self._close_unused()
 
     def discard(self, keys: Sequence[HashedKey]) -> list[BusyRun]:
-        """Forgets blocks. Returns slots of ours that are to be emptied. A neighbour's block may come back when its page
-        changes."""
+        """Forget blocks. Returns our own slots to empty. A neighbour's block may reappear when its page changes."""
         runs = list[BusyRun]()
         for first in range(0, len(keys), _KEYS_AT_ONCE):
             with self._lock:
@@ -183,9 +181,9 @@ class Slabs:
         return runs
 
     def evict(self, count: int, before_ns: int) -> list[BusyRun]:
-        """Evicts at least ``count`` blocks, if that many were used by ``before_ns`` for the last time. Returns their
-        slots, which are to be emptied. Others wait for a few blocks at a time, and for no plan, but for those who evict
-        too."""
+        """Evict at least ``count`` blocks, if the last use of that many was by ``before_ns``. Returns their slots,
+        which the caller must empty. Other threads wait at most for a few blocks at a time, and never for a plan, unless
+        they also evict."""
         runs = list[BusyRun]()
         with self._planning:
             lacking = self._allocator.grain_of(count)
@@ -207,8 +205,8 @@ class Slabs:
         return runs
 
     def remove_corrupt(self, slab: Slab, index: int, entry: bytes, *, is_unreadable: bool) -> list[BusyRun]:
-        """Removes a corrupt block, unless its entry has changed meanwhile. Returns its slot if that is to be emptied.
-        A neighbour's is not. One of ours that ``is_unreadable`` may be left out of use instead."""
+        """Remove a corrupt block, unless its entry has changed meanwhile. Returns its slot if the caller must empty it,
+        which is never a neighbour's. One of our slots that ``is_unreadable`` may be put out of use instead."""
         slot = slab.number * SLAB_STRIDE + index
         with self._lock:
             if slab.is_dropped or slab.entry(index) != entry or slot not in self._slots_of(entry):
@@ -216,13 +214,13 @@ class Slabs:
             self._remove(slab, index, "corrupt")
             self.num_corrupt += 1
             if not slab.is_own:
-                return []  # its own process will find out; here it is gone until its page changes
+                return []  # its own process will detect this; here it is gone until its page changes
             if is_unreadable and self._may_leave_out(slab, 1, any_good=True):
                 return []
             return self._busy([Run(slot, 1)])
 
     def release(self, runs: Sequence[BusyRun]) -> None:
-        """Slots whose entries are empty on the disk are free."""
+        """Free slots whose entries are empty on the disk."""
         with self._lock:
             for run in runs:
                 if not run.slab.is_dropped:
@@ -243,10 +241,10 @@ class Slabs:
             return bytes(slab.entry(index))
 
     def keys(self) -> Iterator[Sequence[OffloadKey]]:
-        """The keys that are known by now, in batches."""
+        """Yield the keys that are known so far, in batches."""
         for slab in self.snapshot():
             lengths = slab.view()["length"]
-            for start in range(0, len(lengths), _SLOTS_AT_ONCE):  # of which most may be empty
+            for start in range(0, len(lengths), _SLOTS_AT_ONCE):  # most of them may be empty
                 held = (np.flatnonzero(lengths[start : start + _SLOTS_AT_ONCE]) + start).tolist()
                 for first in range(0, len(held), _KEYS_AT_ONCE):
                     if keys := self._keys_in(slab, held[first : first + _KEYS_AT_ONCE]):
@@ -262,27 +260,27 @@ class Slabs:
     # -------------------------------------------------------------------------------------------------- whole slabs
 
     def snapshot(self) -> list[Slab]:
-        """The slabs that are open now."""
+        """Return the slabs that are open now."""
         with self._lock:
             return list(self.open.values())
 
     def own_by_age(self) -> list[Slab]:
-        """Our slabs, the one whose last use is the oldest first."""
+        """Return our slabs, the least recently used first."""
         ages = list[tuple[int, Slab]]()
         for slab in self.snapshot():
-            if (used_ns := slab.used_ns) is not None:  # which others change meanwhile
+            if (used_ns := slab.used_ns) is not None:  # others change it meanwhile
                 ages.append((last_use(used_ns), slab))
         return [slab for _, slab in sorted(ages, key=lambda one: one[0])]
 
     def expect(self, slabs_bytes: Iterable[int]) -> None:
-        """Slabs of these sizes are to be registered: makes room for their blocks in the index. To grow with each of
-        them would move all cells again and again, with the lock held."""
+        """Make room in the index for the blocks of slabs of these sizes, before they are registered. Growing with each
+        slab would move all cells repeatedly, with the lock held."""
         self._index.make_room(sum(map(self._layout.slots_in, slabs_bytes)), self._lock)
 
     def register(self, file: SlabFile, is_own: bool) -> None:
-        """Takes over ``file``, a few blocks at a time. Raises ``OSError`` if the table cannot be read."""
+        """Take over ``file``, a few blocks at a time. Raises ``OSError`` if the table cannot be read."""
         try:
-            changes = file.read_changes()  # before the entries: a later change is seen again
+            changes = file.read_changes()  # read before the entries, so that a later change is noticed
             entries = file.read_entries(0, file.num_slots)
             table = np.frombuffer(entries, ENTRY)
             used_ns = self._times_of(table, file.read_uses()) if is_own else None
@@ -294,7 +292,7 @@ class Slabs:
                 slab = Slab(self._next_number(), file, entries, changes, used_ns)
                 self.open[slab.number] = self.by_name[file.name] = slab
                 self._index.tables[slab.number] = entries
-        except BaseException:  # such as too little memory: nobody else would close it, and it is locked
+        except BaseException:  # such as too little memory: nothing else would close the file, and it is locked
             file.close()
             raise
         hashes, slots = table["hash"][held], held + slab.number * SLAB_STRIDE
@@ -308,7 +306,7 @@ class Slabs:
         self._own(slab)
 
     def apply(self, slab: Slab, first: int, entries: bytes | bytearray) -> None:
-        """A neighbour's entries from slot ``first`` on are ``entries`` now. For the thread that adopts slabs."""
+        """Replace a neighbour's entries from slot ``first`` on with ``entries``. For the thread that adopts slabs."""
         old = np.frombuffer(slab.entries, np.uint64).reshape(-1, 8)[first : first + len(entries) // ENTRY_BYTES]
         new = np.frombuffer(entries, np.uint64).reshape(-1, 8)
         changed = np.flatnonzero((old != new).any(axis=1)).tolist()
@@ -321,15 +319,15 @@ class Slabs:
                     self._apply(slab, first + at, entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES])
 
     def correct(self, slab: Slab, index: int, before: bytes, entry: bytes | bytearray) -> None:
-        """Takes over a neighbour's new ``entry``, if ours is still the one ``before``. If not, the store's thread has
-        read a later one."""
+        """Accept a neighbour's new ``entry``, if our copy is still ``before``. If not, the store's thread has read a
+        later entry."""
         self._index.make_room(1, self._lock)
         with self._lock:
             if not slab.is_dropped and not slab.is_own and slab.entry(index) == before:
                 self._apply(slab, index, entry)
 
     def adopt(self, slab: Slab, entries: bytes | bytearray, uses: npt.NDArray[np.uint32]) -> None:
-        """A neighbour's slab, with these ``entries``, is ours."""
+        """Make a neighbour's slab, with these ``entries``, our own."""
         self.apply(slab, 0, entries)
         table = slab.view()
         used_ns = self._times_of(table, uses)
@@ -338,23 +336,23 @@ class Slabs:
             slab.uses.clear()
         for first in range(0, len(table), _SLOTS_AT_ONCE):
             part = slice(first, first + _SLOTS_AT_ONCE)
-            with self._lock:  # what was removed while its time was looked up
+            with self._lock:  # slots that were emptied while their times were looked up
                 used_ns[part][(table["length"][part] == 0) & is_held(used_ns[part])] = BUSY
         self._own(slab)
 
     def give(self, slab: Slab) -> bool:
-        """One of our slabs is a neighbour's from now on. ``False`` if a call uses it just now."""
+        """Treat one of our slabs as a neighbour's. Returns ``False`` if a call is using it."""
         with self._lock:
             if slab.users or slab.is_dropped:
                 return False
             freed = self._allocator.drop_slab(slab.number)
             slab.used_ns = None
-            slab.changed_pages = set()  # to count them later would overwrite what its next owner counts
+            slab.changed_pages = set()  # counting them later would overwrite the next owner's counts
         del freed
         return True
 
     def drop(self, slabs: Iterable[Slab], cause: LossCause) -> list[Slab]:
-        """Stops using slabs, whose blocks are lost for ``cause``. Returns those that were still in use."""
+        """Stop using slabs, whose blocks are lost for ``cause``. Returns the slabs that were still in use."""
         dropped = list[Slab]()
         for slab in slabs:
             with self._lock:
@@ -371,7 +369,7 @@ class Slabs:
                     self.num_evicted += len(held)
             for first in range(0, len(held), _KEYS_AT_ONCE):
                 if len(self._lost) >= _MAX_LOST and not self._long_keys:
-                    break  # nobody would hear of the others
+                    break  # the other keys could not be reported
                 with self._lock:
                     for index in held[first : first + _KEYS_AT_ONCE].tolist():
                         entry = slab.entry(index)
@@ -379,13 +377,13 @@ class Slabs:
         return dropped
 
     def lose(self, slab: Slab, error: OSError) -> None:
-        """A table failed: its slab is not used any more."""
-        self.quarantined.add(slab.file.name)  # before it is dropped, so that no poll opens it again
+        """Drop a slab whose table failed."""
+        self.quarantined.add(slab.file.name)  # before the drop, so that no poll opens it again
         if self.drop([slab], "corrupt"):
             _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
 
     def take_changes(self) -> list[tuple[Slab, list[int]]]:
-        """Our slabs with changes that neighbours do not know of, pinned, and the pages that have them."""
+        """Return our slabs with changes that are not announced to neighbours, pinned, and the changed pages."""
         changed = list[tuple[Slab, set[int]]]()
         with self._lock:
             for slab in self.open.values():
@@ -396,7 +394,7 @@ class Slabs:
         return [(slab, list(pages)) for slab, pages in changed]
 
     def pin_used(self, slabs: Iterable[Slab]) -> list[Slab]:
-        """Those of the ``slabs`` with times of use to write down, pinned."""
+        """Return the ``slabs`` with times of use to write down, pinned."""
         with self._lock:
             used = [slab for slab in slabs if not slab.is_dropped and (slab.is_own or slab.uses)]
             for slab in used:
@@ -404,10 +402,10 @@ class Slabs:
             return used
 
     def merge_uses(self, slab: Slab, on_disk: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Takes in the times of use that a table has, and returns those that it should have.
+        """Merge the times of use in a table with ours, and return the times that it should contain.
 
-        Times in the future do not count: the clock was wrong, or the table is damaged. They would keep their blocks
-        until then.
+        Ignores times in the future, because the clock was wrong or the table is damaged. Such times would protect their
+        blocks until then.
         """
         with self._lock:
             now_s = self._stamps(1).start // NS
@@ -429,7 +427,7 @@ class Slabs:
         return uses
 
     def note_limit(self, error: OSError) -> None:
-        """No more slabs can be open for now. Says so once."""
+        """Log once that no more slabs can be opened for now."""
         with self._lock:
             is_said, self._is_limit_said = self._is_limit_said, True
         if not is_said:
@@ -437,7 +435,7 @@ class Slabs:
             _log.warning(text, self._root, len(self.open), error.strerror)
 
     def close(self) -> None:
-        """Closes all slabs. Their blocks are not gone: they are there at the next start."""
+        """Close all slabs. Their blocks are not lost: the next start finds them."""
         with self._lock:
             self._is_closed = True
             for slab in self.open.values():
@@ -451,7 +449,7 @@ class Slabs:
         self._close_unused()
 
     def check_invariants(self) -> None:
-        """Recomputes the state from the tables."""
+        """Recompute the state from the tables, and compare it."""
         with self._lock:
             num_found = 0
             for number, slab in self.open.items():
@@ -483,7 +481,7 @@ class Slabs:
         return range(first, first + count)
 
     def _use(self, slots: Sequence[int]) -> range:
-        """Records uses of ``slots``; -1 is not a slot."""
+        """Record uses of ``slots``; -1 is not a slot."""
         stamps_ns = self._stamps(len(slots))
         for slot, stamp_ns in zip(slots, stamps_ns, strict=True):
             if slot >= 0:
@@ -532,7 +530,7 @@ class Slabs:
         slab.changed_pages.update(range(first // PAGE_SLOTS, (first + count - 1) // PAGE_SLOTS + 1))
 
     def _remove(self, slab: Slab, index: int, cause: LossCause | None) -> None:
-        """Takes a block out of the index and its slot. It is lost for ``cause``, if there is one."""
+        """Remove a block from the index and its slot. Records it as lost for ``cause``, if a cause is given."""
         entry, offset = slab.entry(index), index * ENTRY_BYTES
         hashed = hashed_in(entry)
         self._index.remove(hashed.hash64, slab.number * SLAB_STRIDE + index)
@@ -542,7 +540,7 @@ class Slabs:
         self._note_lost(entry, hashed, cause)
 
     def _note_lost(self, entry: bytearray, hashed: HashedKey, cause: LossCause | None) -> None:
-        """A block is gone from its slot, and lost unless another slot has it too."""
+        """Record a block that is gone from its slot as lost, unless another slot also contains it."""
         if self._index.find(hashed) < 0:
             key = key_in(entry) or self._long_keys.pop(hashed.probe, None)
             if key is not None and cause is not None and len(self._lost) < _MAX_LOST:
@@ -552,8 +550,8 @@ class Slabs:
         return set(self._index.find_all(hashed_in(entry)))
 
     def _may_leave_out(self, slab: Slab, count: int, *, any_good: bool) -> bool:
-        """Whether slots that the disk cannot read or write are left out of use. If there are many, the slots are not
-        what is bad."""
+        """Return whether slots that the disk cannot read or write may be put out of use. If they are too many, the
+        slots are not the cause."""
         if not any_good or slab.num_bad + count > max(1, slab.file.num_slots // 64):
             return False
         slab.num_bad += count
@@ -567,10 +565,10 @@ class Slabs:
         if entry[LENGTH_AT]:
             self._index.add(hashed_in(entry).hash64, slot)
         if is_gone:
-            self._note_lost(before, hashed_before, "evicted")  # what else it may be, only its owner knows
+            self._note_lost(before, hashed_before, "evicted")  # only its owner knows other causes
 
     def _drop(self, slab: Slab) -> object:
-        """The entries of a dropped slab do not change any more. Returns what is to be freed without the lock."""
+        """Remove a slab from the state. Its entries no longer change. Returns objects to free without the lock."""
         freed = self._allocator.drop_slab(slab.number)
         slab.is_dropped = True
         self._index.drop_slab(slab.number)
@@ -591,21 +589,21 @@ class Slabs:
 
     def _close_unused(self) -> None:
         while self._unused:
-            with suppress(IndexError):  # another thread closes the last one
+            with suppress(IndexError):  # another thread has closed the last one
                 self._unused.popleft().close()
 
     def _times_of(self, table: npt.NDArray[np.void], uses: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """When each slot of a slab was used, for the allocator."""
+        """Return the time of use of each slot of a slab, for the allocator."""
         with self._lock:
             now_s = self._stamps(1).start // NS
-        # Not in the future: a damaged entry would stay for ever.
+        # Not in the future, because a damaged entry would then stay forever.
         used_s = np.clip(np.maximum(table["written_s"], uses).astype(np.int64), 1, now_s - 1)
-        # Within a second, blocks of a run are taken for a prefix: its tail was used before its head.
+        # Blocks of a run with the same second count as a prefix, whose tail was used before its head.
         times: npt.NDArray[np.int64] = np.where(table["length"], used_s * NS + np.arange(len(used_s))[::-1], 0)
         return times
 
     def _own(self, slab: Slab) -> None:
-        """Gives the slots of one of our slabs to the allocator, with all blocks in the index."""
+        """Give the slots of one of our slabs to the allocator, with all blocks in the index."""
         used_ns = slab.used_ns
         if used_ns is None:
             return
@@ -630,7 +628,7 @@ class Slabs:
             for index in indexes:
                 entry = slab.entry(index)
                 key = key_in(entry) or self._long_keys.get(bytes(entry[PROBE_AT:]))
-                # Of several slots with one block, the one that is found counts.
+                # If several slots contain one block, the one that is found counts.
                 if key is not None and self._index.find(hashed_in(entry)) == slab.number * SLAB_STRIDE + index:
                     keys.append(key)
         return keys

@@ -34,16 +34,16 @@ from kvoffload.tiering.stores.root import RootedStore, directory_of
 from kvoffload.tiering.stores.seal import SEAL_BYTES
 
 _BESIDE_BYTES = 1 << 20
-"""The least size of a block whose checksum is made while it is being written to a disk."""
+"""Smallest block whose checksum is computed in parallel with its write to a disk."""
 _LOADING_S = 0.05
-"""How long a scan waits at once for what the store still loads."""
+"""Seconds that one step of a scan waits while the store is still loading."""
 _JUDGED_AT_MOST = 4
-"""Reads of a neighbour's block that does not verify while its entry stays as it is."""
+"""Maximum number of reads of a neighbour's block that does not verify while its entry stays the same."""
 
 
 @dataclass(slots=True, eq=False)
 class _ReadBatch:
-    """The blocks of a read, and what came of them so far."""
+    """The blocks of a read, and their outcomes so far."""
 
     keys: Sequence[HashedKey]
     blocks: Sequence[memoryview]
@@ -54,28 +54,29 @@ class _ReadBatch:
 class DiskStore(RootedStore):
     """Blocks of ``block_bytes`` in slots of slab files under ``root`` (``format`` has the layout).
 
-    No file is made, renamed or deleted per block. Neighbouring slots move in one call, straight from and to the
-    caller's memory. A checksum bound to key, namespace and block size is verified on every read. What fails it is a
-    miss: a block that was overwritten meanwhile, torn by a crash, or damaged. With a ``secret`` it is a message
-    authentication code, so that nobody else can make a block that is served.
+    No file is created, renamed or deleted per block. Neighbouring slots move in one call, directly from and to the
+    caller's memory. A checksum bound to key, namespace and block size is verified on every read. A block that fails it
+    is a miss: it was overwritten meanwhile, torn by a crash, or damaged. With a ``secret`` the checksum is a message
+    authentication code, so that nobody else can create a block that is served.
 
-    ``max_bytes`` bounds the slabs of all namespaces and processes of the root, as none is made beyond it. Then the
-    least recently used blocks are written over, in an order that survives restarts. Slabs of namespaces that no process
-    uses go first. Without ``max_bytes`` the store takes four fifths of the disk. With ``durability="fsync"`` a
-    block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose recent blocks.
+    ``max_bytes`` limits the slabs of all namespaces and processes of the root, because no slab is created beyond it.
+    After that, the least recently used blocks are overwritten, in an order that survives restarts. Slabs of namespaces
+    that no process uses are removed first. Without ``max_bytes`` the store uses four fifths of the disk. With
+    ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
+    recent blocks.
 
-    Several processes of one host may share a root; its file system must have locks. Each writes to slabs of its own,
-    which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found within
-    a second. Slabs of the dead are adopted with their blocks. No process waits for another's lock.
+    Several processes of one host may share a root; its file system must support locks. Each process writes to its own
+    slabs, which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found
+    within a second. Slabs of dead processes are adopted with their blocks. No process waits for another's lock.
 
     On a memory file system (a tmpfs such as ``/dev/shm``) the store is a pool of memory that all processes of the host
-    share, and no slab is made for which there is too little memory. ``quota.check_memory`` tells beforehand whether
+    share, and a slab is created only if there is enough memory. ``quota.check_memory`` checks in advance whether
     ``max_bytes`` fit.
 
-    Only this user may read what is made under the root, whatever the umask. With ``mode="group"`` the root's group may
-    read and write as well. Links under the root are never followed, and a root of another user is refused.
+    Only this user may read the files under the root, regardless of the umask. With ``mode="group"`` the root's group
+    may also read and write. Links under the root are never followed, and a root of another user is rejected.
 
-    Any number of threads. One lock guards the state; it is never held during I/O.
+    Any number of threads may call it. One lock guards the state; it is never held during I/O.
     """
 
     _tier_type = "disk"
@@ -106,7 +107,7 @@ class DiskStore(RootedStore):
         self._quota = Quota(self._directory, self._slabs, layout, max_bytes)
         try:
             self._upkeep = Upkeep(self._directory, self._slabs, self._quota)
-        except BaseException:  # nobody else would close what is open, and locked
+        except BaseException:  # nothing else would close the open, locked files
             self._slabs.close()
             self._directory.close()
             raise
@@ -131,7 +132,7 @@ class DiskStore(RootedStore):
         is_here, stamps_ns = self._slabs.use(hashed)
         new: dict[bytes, NewBlock] = {}
         for name, key, here, block, stamp_ns in zip(keys, hashed, is_here, blocks, stamps_ns, strict=True):
-            if not here and key.probe not in new:  # of a key that is given twice, the first block is written
+            if not here and key.probe not in new:  # if a key is given twice, the first block is written
                 long_key = name if len(name) > LONGEST_KEY else None
                 new[key.probe] = NewBlock(key, self._bytes(block), stamp_ns, long_key)
         errors = list[OSError]()
@@ -144,7 +145,7 @@ class DiskStore(RootedStore):
         batch = _ReadBatch(self._hashed(keys), blocks, [False] * len(keys))
         found = self._read_found(batch, range(len(keys)))
         if failed := [at for at in found if not batch.answers[at]]:
-            # A block may have another copy, in the slab of another process.
+            # The slab of another process may contain another copy of a block.
             self._read_found(batch, failed)
         return self._outcomes(batch.answers, batch.errors) if found else batch.answers
 
@@ -180,22 +181,22 @@ class DiskStore(RootedStore):
     def drop_plain(self) -> None:
         self._quota.drops_plain = True
         with suppress(OSError):
-            self._quota.drop_plain()  # else the upkeep does it
+            self._quota.drop_plain()  # otherwise the upkeep does it
 
     def refresh(self) -> None:
-        """Publishes our changes and takes in those of other processes. The store's thread does so by itself, two times
-        a second; a caller who cannot wait may as well."""
+        """Publish our changes and read those of other processes. The store's thread does so twice a second; a caller
+        who cannot wait may call this."""
         self._upkeep.refresh()
 
     def check_invariants(self) -> None:
-        """Recomputes the state from the tables. Raises ``AssertionError`` if it differs. For tests, between calls."""
-        with self._upkeep.lock:  # its own I/O is not part of a call, but keeps slabs open too
+        """Recompute the state from the tables. Raises ``AssertionError`` if it differs. For tests, between calls."""
+        with self._upkeep.lock:  # the upkeep's own I/O is not part of a call, but also keeps slabs open
             self._slabs.check_invariants()
 
     # ---------------------------------------------------------------------------------------------------- writing
 
     def _write_new(self, new: list[NewBlock], before_ns: int, errors: list[OSError]) -> None:
-        """Writes blocks to free slots. Evicts nothing that was used after ``before_ns``."""
+        """Write blocks to free slots. Never evicts a block that was used after ``before_ns``."""
         while new:
             runs = self._slabs.take(new)
             if not runs and not self._make_room(len(new), before_ns, errors):
@@ -210,8 +211,8 @@ class DiskStore(RootedStore):
             new = new[sum(run.slots.count for run in runs) :]
 
     def _write_run(self, run: NewRun, errors: list[OSError]) -> None:
-        """Writes blocks: payloads first, then their entries. So a process that dies in between leaves empty slots. If
-        the table fails, its slab is not used any more, unless it is the file system that takes no writes."""
+        """Write blocks: payloads first, then their entries, so that a process that dies in between leaves empty slots.
+        If the table fails, its slab is dropped, unless the file system rejects all writes."""
         slab, first = run.slab, run.slots.first
         sealing = self._begin_sealing(run.blocks)
         good = list[Run]()
@@ -235,19 +236,20 @@ class DiskStore(RootedStore):
                 slab.file.write_entries(first + part.start, entries)
         except OSError as exc:
             errors.append(exc)
-            good = []  # of some of them the entry may be there: it fits until the slot is written over
+            good = []  # entries of some blocks may be on the disk: they fit until their slots are overwritten
             if exc.errno not in REFUSED:
                 self._slabs.lose(slab, exc)
         run.good = good
 
     def _begin_sealing(self, new: Sequence[NewBlock]) -> Future[None] | None:
-        """Seals blocks. ``None``: it is done."""
+        """Seal blocks in another thread, or at once and return ``None``."""
         if self._beside is not None:
             try:
                 return self._beside.submit(self._seal, new)
             except RuntimeError:
-                pass  # the store is closed, or the interpreter ends
-        # Before the write: it brings the payloads into the processor's caches, from which the kernel then takes them.
+                pass  # the store is closed, or the interpreter is ending
+        # Before the write, because sealing brings the payloads into the processor's caches, from which the kernel reads
+        # them.
         self._seal(new)
         return None
 
@@ -256,7 +258,8 @@ class DiskStore(RootedStore):
             block.payload, block.seal = self._layout.sealer.seal(block.key.probe, block.payload)
 
     def _write_singly(self, run: NewRun) -> tuple[list[Run], list[int]]:
-        """Which blocks of a run can be written, and which the disk fails to write."""
+        """Write the blocks of a run one by one. Returns the blocks that were written, and the ones that the disk failed
+        to write."""
         good, bad = list[int](), list[int]()
         for at, block in enumerate(run.blocks):
             try:
@@ -272,23 +275,20 @@ class DiskStore(RootedStore):
                 slab.file.sync()
             except OSError as exc:
                 errors.append(exc)
-                self._slabs.lose(slab, exc)  # what the kernel has dropped may be any block of it
+                self._slabs.lose(slab, exc)  # the kernel may have dropped any of its blocks
 
     def _make_room(self, count: int, before_ns: int, errors: list[OSError]) -> bool:
-        """Makes a new slab, or else evicts blocks that were used by ``before_ns`` for the last time.
-
-        Returns whether that helped.
-        """
+        """Create a slab, or else evict blocks whose last use was by ``before_ns``. Returns whether that helped."""
         if self._quota.grow(errors):
             return True
-        # A slab that is lost by it ends the write: the next one may be no better.
+        # If this loses a slab, the write ends, because the next slab may fail in the same way.
         return self._clear(self._slabs.evict(count, before_ns), errors)
 
     def _clear(self, runs: Sequence[BusyRun], errors: list[OSError]) -> bool:
-        """Empties the entries of slots on the disk, then makes the slots free. The other way round, a crash or a
-        neighbour would find the old entry beside new bytes, and read them in vain. A file system that is read-only, or
-        full and copies on write, takes no empty entry: the old one stays, and its seal does not fit what is written
-        there. Returns whether there are such slots. Adds to ``errors`` why their slab is lost."""
+        """Empty the entries of slots on the disk, then make the slots free. In the opposite order, a restart or a
+        neighbour could find the old entry beside new bytes, and read them in vain. A file system that is read-only, or
+        full with copy-on-write, rejects the empty entry. The old entry then stays, and its seal does not fit the new
+        bytes. Returns whether any slots became free. Adds the reason to ``errors`` if a slab is lost."""
         for run in runs:
             try:
                 run.slab.file.write_entries(run.slots.first, EMPTY_ENTRY * run.slots.count)
@@ -302,7 +302,7 @@ class DiskStore(RootedStore):
     # ---------------------------------------------------------------------------------------------------- reading
 
     def _read_found(self, batch: _ReadBatch, asked: Sequence[int]) -> list[int]:
-        """Reads those of the blocks ``asked`` that are here, and returns which these are."""
+        """Read the blocks in ``asked`` that are here, and return these."""
         found, slabs = self._slabs.find(batch.keys, asked)
         try:
             begin = 0
@@ -314,7 +314,7 @@ class DiskStore(RootedStore):
         return [block.at for block in found]
 
     def _read_run(self, batch: _ReadBatch, slab: Slab, found: Sequence[FoundBlock]) -> None:
-        """Reads and verifies blocks in neighbouring slots of a slab."""
+        """Read and verify blocks in neighbouring slots of a slab."""
         first, views = found[0].slot % SLAB_STRIDE, [self._bytes(batch.blocks[block.at]) for block in found]
         failed: dict[int, OSError] = {}
         tails = [b""] * len(found)
@@ -337,7 +337,8 @@ class DiskStore(RootedStore):
             batch.answers[block.at] = self._judge(slab, first + index, key, view, block.seal, error)
 
     def _tails(self, slab: Slab, first: int, count: int) -> list[bytes]:
-        """The rest of the seals of neighbouring slots, empty where an entry has all of it. Raises ``OSError``."""
+        """Return the tails of the seals of neighbouring slots; empty if the entries contain whole seals. Raises
+        ``OSError``."""
         if not (size := self._layout.tail_bytes):
             return [b""] * count
         tails = bytes(slab.file.read_tails(first, count))
@@ -345,7 +346,7 @@ class DiskStore(RootedStore):
 
     @staticmethod
     def _read_singly(slab: Slab, first: int, views: Sequence[memoryview]) -> dict[int, OSError]:
-        """Reads blocks in neighbouring slots one by one. Returns the errors of those that the disk could not read."""
+        """Read blocks in neighbouring slots one by one. Returns the errors of blocks that the disk could not read."""
         failed = dict[int, OSError]()
         for index, view in enumerate(views):
             try:
@@ -357,15 +358,15 @@ class DiskStore(RootedStore):
     def _judge(
         self, slab: Slab, index: int, key: HashedKey, view: memoryview, seal: bytes, error: OSError | None
     ) -> bool:
-        """A block did not verify, or could not be read. Finds out why, and whether a second read succeeds."""
+        """Examine a block that did not verify or could not be read, and return whether a second read succeeds."""
         entry = self._slabs.entry(slab, index)
         if slab.is_dropped or entry[:SEAL_BYTES] != seal or entry[PROBE_AT:] != key.probe:
             return False  # evicted meanwhile
         if error is not None and error.errno not in BLOCK_ERRORS:
             return False
         try:
-            # Memory, bus or a passing fault may be to blame. Only a block that is wrong twice is wrong, and the second
-            # read takes another way.
+            # Memory, the bus or a temporary fault may be the cause. So a block counts as bad only after a second
+            # failure, and the second read uses the page cache.
             for _ in range(_JUDGED_AT_MOST):
                 (tail,) = self._tails(slab, index, 1)
                 is_whole = slab.file.read_buffered(index, view)
@@ -376,8 +377,8 @@ class DiskStore(RootedStore):
                 if (now := slab.file.read_entries(index, 1)) != entry:
                     self._slabs.correct(slab, index, entry, now)
                     return False
-                # A neighbour may have evicted the block and written the same one again, within a second: another entry
-                # that is equal. Then the next read finds it.
+                # A neighbour may have evicted the block and written it again within a second, with an equal entry. Then
+                # the next read finds it.
         except OSError as exc:
             error = exc
         self._clear(self._slabs.remove_corrupt(slab, index, entry, is_unreadable=error is not None), [])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store does twice a second: it publishes its changes, takes in those of its neighbours, and adopts slabs of the
-dead. Reads and writes do not wait for any of it."""
+"""The regular work of a store, twice a second: it publishes its changes, reads its neighbours' changes, and adopts
+slabs of dead processes. Reads and writes never wait for it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _log = logging.getLogger(__name__)
 BULLETIN_NAME = "changes"
 _NUM_COUNTERS = 1024
 _POLL_S = 0.4
-"""How often neighbours learn of our new blocks, and we of theirs: both within a second."""
+"""Seconds between polls, so that neighbours learn of our new blocks, and we of theirs, within a second."""
 _USES_S = 10.0
-"""How often times of use are written down, or as many slabs as ``_LOOKS_AT_ONCE`` in each poll."""
+"""Seconds between rounds that write the times of use. One poll writes them for at most ``_LOOKS_AT_ONCE`` slabs."""
 _LOOKS_AT_ONCE = 8
-"""How many slabs a poll looks at of which nothing was announced: their owner may be dead."""
+"""Number of unannounced slabs that a poll also checks, because their owner may be dead."""
 _LOADED_AT_ONCE = 1 << 18
-"""Slots whose tables are read before the constructor returns. The rest follows in the store's own thread."""
+"""Number of slots whose tables are read before the constructor returns. The store's own thread reads the rest."""
 
 
 class Bulletin:
-    """The counters of a namespace's slabs, several to a counter where there are many. Whoever changes a slab changes
-    its counter, so that others read one file, and only the tables of slabs that have changed. One thread at a time.
+    """Counters of a namespace's slabs; several of many slabs share one. A process that changes a slab changes its
+    counter, so that others read only one file and the tables of changed slabs. For one thread at a time.
 
-    Without the file, for instance on a full disk, nothing is announced, and all slabs may have changed.
+    Without the file, for instance on a full disk, nothing is announced, so any slab may have changed.
     """
 
     def __init__(self, access: Access) -> None:
@@ -54,7 +54,8 @@ class Bulletin:
         self._seen = np.zeros(_NUM_COUNTERS, np.uint32)
 
     def open(self, dir_fd: int) -> None:
-        """Opens the bulletin of a directory, and makes it if need be. What is open is kept if it is still that."""
+        """Open the bulletin of a directory, and create it if necessary. An open bulletin is kept if it is still the
+        right one."""
         if self._fd >= 0 and os.fstat(self._fd).st_nlink:
             return
         self.close()
@@ -77,17 +78,17 @@ class Bulletin:
             self._fd = -1
 
     def announce(self, slabs: Iterable[str]) -> None:
-        """Slabs of these names have changed, as their tables say already."""
+        """Announce that the slabs with these names have changed. Their tables must contain the changes already."""
         if self._fd < 0:
             return
         for counter in {_counter_of(name) for name in slabs}:
             try:
-                os.pwrite(self._fd, secrets.token_bytes(4), 4 * counter)  # not one more, which two may write at once
+                os.pwrite(self._fd, secrets.token_bytes(4), 4 * counter)  # not an increment: two processes may write
             except OSError:
                 return
 
     def take_changed(self) -> Callable[[str], bool]:
-        """Which slabs may have changed since the last call."""
+        """Return a function that says whether a slab, given by name, may have changed since the last call."""
         try:
             content = os.pread(self._fd, 4 * _NUM_COUNTERS, 0) if self._fd >= 0 else b""
         except OSError:
@@ -101,7 +102,7 @@ class Bulletin:
 
 
 def is_bulletin(status: os.stat_result) -> bool:
-    """Whether a file of that name has the form of one, or is empty."""
+    """Return whether a file with that name looks like a bulletin, or is empty."""
     return stat.S_ISREG(status.st_mode) and status.st_size in (0, 4 * _NUM_COUNTERS)
 
 
@@ -110,24 +111,25 @@ def _counter_of(slab: str) -> int:
 
 
 class Upkeep:
-    """The store's own thread, and what it does."""
+    """The store's own thread, and its work."""
 
     def __init__(self, directory: SlabDirectory, slabs: Slabs, quota: Quota) -> None:
         self._directory = directory
         self._slabs = slabs
         self._quota = quota
         self.lock = threading.Lock()
-        """Held by whoever polls or closes. It may be held during I/O: calls of the store never take it."""
+        """Lock of the thread that polls or closes. It may be held during I/O, because calls of the store never take
+        it."""
         self._is_closed = False
         self.is_loaded = threading.Event()
-        """All slabs that were there at the start are known."""
+        """Set when all slabs that existed at startup are known."""
         self._must_shrink = True
-        """The quota was not seen to hold since the start."""
+        """Whether the quota has not been checked successfully since startup."""
         self._bulletin = Bulletin(directory.access)
         self._listed: Sequence[SlabSeen] = ()
-        """The slabs of the directory, when all of them were last taken in."""
+        """The slabs of the directory at the last time when all of them were read."""
         self._next_look = self._next_uses = 0
-        """How many slabs had their turn to be looked at, and to have their times of use written down."""
+        """Counters that choose, in turn, the next slabs to check and the next whose times of use are written."""
         self._uses_left = 0
         self._stop = threading.Event()
         with self.lock:
@@ -142,7 +144,7 @@ class Upkeep:
             ) from exc
 
     def refresh(self) -> None:
-        """Publishes our changes and takes in those of other processes, also of those that died."""
+        """Publish our changes and read the changes of other processes, including dead ones."""
         with self.lock:
             if not self._is_closed:
                 self.flush_changes()
@@ -183,7 +185,7 @@ class Upkeep:
                         self._flush_some_uses()
                         self.poll()
                 said = ""
-            except Exception as exc:  # noqa: BLE001 - the thread must outlive whatever a broken disk does
+            except Exception as exc:  # noqa: BLE001 - the thread must survive any error of a broken disk
                 if str(exc) != said:
                     said = str(exc)
                     _log.warning("The store at %s: %s", self._directory.root, exc)
@@ -191,8 +193,8 @@ class Upkeep:
                 return
 
     def load(self, *, at_once: bool) -> None:
-        """Takes in the slabs that are there, the last used first. With ``at_once`` stops after a quarter million slots,
-        so that a large store does not delay its engine."""
+        """Read the existing slabs, the last used first. With ``at_once``, stop after a quarter of a million slots, so
+        that a large store does not delay its engine."""
         num_slots = 0
         try:
             slabs = self._directory.slabs()
@@ -213,11 +215,11 @@ class Upkeep:
         self.is_loaded.set()
 
     def _is_unknown(self, name: str) -> bool:
-        # In this order: a slab that is being made is registered before it is no longer being made.
+        # In this order, because a new slab is registered before ``making`` is cleared.
         return name != self._quota.making and name not in self._slabs.by_name and name not in self._slabs.quarantined
 
     def _take_in(self, name: str) -> int | None:
-        """Opens a slab and learns its blocks. Returns how many slots it has, ``None`` if no slab can be opened now."""
+        """Open a slab and read its blocks. Returns its number of slots; ``None`` if no slab can be opened now."""
         try:
             file = self._directory.open_slab(name)
             try:
@@ -243,9 +245,9 @@ class Upkeep:
         return 0
 
     def poll(self, *, every_slab: bool = False) -> None:
-        """Takes in what other processes did. Looks at neighbours' slabs that were announced, and at a few others in
-        turn; with ``every_slab`` at all. Raises ``OSError``."""
-        slabs = self._slabs.snapshot()  # before they are listed: one that is made meanwhile is not gone
+        """Read the changes of other processes. Checks announced slabs of neighbours and a few others in turn; with
+        ``every_slab``, all slabs. Raises ``OSError``."""
+        slabs = self._slabs.snapshot()  # before the listing: a slab created meanwhile is not gone
         if not self._directory.check():
             self._slabs.drop(slabs, "removed")
             self._bulletin.close()
@@ -264,11 +266,11 @@ class Upkeep:
             for at, slab in enumerate(theirs):
                 if every_slab or at in in_turn or is_changed(slab.file.name):
                     self._poll_neighbour(slab)
-        self._bulletin.announce(self._quota.share())  # last: on a full disk no request can be posted
+        self._bulletin.announce(self._quota.share())  # last, because on a full disk no request can be posted
 
     def _is_taken_in(self, listing: Sequence[SlabSeen], slabs: Sequence[Slab]) -> bool:
-        """Drops those of ``slabs`` that have left the directory, and opens new ones. Returns ``False`` if some are left
-        for later."""
+        """Drop the open slabs that are no longer in the directory, and open new ones. Returns ``False`` if some new
+        ones remain for later."""
         here = {seen.name: seen.inodes for seen in listing if not seen.is_new}
         self._slabs.drop([slab for slab in slabs if here.get(slab.file.name) != slab.file.inodes], "removed")
         self._slabs.quarantined.intersection_update(here)
@@ -280,7 +282,8 @@ class Upkeep:
     def _poll_neighbour(self, slab: Slab) -> None:
         try:
             if time.monotonic() >= slab.given_until_s and slab.file.try_lock():
-                # Its process is gone, and it is ours. Neighbours have seen its counters: ours must be larger.
+                # Its process is dead, and the slab is now ours. Neighbours have seen its counters, so ours must be
+                # larger.
                 slab.changes = slab.file.read_changes()
                 self._slabs.adopt(slab, slab.file.read_entries(0, slab.file.num_slots), slab.file.read_uses())
                 return
@@ -301,7 +304,7 @@ class Upkeep:
                 try:
                     slab.file.write_changes(slab.changes)
                 except OSError as exc:
-                    if exc.errno not in REFUSED:  # else the next change tells of this one too
+                    if exc.errno not in REFUSED:  # otherwise the next change also announces this one
                         self._slabs.lose(slab, exc)
             self._bulletin.announce(slab.file.name for slab, _ in changed)
         finally:
@@ -315,8 +318,8 @@ class Upkeep:
             self.flush_uses([slabs[at % len(slabs)] for at in range(first, first + min(count, len(slabs)))])
 
     def flush_uses(self, slabs: Iterable[Slab] | None = None) -> None:
-        """Writes down when blocks of ``slabs``, or of all, were used, and learns when neighbours used ours. The later
-        time counts. What cannot be written down costs nothing else: no block depends on it."""
+        """Write the times of use of ``slabs``, or of all, and read the times at which neighbours used ours. The later
+        time counts. A failed write is harmless, because no block depends on it."""
         used = self._slabs.pin_used(self._slabs.snapshot() if slabs is None else slabs)
         try:
             for slab in used:
@@ -333,5 +336,5 @@ class Upkeep:
             self._slabs.unpin(used)
 
     def _shrink(self) -> None:
-        self._must_shrink = False  # not tried again after an error, which every poll would then end with
+        self._must_shrink = False  # do not try again after an error, because every poll would then end with it
         self._must_shrink = not self._quota.shrink()

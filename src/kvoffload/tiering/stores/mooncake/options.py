@@ -17,20 +17,21 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
 
     server_evicts: ClassVar[bool] = True
     marks_keys: ClassVar[bool] = False
-    """It would take a second client, with memory of its own."""
+    """No mark is stored, because it would need a second client with its own memory."""
 
     master: str
-    """host:port of the master."""
+    """Address of the master, as host:port."""
     metadata: str
-    """Where the engines of Mooncake find each other: the URL of its metadata service."""
+    """URL of Mooncake's metadata service, where its engines find each other."""
     hostname: str = "127.0.0.1"
-    """This machine's name or address for the others."""
+    """This machine's name or address, as other machines reach it."""
     protocol: Literal["tcp", "rdma"] = "tcp"
-    """How bytes travel: ``tcp`` or ``rdma``."""
+    """Transport for blocks: ``tcp`` or ``rdma``."""
     device: str = ""
-    """The network card, with ``rdma``."""
+    """The network card to use with ``rdma``."""
     segment_bytes: int | str | None = None
-    """Memory of this machine that the engine gives to the pool. Default: none, other processes donate."""
+    """Memory of this machine that the engine contributes to the pool. Default: none, because other processes contribute
+    memory."""
 
     @property
     def place(self) -> str:
@@ -41,7 +42,7 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
         for name in ("master", "metadata"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} of the 'mooncake' tier is empty.")
-        self._make(block_bytes or 1, "", None)  # connects to nothing
+        self._make(block_bytes or 1, "", None)  # does not connect
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         return self._make(block_bytes, namespace, secret)

@@ -24,32 +24,32 @@ _MOST_BLOCKS = 64
 _BATCH_BYTES = 64 << 20
 _MOST_STAGED_BYTES = 1 << 30
 _ABSENT, _NOT_READY, _TOO_LONG, _NO_TRANSFER = -704, -703, -600, -800
-"""The library's codes for no such object, for one that is not whole yet, for a value longer than the memory it should
-go to, and for a transfer that failed, which a value that is too short gives as well."""
+"""The library's codes for a missing object, for an unfinished object, for a value longer than its target memory, and
+for a failed transfer. The last one is also the code for a value that is too short."""
 _NOT_BEGUN = frozenset((_ABSENT, _NOT_READY, _TOO_LONG))
-"""Codes that the library gives before it moves any byte. After any other failure it may still write: it gives up
-waiting after 60 s, and its transfer goes on."""
+"""Codes that the library returns before it moves any byte. After any other failure it may still write: it stops waiting
+after 60 s, and its transfer continues."""
 _LINE_BYTES = 64
 _CONNECT_S = 1.0
 
 Row = npt.NDArray[np.uint8]
 
 _RETIRED: list[Row] = []
-"""What the library may still write, for as long as the process lives: also after its store was closed."""
+"""Memory that the library may still write to for the rest of the process, even after its store was closed."""
 
 
 class _Staging:
-    """Registered memory, in rows of a block and its seal. Any thread."""
+    """Registered memory, in rows of a block and its seal. Any thread may use it."""
 
     def __init__(self, row_bytes: int, register: Callable[[npt.NDArray[np.uint8]], None]) -> None:
         self._row_bytes, self._register = row_bytes, register
         self._lock = threading.Lock()
         self._free: list[Row] = []
         self._memories: list[npt.NDArray[np.uint8]] = []
-        """Of all rows, the retired ones included."""
+        """Memories of all rows, including retired ones."""
 
     def take(self, count: int) -> list[Row]:
-        """Rows of the caller's own, until ``end``. Raises ``StoreError`` if too many are retired."""
+        """Take rows for the caller's exclusive use, until ``end``. Raises ``StoreError`` if too many are retired."""
         with self._lock:
             if len(self._free) < count:
                 self._grow(count)
@@ -57,8 +57,8 @@ class _Staging:
         return rows
 
     def end(self, rows: Sequence[Row], are_over: Iterable[bool]) -> None:
-        """The caller needs ``rows`` no more. Those to which no transfer can write are free; the others, also those that
-        ``are_over`` says nothing of, are retired."""
+        """End the caller's use of ``rows``. Rows that no transfer can write to become free. The others, including rows
+        that ``are_over`` does not cover, are retired."""
         over = [*are_over, *[False] * len(rows)]
         with self._lock:
             self._free += [row for row, is_over in zip(rows, over) if is_over]
@@ -73,7 +73,7 @@ class _Staging:
                 "only a restart of the engine frees them"
             )
         mapped = mmap.mmap(-1, count * stride)
-        mapped.madvise(mmap.MADV_DONTDUMP)  # a core file may go anywhere
+        mapped.madvise(mmap.MADV_DONTDUMP)  # a core file may end up anywhere
         memory = np.frombuffer(mapped, np.uint8).reshape(count, stride)
         self._register(memory)
         self._memories.append(memory)
@@ -83,11 +83,11 @@ class _Staging:
 class MooncakeStore(SharedStore):
     """Blocks of ``block_bytes`` in the pool that ``master`` (host:port) manages.
 
-    The client connects at the first call, in an I/O thread, once the metadata service answers. Its calls end by
-    deadlines of its own, some 60 s, and cannot be ended sooner: until then they keep their thread.
+    The client connects at the first call, in an I/O thread, once the metadata service answers. Its calls end by its own
+    deadlines, about 60 s, and cannot be ended sooner. Until then they occupy their thread.
 
-    A value is a block and its seal. It goes through registered memory of the store's own, never straight into a slot:
-    the library may still write what it was given after it has reported a failure. Memory in such hands is retired.
+    A value is a block and its seal. It moves through the store's own registered memory, never directly into a slot,
+    because the library may still write to memory after it has reported a failure. Such memory is retired.
     """
 
     requests_in_flight = 2
@@ -142,7 +142,7 @@ class MooncakeStore(SharedStore):
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            # By force: a block that was read lately has a lease, which says nothing about whether it is good.
+            # By force, because a recently read block is leased, even if it is bad.
             self._connected().batch_remove([self._name(key) for key in keys], True)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class MooncakeStore(SharedStore):
         keys: Sequence[OffloadKey],
         blocks: Sequence[memoryview],
     ) -> list[bool]:
-        """``call`` for as many blocks as a batch has, one part after the other."""
+        """Run ``call`` for each part of at most a batch of blocks, one after the other."""
         codes: list[int] = []
         client = self._connected()
         step = self.batch_blocks or len(keys)
@@ -171,7 +171,8 @@ class MooncakeStore(SharedStore):
         return outcomes([code == 0 for code in codes], failures)
 
     def _write(self, client: Any, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[int]:
-        """The library may read the rows of a failed write later. What it then finds has not the seal of this key."""
+        """Write blocks. The library may read the rows of a failed write later; their contents then do not fit the seal
+        of this key."""
         rows = self._staging.take(len(keys))
         try:
             for key, block, row in zip(keys, blocks, rows, strict=True):
@@ -195,7 +196,7 @@ class MooncakeStore(SharedStore):
             for key, row, code in zip(here, rows, codes, strict=True):
                 ends[key] = code
                 stored, seal = row.data[: self._block_bytes], row.data[self._block_bytes :]
-                # A value that is shorter than its memory is a success to the library.
+                # The library reports success for a value that is shorter than its memory.
                 if code == row.nbytes and self._sealer.unseal(seal, key, stored, wanted[key]):
                     ends[key] = 0
                 elif code >= 0 or code == _TOO_LONG or (code == _NO_TRANSFER and self._is_other(client, key)):
@@ -212,13 +213,13 @@ class MooncakeStore(SharedStore):
     def _arguments(
         self, keys: Sequence[OffloadKey], rows: Sequence[Row]
     ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-        """Names, and for each of them the addresses and sizes of its parts."""
+        """Return the names, and for each of them the addresses and sizes of its parts."""
         return [self._name(key) for key in keys], [[row.ctypes.data] for row in rows], [[row.nbytes] for row in rows]
 
     # --------------------------------------------------------------------------------------------------- helpers
 
     def _is_other(self, client: Any, key: OffloadKey) -> bool:
-        """Whether the value of ``key`` has another length than a block and its seal."""
+        """Return whether the length of the value of ``key`` differs from that of a block with its seal."""
         size = client.get_size(self._name(key))
         return bool(size >= 0 and size != self._block_bytes + self._sealer.seal_bytes)
 
@@ -236,7 +237,7 @@ class MooncakeStore(SharedStore):
     def _connect(self) -> Any:
         host, _, port = self._master.rpartition(":")
         try:
-            # The library would look for a master that is not there for a minute and a half.
+            # The library would search for a missing master for a minute and a half.
             self._resolver.connect(host.strip("[]"), int(port), _CONNECT_S).close()
         except (OSError, ValueError) as exc:
             raise StoreError(f"Mooncake at {self._master} cannot be reached: {exc}.") from exc
@@ -248,8 +249,9 @@ class MooncakeStore(SharedStore):
         return client
 
     def _check_that_it_answers(self) -> None:
-        """Asks the metadata service for anything. A frozen master still takes connections, and the library's setup
-        keeps Python's interpreter to itself while it waits for minutes: no thread of the engine would run."""
+        """Send any request to the metadata service, to check that it answers. A frozen master still accepts
+        connections, and the library's setup would hold the interpreter lock for minutes while it waits, so that no
+        thread of the engine could run."""
         if not self._metadata.startswith(("http://", "https://")):
             return
         try:
@@ -258,9 +260,9 @@ class MooncakeStore(SharedStore):
             self._resolver.connect(parts.hostname or "", port, _CONNECT_S).close()  # urllib resolves without a deadline
             urllib.request.urlopen(f"{self._metadata}?key=kvoffload", timeout=_CONNECT_S).close()
         except urllib.error.HTTPError as exc:
-            exc.close()  # that it has no such key is an answer
-        except (OSError, http.client.HTTPException, ValueError) as exc:  # of no URL, or of no HTTP
-            # The text of an error may have a part of the URL, with a password.
+            exc.close()  # a missing key is also an answer
+        except (OSError, http.client.HTTPException, ValueError) as exc:  # an invalid URL, or not HTTP
+            # The text of an error may contain a part of the URL, with a password.
             reason = getattr(exc, "strerror", None) or type(exc).__name__
             raise StoreError(f"The metadata service of Mooncake at {self._master} does not answer: {reason}.") from None
 

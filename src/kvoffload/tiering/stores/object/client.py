@@ -18,26 +18,27 @@ from kvoffload.tiering.stores.secrets import Secret, read_secret
 from kvoffload.units import printable
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-"""Of the environment variables that obstore reads, by the scheme of the URL."""
+"""Prefixes of the environment variables that obstore reads, by the scheme of the URL."""
 _ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url_sts|base_url)$")
 _ENDPOINTS_OF_BLOCKS = ("endpoint", "endpoint_url_s3", "base_url")
 _SERVICE_ACCOUNT_FILES = ("service_account", "service_account_path")
 _SERVICE_ACCOUNT_KEY = "service_account_key"
 _CREDENTIAL_FILES = (*_SERVICE_ACCOUNT_FILES, "application_credentials")
-"""Settings that name a file which obstore reads once. It reads other files, such as those of tokens, by itself."""
+"""Settings that name a file which obstore reads once. It reads other files, such as token files, again by itself."""
 
 _LEAST_OBSTORE = 0, 11
-"""Older ones have no ``root_certificate``."""
+"""Oldest supported version of obstore. Older versions lack ``root_certificate``."""
 
 
 class Deadlines(NamedTuple):
     connect_s: float = 1.0
     request_s: float = 5.0
-    """For one request, its body included. One retry, if it fails sooner."""
+    """Seconds for one request, including its body. It is retried once if it fails sooner."""
 
 
 def check_url(url: str) -> str:
-    """``url`` as it may be shown. Raises ``ConfigError`` for one that no object store has."""
+    """Return ``url`` in a form that may be shown. Raises ``ConfigError`` for a URL that cannot belong to an object
+    store."""
     parts = _split(url)
     if parts is None or parts.scheme not in _PREFIXES or not parts.netloc:
         raise ConfigError(
@@ -65,7 +66,8 @@ def require_obstore() -> Any:
 
 
 class Client:
-    """obstore's client for ``url``, opened again with new credentials when their files have changed. Any thread."""
+    """obstore's client for ``url``, opened again with new credentials when their files have changed. Any thread may use
+    it."""
 
     def __init__(self, url: str, config: Mapping[str, Secret], deadlines: Deadlines, tls_ca: str | None) -> None:
         self._url, self._config, self._deadlines, self._tls_ca = url, config, deadlines, tls_ca
@@ -74,10 +76,8 @@ class Client:
         self.obstore, self.bucket = self._open()
 
     def renew(self, failed_bucket: Any) -> bool:
-        """Return whether ``bucket`` has other credentials than ``failed_bucket``, with which a request failed.
-
-        Reads the files again. If that fails, the old credentials stay.
-        """
+        """Read the credentials again, and return whether ``bucket`` now uses other credentials than ``failed_bucket``,
+        whose request failed. If reading fails, the old credentials stay."""
         with self._lock:
             if self.bucket is not failed_bucket:
                 return True
@@ -98,7 +98,7 @@ class Client:
         return {name: read_secret(value, f"{name} of the 'object' tier") for name, value in self._config.items()}
 
     def _sources(self) -> list[object]:
-        """Everything that obstore read, or that was read for it, when the client was opened."""
+        """Return everything that obstore reads, or that is read for it, when a client is opened."""
         settings = self._settings()
         used = _environment(self._url.partition(":")[0]) | settings
         paths = [value for name, value in used.items() if _bare(name) in _CREDENTIAL_FILES]
@@ -113,8 +113,8 @@ def _content(path: str) -> bytes | None:
 
 
 def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_ca: str | None) -> tuple[Any, Any]:
-    """obstore, and its store for ``url``, which ``check_url`` has passed. Does no I/O but to read ``tls_ca``
-    and the file of a service account."""
+    """Return obstore and its store for ``url``, which ``check_url`` accepted. The only I/O is reading ``tls_ca`` and
+    the file of a service account."""
     obstore = require_obstore()
     from obstore.store import from_url
 
@@ -126,7 +126,7 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
         "connect_timeout": timedelta(seconds=deadlines.connect_s),
         "allow_http": _may_be_http(config, _environment(url.partition(":")[0])),
     }
-    # It is one of the client's options above, which obstore takes for none of the service's settings.
+    # It is one of the client's options above, which obstore does not accept as a setting of the service.
     settings: dict[str, Any] = {name: value for name, value in config.items() if _bare(name) != "allow_http"}
     if tls_ca is not None:
         try:
@@ -134,7 +134,7 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
         except OSError as exc:
             raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {exc.strerror}.") from exc
     if url.startswith("s3:") and "unsigned_payload" not in map(_bare, settings):
-        settings["unsigned_payload"] = True  # TLS and our seal say what the signature would
+        settings["unsigned_payload"] = True  # TLS and our seal protect the payload instead
     retries = {
         "max_retries": 1,
         "retry_timeout": timedelta(seconds=deadlines.request_s),
@@ -149,20 +149,21 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as exc:  # noqa: BLE001 - a panic of obstore's is not an Exception
-        # Its cause must not be shown: the message may have a setting's value.
+        # Its cause must not be shown, because the message may contain a setting's value.
         raise ConfigError(
             f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
         ) from None
 
 
 def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> bool:
-    """Whether the user said so, or gave an endpoint that is. Raises ``ConfigError`` if an endpoint may not be shown."""
+    """Return whether the user allowed HTTP, or gave an ``http://`` endpoint. Raises ``ConfigError`` if an endpoint may
+    not be shown."""
     given = {_bare(name): value.lower() for name, value in config.items()}
     used = {**{name: value for name, value in environment.items() if _bare(name) not in given}, **config}
     is_http = False
     for name, value in _service_account_endpoints(used):
         _check_endpoint(name, value)
-        # A base_url takes its place.
+        # A base_url replaces it.
         is_http |= "base_url" not in map(_bare, used) and value.lower().startswith("http://")
     for name, value in used.items():
         bare = _bare(name)
@@ -180,8 +181,8 @@ def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> b
 
 
 def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Each endpoint of Google's that a service account of ``settings`` has, with a name for people. What cannot be read
-    is left to obstore, which refuses it."""
+    """Yield each Google endpoint in a service account of ``settings``, with a name for people. Skips an unreadable
+    account, because obstore rejects it."""
     for name, value in settings.items():
         bare = _bare(name)
         if bare not in (*_SERVICE_ACCOUNT_FILES, _SERVICE_ACCOUNT_KEY):
@@ -205,19 +206,21 @@ def _check_endpoint(name: str, value: str) -> None:
 
 
 def _environment(scheme: str) -> dict[str, str]:
-    """The variables that obstore reads. Google's may name a service account without a prefix."""
+    """Return the environment variables that obstore reads. For Google, the variable of a service account may lack the
+    prefix."""
     alone = ("SERVICE_ACCOUNT",) if scheme == "gs" else ()
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES[scheme]) or name in alone}
 
 
 def _bare(name: str) -> str:
-    """``name`` as all its spellings have it: ``AWS_ENDPOINT_URL`` and ``endpoint`` are one setting."""
+    """Return the common form of all spellings of ``name``: ``AWS_ENDPOINT_URL`` and ``endpoint`` are one setting."""
     bare = re.sub("^(aws|google|azure_storage|azure)_", "", name.lower())
     return "endpoint" if bare == "endpoint_url" else bare
 
 
 def _split(url: str) -> SplitResult | None:
-    """The parts of ``url``, ``None`` if it has none. The error would have a part of ``url`` in its text."""
+    """Return the parts of ``url``, or ``None`` if it cannot be split. The text of the error would contain a part of
+    ``url``."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -229,14 +232,12 @@ _CODES = (
     re.compile("<Code>([A-Za-z0-9._-]{1,64})</Code>"),
     re.compile('"(?:status|error)": ?"([A-Za-z0-9._-]{1,64})"'),
 )
-"""What S3 and Azure, and Google, call an error in the body of their answer."""
+"""The code of an error in the body of an answer, as S3, Azure and Google write it."""
 
 
 def in_words(error: BaseException) -> str:
-    """obstore's message in one line, and the service's own code of the error, such as ``ExpiredToken``.
-
-    The rest of the answer's body is left out, because services repeat tokens and names of keys in it.
-    """
+    """Return obstore's message in one line, with the service's own code of the error, such as ``ExpiredToken``. The
+    rest of the answer's body is omitted, because services repeat tokens and names of keys in it."""
     text = str(error).strip()
     line = text.split("\n", 1)[0]
     if status := _STATUS.search(line):
@@ -246,17 +247,17 @@ def in_words(error: BaseException) -> str:
 
 
 def code_of(error: BaseException) -> str | None:
-    """The service's own code of an error, if its answer had a body with one."""
+    """Return the service's own code of an error, if the body of the answer contains one."""
     text = str(error)
     return next((found[1] for found in (code.search(text) for code in _CODES) if found), None)
 
 
 def asks_to_slow_down(error: BaseException) -> bool:
-    """Whether a service answered that it gets too many requests."""
+    """Return whether a service answered that it receives too many requests."""
     status = _STATUS.search(str(error))
     return status is not None and any(number in status[0] for number in ("429", "503"))
 
 
 def is_without_reason(error: BaseException) -> bool:
-    """Whether the service answered with an error and no body, as it must to a HEAD request."""
+    """Return whether the service answered with an error and no body, as it must to a HEAD request."""
     return _STATUS.search(str(error)) is not None and code_of(error) is None

@@ -15,7 +15,7 @@ from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.tiering.tier import MOST_THREADS
 
 _UNREAD = "dW5yZWFk"
-"""In the place of a secret that is not read yet: base64, which obstore asks of some keys."""
+"""Placeholder for a secret before it is read. It is base64, which obstore requires for some keys."""
 
 
 class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
@@ -26,16 +26,16 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     config: dict[str, Secret] | None = None
     """obstore's settings for the service: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key`` and so on,
     each as text, ``{"file": path}`` or ``{"env": name}``. kvoffload reads the files again after an error. An endpoint
-    of http:// is used as it is; nothing else is sent without TLS, unless ``allow_http`` is ``"true"``. Default: the
+    with http:// is used without TLS; all other requests use TLS, unless ``allow_http`` is ``"true"``. Default: the
     environment (``AWS_...``) and the machine's own role."""
     requests: int = 16
-    """Requests in flight at once, of reads and of writes."""
+    """Maximum number of requests in flight, each for reads and for writes."""
     tls_ca: str | None = None
     """File of authorities to trust in addition to the system's, read again after an error. Default: none."""
     connect_timeout_s: float = Deadlines().connect_s
     """Seconds for a connection."""
     request_timeout_s: float = Deadlines().request_s
-    """Seconds for one request, its body included."""
+    """Seconds for one request, including its body."""
 
     def check(self, block_bytes: int | None = None) -> None:
         problems = Problems()
@@ -54,7 +54,8 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
             known = {
                 name: value if isinstance(value, str) else _UNREAD
                 for name, value in (self.config or {}).items()
-                if isinstance(value, str) or not name.lower().endswith("service_account_key")  # which is parsed at once
+                if isinstance(value, str)
+                or not name.lower().endswith("service_account_key")  # obstore parses this key at once
             }
             with problems:
                 self._make(block_bytes or 1, "", self.url, known).close()  # reads no secret, and sends no request

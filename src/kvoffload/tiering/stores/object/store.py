@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block store in an object store: one object per block, the block and then its seal."""
+"""A block store in an object store: one object per block, which is the block and then its seal."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class ObjectStore(SharedStore):
     """Blocks of ``block_bytes`` as objects below ``url``: ``s3://bucket/prefix``, ``gs://...`` or ``az://...``.
 
     The constructor does no I/O. ``config`` are obstore's settings for the service (``endpoint``, ``region``,
-    ``access_key_id`` and so on); what is left out comes from the environment and the machine. ``requests`` of each
-    direction are in flight at once, in threads of the store's own. Nothing here evicts: a lifecycle rule of the bucket
-    does.
+    ``access_key_id`` and so on); missing settings come from the environment and the machine. Up to ``requests`` of each
+    direction are in flight at once, in the store's own threads. The store does not evict; use a lifecycle rule of the
+    bucket.
 
-    The client gets copies of blocks and returns memory of its own, so that nothing of a request that outlives its
-    deadline refers to a slot.
+    The client gets copies of blocks and returns its own memory, so that a request that outlives its deadline never
+    refers to a slot.
     """
 
     requests_in_flight = 2
-    """A batch keeps all requests busy, and a second one is there when its last ones end."""
+    """A batch keeps all requests busy, and a second batch is ready when its last requests end."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ObjectStore(SharedStore):
         there: set[int] = set()
 
         def put(index: int) -> bool:
-            # Another engine may have written it. The question is a fraction of an upload, which the service would
-            # take whole before it refuses it.
+            # Another engine may have written it. Asking costs a fraction of an upload, which the service would receive
+            # completely before rejecting it.
             is_bad = keys[index] in self._bad.kept
             size = None if is_bad else self._size(keys[index])
             if size == self._file_bytes:
@@ -130,8 +130,8 @@ class ObjectStore(SharedStore):
         self._writes.close()
 
     def check(self) -> None:
-        """Raise ``StoreError``, in one sentence, if the bucket cannot be used. A request for a missing block could not
-        tell, because a missing bucket gives the same answer."""
+        """Raise ``StoreError``, in one sentence, if the bucket cannot be used. A request for a missing block would not
+        suffice, because a missing bucket gives the same answer."""
         with self._errors_in_words():
             self._request(self._list)
 
@@ -145,7 +145,7 @@ class ObjectStore(SharedStore):
         return key not in self._bad.kept and self._size(key) == self._file_bytes
 
     def _size(self, key: OffloadKey) -> int | None:
-        """Bytes of the object of ``key``; ``None``: there is none."""
+        """Return the bytes of the object of ``key``, or ``None`` without one."""
         try:
             return int(self._request(lambda bucket: self._client.obstore.head(bucket, self._path(key)))["size"])
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class ObjectStore(SharedStore):
         next(self._client.obstore.list(bucket, self._digest + "/", chunk_size=1), None)
 
     def _request(self, call: Callable[[Any], T]) -> T:
-        """Return what ``call`` returns for the bucket. If it fails and the credentials have been replaced since the
+        """Return the result of ``call`` for the bucket. If it fails and the credentials have been replaced since the
         client was opened, call it once more with the new ones."""
         bucket, num_slowed = self._client.bucket, self._pace.num_slowed
         try:
@@ -180,10 +180,11 @@ class ObjectStore(SharedStore):
     def _outcomes(
         self, requests: Requests, call: Callable[[int], bool], count: int, there: Collection[int] = ()
     ) -> list[bool]:
-        """The outcomes of ``count`` requests. What fails is a miss; if nothing came of the batch, the store fails.
+        """Return the outcomes of ``count`` requests. A failed request is a miss; if all requests fail, the store fails.
 
-        There are more requests than threads, and perhaps than turns. So that those of a frozen server do not wait for
-        one deadline after the other, none begins once one has failed and the deadline has passed since the batch began.
+        A batch contains more requests than threads, and perhaps than turns. So that requests to a frozen server do not
+        wait for one deadline after another, no request begins after one has failed and the deadline since the start of
+        the batch has passed.
         """
         ends_s, has_failed = time.monotonic() + self._request_s, False
 
@@ -202,7 +203,7 @@ class ObjectStore(SharedStore):
         errors = [result for result in results if isinstance(result, BaseException)]
         answers = [result is True for result in results]
         if errors and not any(answers) and is_without_reason(errors[0]):
-            # The answer to a HEAD request has no body, and so no reason. Somebody will have to look for it.
+            # The answer to a HEAD request lacks a body and therefore a reason, so an operator has to find it.
             errors[:0] = [each for each in requests.run(lambda _: self._list(self._client.bucket), 1) if each]
         return outcomes(answers, [self._failed(error) for error in errors], there)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a server in one window, and what its replies mean."""
+"""The commands for a server in one window, and the meaning of its replies."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ _AT_ONCE_BYTES = 1 << 20
 
 _WHETHER = {b":0": False, b":1": True, b"+OK": True}
 _SET = {b"+OK": True, b"$-1": True}
-"""``SET NX`` is answered with nothing if the key is there."""
+"""The answer of ``SET NX`` is empty if the key exists."""
 
 Answer = bool | ErrorReply
-"""Of one key: its outcome, or what the server has against it."""
+"""The answer for one key: its outcome, or the server's error."""
 
 
 @dataclass(slots=True, eq=False)
 class Commands(ABC):
-    """A command for each of ``names``. ``most`` of them make a window."""
+    """A command for each of ``names``. A window contains at most ``most`` of them."""
 
     names: Sequence[bytes]
     most: int
     there: set[int] = field(default_factory=set, init=False)
-    """Indexes of those that were done before, so that their outcomes do not tell whether the server does any."""
+    """Indexes of keys that were stored before, so that their outcomes do not show whether the server works."""
 
     @abstractmethod
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        """Sends the commands for ``names[index]`` of each index."""
+        """Send the commands for ``names[index]`` of each index."""
 
     @abstractmethod
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        """The answers to them."""
+        """Return the answers to these commands."""
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        """Both, for a window at most."""
+        """Send the commands and receive their answers, for at most one window."""
         self.send(wire, indexes)
         return self.receive(wire, indexes)
 
 
 @dataclass(slots=True, eq=False)
 class Ask(Commands):
-    """A command that has only a name, such as ``EXISTS``. The outcome: whether there was such a key."""
+    """A command that has only a name, such as ``EXISTS``. The outcome is whether the key existed."""
 
     permitted: Permitted
 
@@ -73,21 +73,22 @@ class Ask(Commands):
 
 @dataclass(slots=True, eq=False)
 class Put(Commands):
-    """``SET NX``: a block from its slot, and its seal after it. The outcome is ``True`` also if the key is there.
+    """``SET NX`` of a block from its slot, followed by its seal. The outcome is also ``True`` if the key exists.
 
-    A window asks which keys are there (``TOUCH``, which also counts as a use where the server evicts the least recently
-    used): the answer may save megabytes. A server that answers no such question is sent every block. The first block
-    goes with the question, so that no thread waits for the answer alone. Another engine may still write one meanwhile.
-    Blocks of some 1 MiB are sealed, sent and answered before the next ones: they are still in the processor's cache
-    when they are sent, and when a server on the same machine receives them."""
+    A window first asks which keys exist, because the answer may save megabytes. It uses ``TOUCH``, which also counts as
+    a use if the server evicts the least recently used. A server that does not answer this question receives every
+    block. The first block is sent with the question, so that no thread waits only for the answer. Another engine may
+    still write a block meanwhile. About 1 MiB of blocks are sealed, sent and answered before the next ones, so that
+    they are still in the processor's cache when they are sent, and when a server on the same machine receives them.
+    """
 
     keys: Sequence[OffloadKey]
     blocks: Sequence[memoryview]
-    """All of one size."""
+    """Blocks, all of one size."""
     sealer: Sealer
     ttl_s: int | None
     permitted: Permitted = field(default_factory=to_use)
-    """To ask which keys are there."""
+    """The command that asks which keys exist."""
     _at_once: int = field(init=False)
     _begin: bytes = field(init=False)
     _end: bytes = field(init=False)
@@ -118,7 +119,7 @@ class Put(Commands):
             answers = [False if is_refusal(answer) else answer for answer in answers]
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
         for place, answer in enumerate(_answers(lines[num_asked:], _SET)):
-            if answers[place] is not True:  # a full server refuses a present block too
+            if answers[place] is not True:  # a full server also rejects a block that it contains
                 answers[place] = answer
         new = [place for place in rest if answers[place] is False]
         for start in range(0, len(new), self._at_once):
@@ -129,7 +130,7 @@ class Put(Commands):
         return answers
 
     def _parts(self, indexes: Sequence[int]) -> list[Buffer]:
-        """The commands for ``names[index]`` of each index, blocks and seals included."""
+        """Return the commands for ``names[index]`` of each index, including blocks and seals."""
         parts: list[Buffer] = []
         for index in indexes:
             name = self.names[index]
@@ -141,13 +142,14 @@ class Put(Commands):
 
 @dataclass(slots=True, eq=False)
 class Get(Commands):
-    """``GET``: a value into its slot, if it is the block that it should be."""
+    """``GET`` of a value into its slot, if it is the right block."""
 
     keys: Sequence[OffloadKey]
     blocks: Sequence[memoryview]
     sealer: Sealer
     bad: list[int] = field(default_factory=list, init=False)
-    """Indexes of values that are not their blocks: of another length or kind, or with a seal that does not fit."""
+    """Indexes of values that are not the right blocks: they have another length or type, or a seal that does not
+    fit."""
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
         wire.send([encode_each(b"GET", [self.names[index] for index in indexes])])
@@ -172,8 +174,8 @@ class Get(Commands):
 
 @dataclass(slots=True, eq=False)
 class Asking(Commands):
-    """``inner`` at a node that a slot is moving to, which wants to be asked before each command. Such a write asks no
-    question first: it decides by itself too."""
+    """``inner`` at a node that a slot is moving to. Such a node requires ``ASKING`` before each command. A write does
+    not ask which keys exist, because ``SET NX`` decides that anyway."""
 
     inner: Commands
 
@@ -191,7 +193,7 @@ class Asking(Commands):
 
 
 def _answers(lines: Sequence[bytes], meanings: Mapping[bytes, bool]) -> list[Answer]:
-    """What ``lines`` mean. Raises ``ConnectionError`` for what such a command is not answered with."""
+    """Return the meaning of ``lines``. Raises ``ConnectionError`` for an invalid answer to such a command."""
     answers: list[Answer] = []
     for line in lines:
         if (meaning := meanings.get(line)) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a server is reached: what a URL says, and connections with TLS, credentials and a deadline for each step.
+"""Connections to a server: the parts of its URL, TLS, credentials, and a deadline for each step.
 
 Credentials and certificates are read again for each connection, because their files may be replaced while the server
 runs: a Kubernetes secret, a token of 15 minutes.
@@ -26,22 +26,22 @@ from kvoffload.units import printable
 _PORT, _SENTINEL_PORT = 6379, 26379
 _SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds without a byte before the kernel asks, seconds between its probes, and their number. They keep firewalls from
-dropping an idle connection, and find one that was dropped."""
+"""Seconds without a byte before the kernel asks, seconds between its probes, and their number. The probes keep
+firewalls from dropping an idle connection, and detect a dropped one."""
 
 
 class Address(NamedTuple):
     host: str
     port: int
-    """0: ``host`` is the path of a socket file."""
+    """Port number; 0 means that ``host`` is the path of a socket file."""
 
     def __str__(self) -> str:
-        host = printable(self.host)  # perhaps another server named it
+        host = printable(self.host)  # another server may have named it
         return f"{host}:{self.port}" if self.port else host
 
 
 def address_of(host: str, port: int) -> Address:
-    """Of a server that another one names. Raises ``ValueError`` if that is not a port."""
+    """Return the address of a server that another server names. Raises ``ValueError`` if the port is not valid."""
     if not 0 < port < 1 << 16:
         raise ValueError("not a port")
     return Address(host, port)
@@ -49,9 +49,10 @@ def address_of(host: str, port: int) -> Address:
 
 class Timeouts(NamedTuple):
     connect_s: float = 1.0
-    """For the connection, then for TLS, then for the greeting (authentication); and for an answer about the servers."""
+    """Seconds each for the connection, for TLS, and for the greeting (authentication), and for an answer about the
+    servers."""
     window_s: float = 5.0
-    """For one window of requests and all of its answers."""
+    """Seconds for one window of requests and all of its answers."""
 
 
 class Access(NamedTuple):
@@ -61,16 +62,16 @@ class Access(NamedTuple):
     password: Secret | None = None
     sentinel_username: str | None = None
     sentinel_password: Secret | None = None
-    """For sentinels, which never see the servers' own."""
+    """Credentials for sentinels, which never see the servers' own."""
     tls_ca: str | None = None
-    """File of the authorities to trust, instead of the system's."""
+    """File of certificate authorities to trust, instead of the system's."""
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_verify: bool = True
 
 
 class RedisUrl(NamedTuple):
-    """A URL in its parts. It has credentials: do not show it."""
+    """The parts of a URL. They include credentials, so never show them."""
 
     scheme: str
     addresses: tuple[Address, ...]
@@ -79,7 +80,7 @@ class RedisUrl(NamedTuple):
     password: str | None
     database: int
     service: str
-    """As the sentinels call it. Empty: the URL names the server itself."""
+    """The service's name at the sentinels; empty if the URL names the server itself."""
 
     @property
     def has_tls(self) -> bool:
@@ -89,7 +90,7 @@ class RedisUrl(NamedTuple):
 def parse_url(url: str) -> RedisUrl:
     """``redis://user:password@host:port/database``, the same with ``rediss`` (TLS),
     ``redis+sentinel://host:port,host:port/service/database``, or ``unix:///path?db=database``. Raises ``ConfigError``,
-    whose text has no part of a password."""
+    whose text never contains a part of a password."""
     check_credentials(url, "url of the 'redis' tier")
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
@@ -128,7 +129,7 @@ def parse_url(url: str) -> RedisUrl:
 
 
 def _addresses(texts: Sequence[str], port: int, host: str = "") -> tuple[Address, ...]:
-    """Each text's address, with these in the place of a part that is left out. Empty if one of them has none."""
+    """Return the address in each text, with defaults for missing parts; empty if a text does not contain an address."""
     found = []
     for text in texts:
         part = re.fullmatch(r"(\[[^][]*\]|[^][:,]*)(?::([0-9]{0,9}))?", text)
@@ -167,7 +168,7 @@ class Connector:
                 "rediss+sentinel://: the others ask no sentinels."
             )
         self.address = self.url.addresses[0]
-        """Of the server that the URL names."""
+        """Address of the server that the URL names."""
         self.timeouts = timeouts
         self._resolver = Resolver()
         self._source, self._access = url, access
@@ -183,11 +184,11 @@ class Connector:
         return made
 
     def connect(self, address: Address) -> Wire:
-        """A connection that takes commands. Raises ``OSError``, also if the server refuses."""
+        """Return a connection that is ready for commands. Raises ``OSError``, also if the server rejects it."""
         sock = self._socket(address)
         try:
             if self.url.has_tls:
-                sock.settimeout(self.timeouts.connect_s)  # of several addresses one had a share of it
+                sock.settimeout(self.timeouts.connect_s)  # each of several addresses had a share of it
                 sock = _tls(self._access).wrap_socket(sock, server_hostname=address.host)
             wire = open_wire(sock)
             self._greet(wire)
@@ -228,7 +229,7 @@ class Connector:
             _say(wire, renewed)
 
     def _greeting(self) -> list[tuple[bytes, ...]]:
-        """The first commands of a connection, with the credentials that their sources contain at this moment."""
+        """Return the first commands of a connection, with the credentials that their sources contain at this moment."""
         access, database = self._access, self.url.database
         try:
             if self._is_for_sentinels:
@@ -271,7 +272,7 @@ def _say(wire: Wire, commands: Sequence[tuple[bytes, ...]]) -> None:
 
 
 def _tls(access: Access) -> ssl.SSLContext:
-    """Reads the files anew for each connection, so that they may be replaced."""
+    """Return a TLS context. Reads the files again for each connection, because they may be replaced."""
     ca, cert, key = (path and os.path.expanduser(path) for path in (access.tls_ca, access.tls_cert, access.tls_key))
     context = ssl.create_default_context(cafile=ca)
     if cert:
@@ -283,5 +284,5 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Asked for the password of an encrypted key. Without an answer, OpenSSL would ask at the terminal."""
+    """Answer OpenSSL's question for the password of an encrypted key. Otherwise it would ask at the terminal."""
     raise ConnectionError("tls_key of the 'redis' tier is encrypted: give it a key without a password")

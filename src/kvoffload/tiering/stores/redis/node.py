@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class Node:
-    """One server. Any thread: each exchange has a connection of its own, which is kept for the next one."""
+    """One server. Any thread may use it: each exchange uses its own connection, which is kept for a later exchange."""
 
     def __init__(self, address: Address, connector: Connector, clock: Callable[[], float] = time.monotonic) -> None:
         self.address = address
         self.breaker = CircuitBreaker(str(address), longest_wait_s=8.0, clock=clock)
-        """Of a cluster, which leaves this node alone while it is open. The cluster's lock guards it."""
+        """Circuit breaker in a cluster, which does not use this node while it is open. The cluster's lock guards it."""
         self._connector = connector
         self._lock = threading.Lock()
         self._idle: list[Wire] = []
@@ -34,9 +34,9 @@ class Node:
         return f"Node({self.address}, idle={len(self._idle)})"
 
     def exchange(self, call: Callable[[Wire], T], timeout_s: float | None = None) -> T:
-        """What ``call`` returns, which sends one window and receives its answers. Raises ``StoreError`` if the server
-        cannot be reached or does not answer in time; the connection is closed by then, so nothing is written to any
-        buffer any more. Default of ``timeout_s``: that of a window."""
+        """Return the result of ``call``, which sends one window and receives its answers. Raises ``StoreError`` if the
+        server cannot be reached or does not answer in time. The connection is closed by then, so nothing writes to a
+        buffer afterwards. The default of ``timeout_s`` is the time limit of a window."""
         timeout_s = self._connector.timeouts.window_s if timeout_s is None else timeout_s
         received, wire = self._served(call, timeout_s)
         wire.idle_since_s = time.monotonic()
@@ -49,8 +49,8 @@ class Node:
         return received
 
     def ask(self, *words: bytes) -> Any:
-        """The reply to a command that moves no block and changes nothing. Raises ``StoreError``, also if the server
-        answers with an error, or if the whole reply takes longer than a connection may."""
+        """Return the reply to a command that moves no block and changes nothing. Raises ``StoreError``, also if the
+        server answers with an error, or if the whole reply takes longer than a connection may."""
 
         def reply_of(wire: Wire) -> Any:
             wire.send([encode(*words)])
@@ -62,7 +62,7 @@ class Node:
         return reply
 
     def close_idle(self, since_before_s: float = math.inf) -> None:
-        """Closes the connections that are not in use, since before a point in time if one is given."""
+        """Close the connections that are not in use, or only those idle since before the given time."""
         with self._lock:
             old = [wire for wire in self._idle if wire.idle_since_s <= since_before_s]
             self._idle = [wire for wire in self._idle if wire.idle_since_s > since_before_s]
@@ -70,14 +70,14 @@ class Node:
             wire.close()
 
     def close(self) -> None:
-        """Closes every connection, those in use at the end of their exchange."""
+        """Close every connection; a connection in use is closed at the end of its exchange."""
         with self._lock:
             self._is_closed = True
         self.close_idle()
 
     def _served(self, call: Callable[[Wire], T], timeout_s: float) -> tuple[T, Wire]:
-        """What ``call`` returns, and the connection that it used: an idle one, or a new one if there is none or it
-        turns out to be dead."""
+        """Return the result of ``call``, and the connection that it used: an idle one, or a new one if none is idle or
+        the idle one is dead."""
         began_s = time.monotonic()
         with self._lock:
             idle = self._idle.pop() if self._idle else None
@@ -87,16 +87,17 @@ class Node:
             except OSError as exc:
                 # The kernel's own timeout ends a connection whose other end is gone.
                 if isinstance(exc, TimeoutError) and exc.errno != errno.ETIMEDOUT:
-                    # Either the server hangs, or a firewall has forgotten this connection, and then all that were idle
-                    # for as long: each of them would cost a deadline.
+                    # Either the server hangs, or a firewall has forgotten this connection. In the second case, all
+                    # connections that were idle for as long are lost, and each would cost a deadline.
                     self.close_idle(began_s)
                     raise self._failed(exc) from exc
-            # The server may have been restarted since this connection was last used, and so all the others.
+            # The server may have restarted since this connection was last used. Then all other idle connections are
+            # lost as well.
             self.close_idle()
         try:
             wire = self._connector.connect(self.address)
             return _exchanged(wire, call, timeout_s), wire
-        except (OSError, UnicodeError) as exc:  # the second is what a name gives that cannot be one of a host
+        except (OSError, UnicodeError) as exc:  # the second error is for an invalid host name
             raise self._failed(exc) from exc
 
     def _failed(self, reason: Exception | ErrorReply) -> StoreError:

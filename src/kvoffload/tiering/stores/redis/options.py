@@ -28,34 +28,34 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
     ``redis+sentinel://host:26379,host:26379/SERVICE/0`` (``rediss+sentinel://``), which follows the primary that the
     sentinels name. As text, ``{"file": path}`` or ``{"env": name}``."""
     ttl: str | float = "7d"
-    """The age at which a block expires: seconds, text with a unit such as ``"24h"``, or ``"never"``, which leaves it to
-    the server's eviction."""
+    """The age at which a block expires: seconds, text with a unit such as ``"24h"``, or ``"never"``, so that only the
+    server's eviction removes blocks."""
     cluster: bool = False
     """The URL names a node of a cluster; the others are learned from it."""
     prefix: str = "kvoffload"
-    """What all names begin with, so that an access rule can be about them."""
+    """Prefix of all names, for use in access rules."""
     username: str | None = None
-    """Instead of the one in the URL. Default: the URL's."""
+    """User name that replaces the one in the URL. Default: the URL's."""
     password: Secret | None = None
-    """Instead of the one in the URL; text, ``{"file": path}`` or ``{"env": name}``. Each connection reads the file
-    again. Default: the URL's."""
+    """Password that replaces the one in the URL: text, ``{"file": path}`` or ``{"env": name}``. Each connection reads
+    the file again. Default: the URL's."""
     sentinel_username: str | None = None
-    """For the sentinels of the URL, which never see the servers' credentials. Default: none."""
+    """User name for the sentinels of the URL, which never see the servers' credentials. Default: none."""
     sentinel_password: Secret | None = None
-    """Theirs, given like ``password``. Default: none."""
+    """Password for the sentinels, in the same form as ``password``. Default: none."""
     tls_ca: str | None = None
-    """File of the authorities to trust. Refused, like the next three, where the URL has no TLS. Default: the
-    system's."""
+    """File of certificate authorities to trust. kvoffload rejects this option and the next three if the URL does not
+    use TLS. Default: the system's."""
     tls_cert: str | None = None
-    """File of the certificate to show, where the server asks for one. Default: none."""
+    """File of the client certificate, if the server requires one. Default: none."""
     tls_key: str | None = None
-    """File of its key. Default: none."""
+    """File of that certificate's key. Default: none."""
     tls_verify: bool = True
-    """Check the server's certificate and name. Without it anybody on the way can pose as the server."""
+    """Check the server's certificate and name. If false, anybody in the network path can impersonate the server."""
     connect_timeout_s: float = Timeouts().connect_s
-    """Seconds for a connection, then for the greeting."""
+    """Seconds for a connection, and again for the greeting."""
     window_timeout_s: float = Timeouts().window_s
-    """Seconds for some 4 MiB of requests and all of their answers. The connection is closed then."""
+    """Seconds for about 4 MiB of requests and all of their answers. After that, the connection is closed."""
 
     def check(self, block_bytes: int | None = None) -> None:
         problems = Problems()
@@ -70,7 +70,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
             check_age(self.ttl_s, "ttl of the 'redis' tier")
         if isinstance(self.url, str):
             with problems:
-                self._make(block_bytes or 1, "", None).close()  # reads no other secret, and connects to nothing
+                self._make(block_bytes or 1, "", None).close()  # reads no other secret, and does not connect
         problems.raise_found()
 
     @property
@@ -85,7 +85,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
 
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         for name in ("password", "sentinel_password"):
-            self.secret(name)  # each connection reads it again, but a mistake is to stop the start
+            self.secret(name)  # each connection reads it again, but a mistake must prevent the start
         store = self._make(block_bytes, namespace, secret)
         for name in ("tls_ca", "tls_cert", "tls_key"):
             if path := getattr(self, name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which commands a server takes. Managed servers rename some away, and access lists leave some out."""
+"""The commands that a server accepts. Managed servers rename some, and access lists exclude some."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wording(NamedTuple):
     word: bytes
     options: tuple[bytes, ...] = ()
     effect: str = ""
-    """What follows if the servers do not take it, for the log."""
+    """The consequence if the servers do not accept it, for the log."""
 
     def encode(self, names: Sequence[bytes]) -> bytes:
         if not self.options:
@@ -35,10 +35,10 @@ class Wording(NamedTuple):
 
 
 class Permitted:
-    """Commands that do the same, the best first. Once a server does not take one, the next is used. Any thread."""
+    """Equivalent commands, the best first. If a server does not accept one, the next is used. Any thread may use it."""
 
     def __init__(self, *wordings: Wording, is_optional: bool = False) -> None:
-        """``is_optional``: the store also works without any of them."""
+        """``is_optional`` says that the store also works without any of them."""
         self._wordings = wordings
         self._is_optional = is_optional
         self._at = 0
@@ -46,24 +46,24 @@ class Permitted:
 
     @property
     def wording(self) -> Wording | None:
-        """The one to use now; ``None``: none of them is taken."""
+        """The command to use, or ``None`` if the servers accept none of them."""
         at = self._at
         return self._wordings[at] if at < len(self._wordings) else None
 
     @property
     def is_first(self) -> bool:
-        """Whether the best one is taken, as far as is known."""
+        """Whether the servers accept the best one, as far as is known."""
         return not self._at
 
     def note(self, used: Wording, answers: Sequence[object]) -> bool:
-        """Goes on to the next wording if one of the ``answers`` says that the server does not take the one that was
-        ``used``. Returns whether there is another to use."""
+        """Switch to the next wording if one of the ``answers`` says that the server does not accept the one that was
+        ``used``. Returns whether another one can be used."""
         refusal = next((answer for answer in answers if is_refusal(answer)), None)
         if refusal is None:
             return False
         with self._lock:
             if self._wordings[self._at : self._at + 1] != (used,):
-                return self.wording is not None  # another thread has found out
+                return self.wording is not None  # another thread has already switched
             if self._at + 1 == len(self._wordings) and not self._is_optional:
                 return False
             self._at += 1
@@ -79,24 +79,25 @@ class Permitted:
 
 
 def is_refusal(answer: object) -> bool:
-    """Whether a server says that it does not take a command at all, or not from this user."""
+    """Return whether a server says that it does not accept a command at all, or not from this user."""
     return isinstance(answer, ErrorReply) and _REFUSED.match(answer) is not None
 
 
 def to_look() -> Permitted:
-    """Whether a key is there."""
+    """Return the commands that ask whether a key exists."""
     return Permitted(Wording(b"EXISTS", effect="each lookup counts as a use of the block"), Wording(b"TOUCH"))
 
 
 def to_use() -> Permitted:
-    """Whether a key is there, and that it is used."""
+    """Return the commands that ask whether a key exists, and record its use."""
     effect = "the server's eviction does not learn which blocks are used"
     late = "each block is sent, also those that the server has"
     return Permitted(Wording(b"TOUCH", effect=effect), Wording(b"EXISTS", effect=late), is_optional=True)
 
 
 def to_remove() -> Permitted:
-    """Removes a key. Whoever may write at all may let an empty value expire at once."""
+    """Return the commands that remove a key. Any user that may write can at least store an empty value that expires at
+    once."""
     slow = "the server frees the memory of deleted blocks while other commands wait"
     late = "a damaged block is overwritten with an empty value that expires"
     last = Wording(b"SET", (b"", b"PX", b"1"), effect="damaged blocks stay")

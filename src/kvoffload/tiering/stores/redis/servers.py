@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server has a key: one server, the primary that sentinels name, or the nodes of a cluster."""
+"""Find the server of a key: one server, the primary that sentinels name, or a node of a cluster."""
 
 from __future__ import annotations
 
@@ -21,48 +21,49 @@ from kvoffload.tiering.stores.redis.wire import ErrorReply
 
 _REFRESH_INTERVAL_S = 1.0
 _MOST_ASKED = 8
-"""Servers that are asked side by side for the others."""
+"""Maximum number of servers to ask concurrently for the others."""
 _NUM_SLOTS = 16_384
 _MOST_MEMBERS = 4096
-"""Nodes of a cluster. A server that names more is not believed."""
+"""Maximum number of nodes of a cluster. A server that names more is not believed."""
 
 _Answer = tuple[int, Callable[[], None]]
-"""A server's good answer: its epoch, and what adopts it."""
+"""A server's good answer: its epoch, and a function that adopts it."""
 
 
 class Servers(ABC):
-    """Which server has a name. ``StoreTier``'s circuit breaker stands above all of them."""
+    """The mapping from names to servers. ``StoreTier``'s circuit breaker covers all of them together."""
 
     @abstractmethod
     def split(self, names: Sequence[bytes]) -> Mapping[Node, Sequence[int]]:
-        """The indexes of ``names`` by server. What is left out cannot be reached now. Raises ``StoreError`` if no
-        server can."""
+        """Return the indexes of ``names`` by server, without names whose server cannot be reached now. Raises
+        ``StoreError`` if no server can."""
 
     @property
     def has_others(self) -> bool:
-        """Whether some servers go on when one is lost."""
+        """Whether other servers continue when one is lost."""
         return False
 
     def redirect(self, reply: ErrorReply) -> Node | None:
-        """Where to repeat a request that was answered by ``reply``; ``None`` if that is not a redirection. Raises
-        ``StoreError`` if it leads out of the cluster."""
+        """Return the node at which to repeat a request that was answered with ``reply``; ``None`` if that is not a
+        redirection. Raises ``StoreError`` if it points outside the cluster."""
         return None
 
     def may_ask(self, node: Node) -> bool:
-        """Whether a request that was redirected to ``node`` goes there now. If so, its end is recorded."""
+        """Return whether to send a request that was redirected to ``node``. If so, the caller must ``record`` its
+        end."""
         return True
 
     def record(self, node: Node, is_good: bool) -> None:
-        """The end of an exchange with ``node``."""
+        """Record the end of an exchange with ``node``."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
 
 
 class OneServer(Servers):
-    """The server that the URL names, which has every key."""
+    """The server that the URL names, which stores every key."""
 
     def __init__(self, connector: Connector) -> None:
         self._node = Node(connector.address, connector)
@@ -78,13 +79,14 @@ class OneServer(Servers):
 
 
 class DiscoveredServers(Servers):
-    """Servers that are found by asking servers. Which server has which keys is read when it is first needed, and again
-    once it is stale: at most once a second, by the thread that needs it. Other threads meanwhile use what was
-    known before. If nothing was, they wait for that thread, and fail if it does.
+    """Servers that are found by asking servers. The map of keys to servers is read when it is first needed, and again
+    once it is stale: at most once a second, by the thread that needs it. Other threads use the previous map meanwhile.
+    Without one, they wait for that thread, and fail if it does.
 
-    All servers that may know are asked side by side. Of the first good answers, as many as ``_num_wanted`` of them, the
-    latest counts. Servers that hang, fail, or answer what cannot be read hide no other. Each of them keeps its thread
-    until its deadline."""
+    All servers that may know are asked concurrently. The latest of the first ``_num_wanted`` good answers counts.
+    Servers that hang, fail, or send unreadable answers do not delay the others. Each of them occupies its thread until
+    its deadline.
+    """
 
     _question: tuple[bytes, ...]
 
@@ -96,28 +98,28 @@ class DiscoveredServers(Servers):
         self._next_refresh_s = 0.0
         self._is_stale = True
         self._is_known = False
-        # Of reads while nothing was known: how many failed, and why the last one did.
+        # The number of failed reads while no map was known, and the reason of the last failure.
         self._num_failures, self._failure = 0, ""
 
     @abstractmethod
     def _informants(self) -> Sequence[Node]:
-        """The servers to ask now, at least one."""
+        """Return the servers to ask now, at least one."""
 
     @abstractmethod
     def _learn(self, informant: Address, reply: Any) -> Callable[[], None]:
-        """Reads the ``reply`` of a server to ``_question``, in any thread, and returns what adopts it. Raises
+        """Read a server's ``reply`` to ``_question``, in any thread, and return a function that adopts it. Raises
         ``StoreError`` if the server does not know, and some other error if the reply cannot be read."""
 
     def _epoch_of(self, reply: Any) -> int:
-        """Of several good replies, the one with the highest number is the latest."""
+        """Return a number that is highest for the latest of several good replies."""
         return 0
 
     def _num_wanted(self, num_asked: int) -> int:
-        """How many good answers to wait for."""
+        """Return the number of good answers to wait for."""
         return 1
 
     def _refresh(self) -> None:
-        """Reads it if it is stale and that is due. Raises ``StoreError`` if nothing is known."""
+        """Read the map if it is stale and a read is due. Raises ``StoreError`` if no map is known."""
         if not self._is_stale:
             return
         was_known = self._is_known
@@ -130,7 +132,7 @@ class DiscoveredServers(Servers):
             if self._is_known != was_known:
                 return  # another thread has read it meanwhile
             if self._num_failures != num_failures:
-                raise StoreError(self._failure)  # or has tried to: all of them one after the other would take long
+                raise StoreError(self._failure)  # or has tried: one attempt per thread would take long
             self._try_to_read(was_known)
         finally:
             self._is_refreshing.release()
@@ -174,14 +176,15 @@ class DiscoveredServers(Servers):
             ends.put((index, (self._epoch_of(reply), self._learn(node.address, reply))))
         except StoreError as exc:
             ends.put((index, exc))
-        except BaseException:  # noqa: BLE001 - whatever else it raises, the reply was not one, and who waits must hear
+        except BaseException:  # noqa: BLE001 - the reply was invalid, and the waiting thread must learn it
             question = b" ".join(self._question).decode()
             ends.put((index, StoreError(f"Redis at {node.address} answers {question} with what cannot be read.")))
 
 
 class Primary(DiscoveredServers):
-    """The primary of ``service``, by the latest answer of half of the sentinels: one that was cut off from the others
-    still names the primary before. They are asked again when it fails, or answers that it is one no longer."""
+    """The primary of ``service``, by the latest answer of half of the sentinels, because a sentinel that was cut off
+    from the others still names the previous primary. They are asked again when the primary fails, or answers that it no
+    longer is one."""
 
     _question = (b"SENTINEL", b"MASTERS")
 
@@ -249,12 +252,12 @@ class Primary(DiscoveredServers):
 
 
 class _Slots(NamedTuple):
-    """Ranges of slots: ``owners[i]`` has those from ``starts[i]`` on, of which the first is 0."""
+    """Ranges of slots: ``owners[i]`` owns the slots from ``starts[i]`` on. The first start is 0."""
 
     starts: Sequence[int]
     owners: Sequence[Node | None]
     members: Set[Address | None] = frozenset()
-    """Primaries and their replicas. Nobody else is connected to, or shown the password."""
+    """Primaries and their replicas. Only these are connected to and receive the password."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -262,10 +265,10 @@ class _Slots(NamedTuple):
 
 
 class Cluster(DiscoveredServers):
-    """The primaries of a cluster. The one that the URL names tells which others there are.
+    """The primaries of a cluster. The node in the URL names the others.
 
-    A node that fails is left alone for a second, then for longer, with one exchange now and then as a probe. The keys
-    of all others go on. The map of slots is stale when a node fails or redirects.
+    A failed node is not used for a second, then for longer, with an occasional exchange as a probe. Keys on all other
+    nodes are still served. The map of slots is stale when a node fails or redirects.
     """
 
     _question = (b"CLUSTER", b"SLOTS")
@@ -276,7 +279,7 @@ class Cluster(DiscoveredServers):
         super().__init__(connector, clock)
         self._nodes: dict[Address, Node] = {}
         self._slots = _Slots((), ())
-        """Replaced as a whole, so that whoever reads it once needs no lock."""
+        """The map of slots. It is replaced as a whole, so that one read of it needs no lock."""
 
     def __repr__(self) -> str:
         return f"cluster of {self._connector.address}"
@@ -293,7 +296,7 @@ class Cluster(DiscoveredServers):
             usable = {owner: indexes for owner, indexes in by_owner.items() if _admits(owner)}
             good = [node.breaker.is_closed for node in self._slots.nodes]
             if not all(good):
-                self._is_stale = True  # a replica may have taken the slots of the node that failed
+                self._is_stale = True  # a replica may own the failed node's slots now
         if names and not usable and not any(good):
             raise StoreError(f"No node of the Redis {self} can be reached.")
         return usable
@@ -355,7 +358,7 @@ class Cluster(DiscoveredServers):
             owners.append(_named(informant, nodes[0]))
             members.add(owners[-1])
             for replica in nodes[1:]:
-                with suppress(ValueError, TypeError, AttributeError):  # one that cannot be read hides no primary
+                with suppress(ValueError, TypeError, AttributeError):  # an unreadable one hides no primary
                     members.add(_named(informant, replica))
             next_slot = int(stop) + 1
         if not owners:
@@ -371,27 +374,28 @@ class Cluster(DiscoveredServers):
         with self._lock:
             nodes = [None if address is None else self._node(address) for address in owners]
             self._slots = _Slots(starts, nodes, members)
-            # The node of the URL is asked for the map, also if it has no slots.
+            # The node in the URL is asked for the map, even if it owns no slots.
             gone = [self._nodes.pop(address) for address in self._nodes.keys() - members - {self._connector.address}]
         for node in gone:
             node.close()
 
     def _node(self, address: Address) -> Node:
-        """With ``_lock`` held."""
+        """Return the node at an address. The caller holds ``_lock``."""
         return self._nodes.setdefault(address, Node(address, self._connector, self._clock))
 
 
 def _named(informant: Address, node: Sequence[Any]) -> Address:
-    """The node that ``informant`` describes so. Raises an error of some kind if it cannot be read."""
+    """Return the address of a node in a reply of ``informant``. Raises some error if it cannot be read."""
     host, port, *_ = node
     return address_of(informant.host if host in (None, b"", b"?") else host.decode(), int(port))
 
 
 def _admits(node: Node) -> bool:
-    """Whether it is asked now, perhaps as a probe, whose end is to be recorded. With the cluster's lock held."""
+    """Return whether a node may be asked now, perhaps as a probe, whose end must be recorded. The caller holds the
+    cluster's lock."""
     return node.breaker.is_closed or node.breaker.begin_probe()
 
 
 def slot_of(name: bytes) -> int:
-    """The cluster slot of ``name``, which has no braces and so no hash tag."""
+    """Return the cluster slot of ``name``, which does not contain braces and therefore no hash tag."""
     return binascii.crc_hqx(name, 0) % _NUM_SLOTS

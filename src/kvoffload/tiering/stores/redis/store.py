@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block store in Redis or Valkey: one value per block, the block and then its seal."""
+"""A block store in Redis or Valkey: one value per block, which is the block and then its seal."""
 
 from __future__ import annotations
 
@@ -25,34 +25,37 @@ _MOST_VALUES = 256
 _MOST_KEYS = 4096
 _MOST_ROUNDS = 3
 _MOST_THREADS = 64
-"""For the nodes of a cluster, all batches together. They start as they are needed; one server alone needs none."""
+"""Maximum number of threads for the nodes of a cluster, for all batches together. They start when needed; a single
+server needs none."""
 _SERVER_STATES = ("READONLY", "NOAUTH", "LOADING", "MASTERDOWN", "CLUSTERDOWN")
-"""Error replies about the server, not the key: the next connection may find another server, or this one recovered."""
+"""Error replies about the server, not the key. The next connection may reach another server, or this one after its
+recovery."""
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:")
 
 
 @dataclass(slots=True)
 class _Part:
-    """What one node is asked of a batch, and what it answers."""
+    """The part of a batch for one node, and its answers."""
 
     node: Node
     indexes: Sequence[int]
     commands: Commands
     answers: list[Answer] = field(default_factory=list)
     lost: list[StoreError] = field(default_factory=list)
-    """Why the rest has no answers."""
+    """The reason why the rest is not answered."""
 
 
 class RedisStore(SharedStore):
     """Blocks of ``block_bytes`` in the server or cluster that ``url`` names, or in the primary that the sentinels of
     ``redis+sentinel://host:26379,host:26379/service`` name.
 
-    The constructor does no I/O. The server's ``maxmemory`` bounds what it holds, and its own policy evicts. ``ttl_s``
-    is the age at which a block expires. ``secret`` makes the seals keyed, so that only who has it can make a block
-    that is served.
+    The constructor does no I/O. The server's ``maxmemory`` limits its content, and its own policy evicts. ``ttl_s`` is
+    the age at which a block expires. ``secret`` makes the seals keyed, so that only its owners can create a block that
+    is served.
 
-    A server that cannot be reached, or does not answer a window of some 4 MiB in time, costs the keys it has: the batch
-    raises ``StoreError`` if that is all of them, else their answer is ``False``. No buffer is touched after a call.
+    If a server cannot be reached, or does not answer a window of about 4 MiB in time, its keys fail. The batch raises
+    ``StoreError`` if all keys failed; otherwise the failed keys are answered with ``False``. No buffer is touched after
+    a call.
     """
 
     requests_in_flight = 8
@@ -116,19 +119,19 @@ class RedisStore(SharedStore):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         if self._to_use.is_first:
-            with suppress(StoreError):  # only an order of use is lost
+            with suppress(StoreError):  # only the order of use is lost
                 self._ask(self._to_use, keys[::-1])
 
     def unbounded_servers(self) -> list[str]:
-        """Return the servers that say that they have no ``maxmemory``. Raises ``StoreError`` if none can be reached."""
-        # Names of so many slots that every node of a cluster has some of them.
+        """Return the servers that report no ``maxmemory``. Raises ``StoreError`` if none can be reached."""
+        # Names in so many slots that every node of a cluster owns some of them.
         names = [self._directory + b"%d" % number for number in range(_MOST_KEYS)]
         found = []
         for node in self._servers.split(names):
             try:
                 reply = node.ask(b"INFO", b"memory")
             except StoreError:
-                continue  # it is down, or does not tell this user
+                continue  # it is down, or does not answer this user
             if isinstance(reply, bytes) and b"\nmaxmemory:0\r" in reply:
                 found.append(str(node.address))
         return found
@@ -142,9 +145,9 @@ class RedisStore(SharedStore):
         return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, permitted))
 
     def _run(self, commands: Commands) -> list[bool]:
-        """The outcomes of ``commands``, by the servers that have the keys, side by side. Follows redirections.
+        """Run ``commands`` concurrently at the servers of their keys, and return the outcomes. Follows redirections.
 
-        The store does not fail as a whole if a node of a cluster is lost and others work on.
+        The store does not fail as a whole if one node of a cluster is lost and others still work.
         """
         answers = [False] * len(commands.names)
         refused, lost = list[StoreError](), list[StoreError]()
@@ -154,7 +157,7 @@ class RedisStore(SharedStore):
             redirected: dict[tuple[Node, bool], list[int]] = {}
             for part in parts:
                 lost += part.lost
-                # A part that was lost has answers for its first windows only.
+                # A lost part contains answers only for its first windows.
                 for index, reply in zip(part.indexes, part.answers, strict=False):
                     if not isinstance(reply, ErrorReply):
                         answers[index] = reply
@@ -179,20 +182,20 @@ class RedisStore(SharedStore):
             ]
             if not parts:
                 break
-        # The tier would leave the nodes alone that work on.
+        # The tier would stop using the nodes that still work.
         is_store = not (lost and self._servers.has_others)
         return outcomes(answers, refused + (lost if is_store else []), commands.there)
 
     def _serve_all(self, parts: Sequence[_Part]) -> None:
-        """Returns when every part has ended, so that nothing is written to a buffer any more. A thread each: a node
-        that is frozen delays neither the sending to the others nor their deadlines."""
+        """Run all parts, and return when every part has ended, so that nothing writes to a buffer afterwards. Each part
+        gets a thread, so that a frozen node delays neither the sending to the others nor their deadlines."""
         if len(parts) == 1:
             self._serve(parts[0])
             return
         try:
             results = self._requests.run(lambda index: self._serve(parts[index]), len(parts))
         except BaseException:
-            for part in parts:  # whose exchanges were never begun, and among them may be a node's probe
+            for part in parts:  # their exchanges never began, and one may be a node's probe
                 self._servers.record(part.node, is_good=False)
             raise
         for result in results:
@@ -211,7 +214,7 @@ class RedisStore(SharedStore):
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
             answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
-        except BaseException:  # whatever it is: a probe that does not end leaves its node alone for ever
+        except BaseException:  # any error: without an end of its probe, a node would stay unused forever
             self._servers.record(node, is_good=False)
             raise
         self._servers.record(node, is_good=True)

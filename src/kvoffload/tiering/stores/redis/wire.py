@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection's data path: requests gathered from their parts, replies scattered to where they belong.
-
-A block goes from its slot to the kernel and back without a copy in between, and a deadline ends by closing the socket,
-so nothing can write to a slot afterwards.
-"""
+"""One connection's data path: requests gathered from their parts, and replies scattered to their targets. A block moves
+between its slot and the kernel without another copy. A missed deadline closes the socket, so that nothing can write to
+a slot afterwards."""
 
 from __future__ import annotations
 
@@ -20,54 +18,54 @@ from kvoffload.units import printable
 
 Buffer = bytes | bytearray | memoryview
 Place = bytearray | memoryview
-"""Bytes that are received into."""
+"""Memory that receives bytes."""
 
 _TIMEVAL = struct.Struct("ll")
 _MOST_BUFFERS = 512
-"""Buffers of one ``sendmsg``; the kernel takes 1,024."""
+"""Maximum number of buffers of one ``sendmsg``; the kernel accepts 1,024."""
 _LINE_BYTES = 512
 _LINES_BYTES = 1 << 14
 _LARGEST_TEXT = 1 << 16
 _MOST_REPLIES = 1 << 16
 _DEEPEST_LIST = 8
-"""Bounds on a reply that moves no block, so that no server makes the engine take much memory."""
+"""Limits on a reply without a block, so that no server can make the engine use much memory."""
 _MOST_CHARACTERS = 300
 _PRECISION = 8
-"""A deadline is kept to an eighth of the time that it allows: the kernel's timeout is set anew whenever that much
-has passed, and not before each call."""
+"""A deadline is precise to this fraction of its time limit. The kernel's timeout is set again whenever that much time
+has passed, not before each call."""
 
 
 class ErrorReply(str):
-    """A server's answer that is an error, for example ``MOVED 3999 127.0.0.1:6381``."""
+    """An error that a server answered, for example ``MOVED 3999 127.0.0.1:6381``."""
 
     __slots__ = ()
 
 
 def error_reply(line: bytes) -> ErrorReply:
-    """The error that ``line`` is, without its sign, and without what a server repeats of a command that it does not
-    know."""
+    """Return the error in ``line``, without its sign, and without the part of an unknown command that a server
+    repeats."""
     text = line[1:].decode("utf-8", "replace")
     return ErrorReply(re.split(",? *with args beginning with", text, maxsplit=1)[0])
 
 
 def in_one_line(text: str) -> str:
-    """``text`` of a server or the system for people to read, as part of a sentence."""
+    """Return ``text`` from a server or the system in one line, as part of a sentence."""
     return printable(" ".join(text.split()))[:_MOST_CHARACTERS].rstrip(".")
 
 
 def encode(*words: bytes) -> bytes:
-    """A command as the protocol has it."""
+    """Return a command in the form of the protocol."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
 def encode_each(word: bytes, names: Iterable[bytes]) -> bytes:
-    """The command ``word NAME`` for each of ``names``."""
+    """Return the command ``word NAME`` for each of ``names``."""
     begin = b"*2\r\n$%d\r\n%s\r\n" % (len(word), word)
     return b"".join([b"%s$%d\r\n%s\r\n" % (begin, len(name), name) for name in names])
 
 
 class Wire(ABC):
-    """A connection. One thread at a time. After any exception it is of no use any more: close it.
+    """A connection, for one thread at a time. Close it after any exception.
 
     ``begin`` starts the clock of one exchange. A call that would end later raises ``TimeoutError``.
     """
@@ -78,9 +76,9 @@ class Wire(ABC):
         self._end_s = 0.0
         self._timeout_s = 0.0
         self._left = memoryview(b"")
-        """Received, and not taken yet."""
+        """Bytes that were received but not used."""
         self._lines_place = memoryview(bytearray(_LINES_BYTES))
-        # The line before a value, and where it is received.
+        # The line before a value, and the memory that receives it.
         self._num_bytes, self._head, self._head_place = 0, b"", bytearray()
         self._end_place = bytearray(2)
 
@@ -89,22 +87,22 @@ class Wire(ABC):
         self._end_s = time.monotonic() + timeout_s
 
     def close(self) -> None:
-        """Ends the connection at once, whatever is under way. Idempotent."""
+        """End the connection at once, even during an exchange. Idempotent."""
         self.socket.close()
 
     # -------------------------------------------------------------------------------------------------- transport
 
     @abstractmethod
     def send(self, parts: Sequence[Buffer]) -> None:
-        """Sends all bytes of ``parts``, in order. None of them is read after the call."""
+        """Send all bytes of ``parts``, in order. No part is read after the call."""
 
     @abstractmethod
     def _receive(self, targets: Sequence[Place]) -> int:
-        """Fills some bytes of ``targets``, in order, at least one."""
+        """Fill some bytes of ``targets``, in order, at least one."""
 
     @abstractmethod
     def _receive_exactly(self, targets: Sequence[Place]) -> None:
-        """Fills all of ``targets``."""
+        """Fill all of ``targets``."""
 
     def _remaining_s(self) -> float:
         remaining_s = self._end_s - time.monotonic()
@@ -115,8 +113,8 @@ class Wire(ABC):
     # ---------------------------------------------------------------------------------------------------- replies
 
     def read_lines(self, count: int) -> list[bytes]:
-        """The next ``count`` replies, each of which is one line: everything but values and lists. If they are several,
-        nothing may follow them."""
+        """Return the next ``count`` replies. Each must be one line, so not a value or a list. If ``count`` is more than
+        one, nothing may follow them."""
         if count == 1:
             return [self.read_line()]
         answers = bytes(self._take(self._left.nbytes))
@@ -131,12 +129,13 @@ class Wire(ABC):
         return lines
 
     def read_value(self, block: memoryview, seal: memoryview) -> bool | ErrorReply | None:
-        """The reply to a GET. ``True``: a value as long as ``block`` and ``seal``, which fills them now. ``None``:
-        absent. ``False``: a value of another length, which was skipped.
+        """Return the reply to a GET: ``True`` for a value as long as ``block`` and ``seal``, which then contain it,
+        ``None`` for an absent key, and ``False`` for a value of another length, which is skipped.
 
-        What comes is received as if it were such a value, in one call if it is there already. If it is something else,
-        it is taken back and read line by line. Little is done per value: a block that was just received has driven
-        everything else out of the processor's cache."""
+        The next bytes are received as if they were such a value, in one call if they have arrived. If they are
+        something else, they are put back and read line by line. This code does little per value, because a block that
+        was just received has displaced everything else from the processor's cache.
+        """
         num_bytes = block.nbytes + seal.nbytes
         if not self._left:
             if num_bytes != self._num_bytes:
@@ -164,7 +163,8 @@ class Wire(ABC):
         return self._ended()
 
     def read_reply(self, depth: int = 0) -> Any:
-        """The next reply, if it moves no block: bytes, a number, an error, ``None``, or a list of replies."""
+        """Return the next reply, which must not be a block: bytes, a number, an error, ``None``, or a list of
+        replies."""
         line = self.read_line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -193,7 +193,7 @@ class Wire(ABC):
         return True
 
     def read_line(self) -> bytes:
-        """The next line, without its end."""
+        """Return the next line, without its end."""
         line = bytes(self._take(_LINE_BYTES))
         while (end := line.find(b"\r\n")) < 0:
             if len(line) >= _LINE_BYTES:
@@ -204,7 +204,7 @@ class Wire(ABC):
         return line[:end]
 
     def _take(self, most: int) -> memoryview:
-        """Up to ``most`` bytes of what is left."""
+        """Return up to ``most`` of the unused bytes."""
         taken, self._left = self._left[:most], self._left[most:]
         return taken
 
@@ -226,7 +226,7 @@ class Wire(ABC):
 
 
 def _before(parts: Sequence[Place], count: int) -> list[memoryview]:
-    """The first ``count`` bytes of ``parts``."""
+    """Return the first ``count`` bytes of ``parts``."""
     found = []
     for part in parts:
         found.append(memoryview(part)[:count])
@@ -235,7 +235,7 @@ def _before(parts: Sequence[Place], count: int) -> list[memoryview]:
 
 
 def _after(parts: Sequence[Buffer], count: int) -> list[memoryview]:
-    """``parts`` without their first ``count`` bytes."""
+    """Return ``parts`` without their first ``count`` bytes."""
     found = []
     for part in parts:
         if count < len(part):
@@ -245,18 +245,18 @@ def _after(parts: Sequence[Buffer], count: int) -> list[memoryview]:
 
 
 class _PlainWire(Wire):
-    """A blocking socket, the deadline in the kernel: one call moves a whole window or block, however often it waits,
-    and gives the interpreter away once."""
+    """A blocking socket with the deadline in the kernel. One call moves a whole window or block, even if it waits
+    several times, and releases the interpreter lock only once."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
         sock.settimeout(None)
-        # How long a call may wait by the kernel's own limit, and until when that is right.
+        # The kernel's current limit for a call, and the time until which it is right.
         self._limit_s = self._limit_holds_s = 0.0
 
     def begin(self, timeout_s: float) -> None:
         super().begin(timeout_s)
-        # Mostly the kernel still has the right limit from the exchange before.
+        # The kernel usually still uses the right limit from the previous exchange.
         self._limit_holds_s = self._end_s - timeout_s * (1 - 1 / _PRECISION) if self._limit_s == timeout_s else 0.0
 
     def send(self, parts: Sequence[Buffer]) -> None:
@@ -286,10 +286,10 @@ class _PlainWire(Wire):
         return count
 
     def _limit(self) -> None:
-        """Tells the kernel how long a call may wait. That holds for a while: the next calls may end a little later."""
+        """Set the kernel's time limit for a call. It is kept for a while, so the next calls may end a little later."""
         remaining_s = self._remaining_s()
         step_s = self._timeout_s / _PRECISION
-        # At the beginning it is the whole timeout, so that it is right for the next exchange too.
+        # At the beginning it is the whole timeout, so that it is also right for the next exchange.
         self._limit_s = self._timeout_s if remaining_s > self._timeout_s - step_s else remaining_s
         self._limit_holds_s = self._end_s - max(0.0, self._limit_s - step_s)
         value = _TIMEVAL.pack(*divmod(max(1, int(self._limit_s * 1e6)), 1_000_000))
@@ -298,7 +298,7 @@ class _PlainWire(Wire):
 
 
 class _TlsWire(Wire):
-    """The same over TLS, which takes and gives at most one record of 16 KiB at a time."""
+    """The same over TLS, which sends and receives at most one record of 16 KiB at a time."""
 
     def send(self, parts: Sequence[Buffer]) -> None:
         small: list[Buffer] = []
@@ -314,7 +314,7 @@ class _TlsWire(Wire):
     def _send_all(self, part: Buffer) -> None:
         if part:
             self.socket.settimeout(self._remaining_s())
-            self.socket.sendall(part)  # the timeout is that of the whole call
+            self.socket.sendall(part)  # the timeout covers the whole call
 
     def _receive(self, targets: Sequence[Place]) -> int:
         self.socket.settimeout(self._remaining_s())
@@ -329,5 +329,5 @@ class _TlsWire(Wire):
 
 
 def open_wire(sock: socket.socket) -> Wire:
-    """Takes over ``sock``, which is connected."""
+    """Return a wire that owns ``sock``, which is connected."""
     return _TlsWire(sock) if isinstance(sock, ssl.SSLSocket) else _PlainWire(sock)
