@@ -88,3 +88,34 @@ def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.C
     other.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
     assert explain(str(other)) == 2
     assert "has no explanations" in capsys.readouterr().err
+
+
+def test_it_ends_with_one_recommendation_and_shows_sizes_within_80_columns(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert explain(str(trace), "--processes", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if len(line) > 80]
+    last = " ".join(lines[max(at for at, line in enumerate(lines) if line.startswith("Recommendation: ")) :])
+    assert last.startswith(("Recommendation: Change nothing", "Recommendation: Set "))
+    (heading,) = [line for line in lines if line.startswith("change ")]
+    assert "memory + disk" in heading, "the sizes are not left out"
+
+
+def test_the_speed_is_what_the_server_measured_unless_it_is_given(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = [json.loads(line) for line in trace.read_text().splitlines()]
+    weighed = [{"tier": "disk", "blocks": 3, "expected_s": 0.5, "computing_s": 0.25}]
+    tokens = first["input_length"]
+    first["story"] = {"found": {}, "missed": {"new": tokens}, "weighed": weighed}
+    for line in others:
+        line.get("story", {}).pop("weighed", None)
+    changed = tmp_path / "t.jsonl"
+    changed.write_text("".join(json.dumps(line) + "\n" for line in [first, *others]))
+    speed = 3 * first["block_tokens"] / 0.25
+    assert explain(str(changed), "--processes", "1") == 0
+    assert f"at {speed:,.0f} tokens/s (as the server measured it)" in capsys.readouterr().out
+    assert explain(str(changed), "--processes", "1", "--prefill-speed", "7000") == 0
+    assert "at 7,000 tokens/s (--prefill-speed)" in capsys.readouterr().out

@@ -116,9 +116,8 @@ def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed:
         print_table(table.without([sentences])._replace(left_out=()), f"\n{title}")
         for cause in summary.missed if sentences in table.headings else ():
             print(fill(f"{cause}: {advice_on(cause)}", 80, subsequent_indent="  "))
-    print(
-        f"\n{summary.avoidable:,} computed tokens could have been found: "
-        f"{format_seconds(summary.avoidable / prefill_speed)} of prefill at {prefill_speed:,.0f} tokens/s ({source})."
-    )
+    lost = format_seconds(summary.avoidable / prefill_speed)
+    print(f"\n{summary.avoidable:,} computed tokens could have been found.")
+    print(f"They cost {lost} of prefill, at {prefill_speed:,.0f} tokens/s ({source}).")
     print(NO_FORECAST)
     print(fill(f"Recommendation: {recommendation(asked, summary.tokens)}", 80))

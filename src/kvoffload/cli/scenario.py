@@ -256,6 +256,10 @@ class Scenario:
                 "Without the GPU's cache every hit counts for offloading: what follows is an",
                 "upper bound. vLLM's log has the tokens as 'GPU KV cache size'.",
             ]
+        lines += [
+            "Not modelled: stores of answers, priorities, speculative decoding, adapters, and",
+            "other users of the disk.",
+        ]
         return [*lines, NO_FORECAST]
 
     def warnings(self, base: SimConfig) -> list[str]:
