@@ -98,18 +98,17 @@ class StoreTier(SecondaryTierManager):
     """A secondary tier over a synchronous ``store``, which it owns.
 
     Every method runs on the scheduler's thread, and so does every change of the state here. Only the runner's threads
-    call the store for anything that may take long; what they find waits in queues until the scheduler's thread takes it
-    in.
+    call the store for anything that may take long; their results wait in queues for the scheduler's thread.
 
     * Lookups are answered from the presence index. An unknown key is ``None``, and the store is asked for it when the
       step ends (``Questions``). An absent key is ``False``; after a while the store is asked for
       it again in the background. ``exclusive`` says that no other process writes to the store's namespace: once the
       store has been scanned, an unknown key is ``False`` at once.
-    * While the circuit breaker of reads is open, lookups are ``False`` and loads fail; while that of writes is open,
-      stores are dropped. The tier probes reads by a call of its own, and writes by the first slice of a job.
-    * A call that hangs costs its thread and its job. The blocks of a read that hangs are absent until it returns.
+    * While the circuit breaker of reads is open, lookups are ``False`` and loads fail. While the circuit breaker of
+      writes is open, stores are dropped. The tier probes reads with its own call, and writes with a job's first slice.
+    * A hanging call blocks its thread and its job. The blocks of a read that hangs are absent until it returns.
     * A store that declares its ``resident`` keys answers each lookup itself, at once. It is scanned only with
-      ``enable_events``, so that all blocks that it has are announced.
+      ``enable_events``, so that all of its blocks are announced.
     """
 
     def __init__(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a slab looks on disk. No I/O.
+"""The layout of a slab on disk. No I/O.
 
 ::
 
-    root/.kvoffload/slabs               locked by whoever makes or removes a slab
+    root/.kvoffload/slabs               locked by a process that creates or removes a slab
     root/<namespace>/                   locked (shared) by each process that uses the namespace
     root/<namespace>/<16 hex>.slab      payloads: slot i at i * block_bytes, nothing else
-    root/<namespace>/<16 hex>.table     what the slots hold; locked by the process that writes to the slab
+    root/<namespace>/<16 hex>.table     contents of the slots; locked by the process that writes to the slab
 
-Two files, because a table is written through the page cache and payloads past it, and Linux lets one wait for the other
-within a file. A name that begins with ``new-`` is a slab in the making. A table consists of::
+A slab uses two files, because tables are written through the page cache and payloads bypass it, and within one file
+Linux makes these writes wait for each other. An unfinished slab's name begins with ``new-``. A table consists of::
 
     header     4096 bytes    magic 8 · version u16 · 0 u16 · slots u32 · block_bytes u64 ·
                              blake2b-256 of ``<block_bytes>:<directory>`` 32 · zeros · xxh3_64 of all before 8
@@ -18,13 +18,13 @@ within a file. A name that begins with ``new-`` is a slab in the making. A table
     entries    64 bytes per slot: payload's seal 16 · time of writing u32 · key's hash u32 · length u8 · key 39
     tails      12 bytes per slot, where blocks are encrypted: the rest of the seal, written before the entry
 
-All numbers are little endian. A slot with length 0 is empty. Length 255 stands for a key of more than 39 bytes, of
-which the entry has a digest (blake2b) of 39.
+All numbers are little endian. A slot with length 0 is empty. Length 255 means a key of more than 39 bytes; the
+entry then contains a digest (blake2b) of 39 bytes.
 
 ``h``, the key's 64-bit hash, is xxh3_64 of the entry's last 40 bytes, length and key, seeded with xxh3_64 of
-``<block_bytes>:<directory>``. The entry has its lower half. The seal is xxh3_128 of the payload, seeded
-with ``h``. So bytes of another key, namespace or block size never pass for a block, whatever the entry says. With a
-secret it is what seals namespace, block size, key and payload (``stores/seal.py``), which may be encrypted then.
+``<block_bytes>:<directory>``. The entry contains its lower half. The seal is xxh3_128 of the payload, seeded
+with ``h``. So bytes of another key, namespace or block size never pass for a block, even with a wrong entry. With a
+secret, the seal covers namespace, block size, key and payload (``stores/seal.py``); the payload may then be encrypted.
 """
 
 from __future__ import annotations
