@@ -55,7 +55,8 @@ class SimConfig:
     """The most requests that run side by side (``max_num_seqs`` in vLLM)."""
     engine: Literal["vllm", "reference"] = "vllm"
     """Whose scheduler is modelled. In vLLM a request finds blocks that the same step computes for another, all copies
-    of a block can be found, blocks that are not full are reused first, and a load starts after the step's forward pass.
+    of a block can be found, blocks that are not full are reused first, a load starts after the step's forward pass, and
+    a request is only admitted if its whole prompt fits.
     In the reference engine blocks are found from the next step on, only the first copy can be found, and loads start
     before the forward pass."""
     max_wait_s: float = DEFAULTS.max_wait_s

@@ -206,6 +206,7 @@ class Engine:
                 OffloadingConfig(cpu_bytes_to_use=config.cpu_blocks * config.block_bytes, offload_prompt_only=True),
                 clock,
             )
+            self._connector.load_within_steps()
         # A pool that has room for everything never evicts, however large it is said to be.
         tokens = int((trace.input_tokens + trace.output_tokens).sum())
         everything = (tokens // block_tokens + 2 * len(trace) + 1) * (1 + config.state_slots)
@@ -345,15 +346,19 @@ class Engine:
         if not meta.is_empty():
             self._quiet_steps = -1
             late: list[TransferJob] = []
+            within_step = False
             for job in meta.final_stores:
                 self._start(self._stores, job, now_s)
             for job in meta.loads:
                 if job.request_id in synchronous:
                     start_s = max(start_s, self._start(self._loads, job, now_s))
+                    within_step = True
                 elif self._is_vllm and (step.prompts or step.num_decodes):
                     late.append(job)
                 else:
                     self._start(self._loads, job, now_s)
+            if within_step and not self._is_vllm:
+                self._end_transfers(start_s)  # the reference engine reports them before it computes
             for job in meta.lost_loads:
                 self._push(job.job_id, now_s, 0.0)
             for job_id in meta.flush_job_ids:
@@ -610,9 +615,13 @@ class Engine:
             need = -(-(start + count) // block_tokens) - len(found)
             state_need = self._num_states if external else 0
             room = pool.room_beside((*found, *found_states))
-            if need + state_need > room and not pool.is_unused:
+            must_fit = need + state_need
+            if self._is_vllm:  # the whole prompt must fit, and a load must leave room for prompts that have begun
+                whole = self._missing_blocks(request, len(found)) + state_need
+                must_fit = max(whole, must_fit + self._promised_blocks() if is_async else 0)
+            if must_fit > room and not pool.is_unused:
                 passed.append(request)
-                self._blocked = request, need + state_need + pool.num_free - room
+                self._blocked = request, must_fit + pool.num_free - room
                 step.is_busy = True
                 break
             pool.share(found)
@@ -635,6 +644,14 @@ class Engine:
             budget -= count
         self._waiting.extendleft(reversed(passed))
         return has_deferred
+
+    def _missing_blocks(self, request: _Request, held: int) -> int:
+        return -(-request.num_tokens // self._block_tokens) - held
+
+    def _promised_blocks(self) -> int:
+        """Blocks that requests which have begun still need for their prompts."""
+        begun = (*self._loading.values(), *self._loaded, *self._prefilling)
+        return sum(max(self._missing_blocks(request, len(request.table)), 0) for request in begun)
 
     def _run(self, request: _Request) -> None:
         request.admitted = self._admissions
