@@ -786,7 +786,7 @@ class Engine:
 
     def _try_jump(self, now_s: float) -> float | None:
         """Begin many steps at once if they only decode and nothing else happens meanwhile. Return when they end."""
-        if not self._decoding or self._prefilling or self._loading or self._loaded or self._transfers:
+        if not self._decoding or self._prefilling or self._loaded:
             return None
         if self._waiting and len(self._decoding) < self._config.max_requests and not self._is_blocked():
             return None
@@ -803,6 +803,8 @@ class Engine:
         jump = _Jump(now_s, first_s, growth_s, count)
         if self._connector is not None and (tier_end_s := self._next_tier_end_s()) is not None:
             jump.count = min(count, jump.count_until(max(tier_end_s, now_s + CALM_S)))
+        if self._transfers:
+            jump.count = min(jump.count, jump.count_until(self._transfers[0][0]))
         if self._grows and not self._grow_for(jump):
             return None
         self._step = _Step(now_s, jump.end_s, num_decodes=number, jump=jump, is_busy=bool(self._waiting))
