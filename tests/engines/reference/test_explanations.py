@@ -5,6 +5,7 @@ prompt longer than host memory. Each is injected, named right, and the tokens ad
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -20,6 +21,8 @@ from kvoffload.cli import main
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions, Request, SamplingParams
 from kvoffload.errors import StoreError
+from kvoffload.sim import explain
+from kvoffload.sim.config import SimConfig
 from kvoffload.sim.explain import read_explanations
 from kvoffload.testing import FaultyStore, GatedStore
 from kvoffload.tiering.options import STORES
@@ -222,8 +225,11 @@ def test_slots_that_others_took_are_no_fault_of_the_prompt(make: MakeRecorded, f
     assert explanation["missed"] == {"refused": SLOTS * 5 // 8 * BLOCK_TOKENS, "tail": 1}
 
 
-def test_the_device_in_the_trace_is_the_one_that_served(tmp_path: Path, make: MakeRecorded) -> None:
-    """So the simulator finds the same hits there as the engine."""
+def test_the_device_in_the_trace_is_the_one_that_served(
+    tmp_path: Path, make: MakeRecorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the simulator finds the same hits there as the engine, if it models that engine's scheduler."""
+    monkeypatch.setattr(explain, "SimConfig", functools.partial(SimConfig, engine="reference"))
     recorded = make(load_policy="always")
     for token in (1, 2, 3, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 8):
         recorded.add(token)

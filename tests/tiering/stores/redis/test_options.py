@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -275,8 +276,14 @@ def test_an_exclusive_tier_finds_the_blocks_of_an_earlier_process(shared_server:
     tier.shutdown()
 
 
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 def test_a_socket_file_is_a_way_to_a_server_too(start_server: Callable[..., RedisServer], tmp_path: Path) -> None:
     start_server(unixsocket=str(tmp_path / "kv.sock"))
+    wait_until(lambda: listens(tmp_path / "kv.sock"), "the server listens at the file, which it makes after the port")
     store = parse(url=f"unix://{tmp_path}/kv.sock").open_store(4096, "ns")
     assert write(store, keys(1)) == [True]
     assert read(store, keys(1)) == [True]
