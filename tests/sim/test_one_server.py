@@ -161,7 +161,8 @@ def test_tiers_add_up(shared_trace: Callable[..., Trace]) -> None:
     with_disk = simulate(trace, replace(small, gpu_blocks=100, disk_blocks=trace.num_unique))
     assert alone.hit_rate < with_disk.hit_rate
     assert with_device.gpu_hit_blocks > 0
-    assert with_disk.disk_hit_blocks > 0
+    tiny = simulate(trace, replace(small, cpu_blocks=60, disk_blocks=trace.num_unique))
+    assert tiny.disk_hit_blocks > 0
     assert with_disk.gpu_hit_blocks == with_device.gpu_hit_blocks
     (bound,) = optimum(trace, [trace.num_unique])
     assert with_disk.gpu_hit_blocks + with_disk.cpu_hit_blocks + with_disk.disk_hit_blocks <= bound

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 
@@ -89,5 +90,11 @@ def test_a_scenario_notices(
         except Exception as exc:  # noqa: BLE001 - how a mutant fails does not matter
             noticed.append((check.__name__, exc))
             break
+    for each in [each for each in gc.get_objects() if isinstance(each, Lane)]:  # a mutant may leave its thread running
+        with each._changed:
+            each._is_closing = True
+            each._changed.notify_all()
+        if each._thread is not None:
+            each._thread.join(30)
     cuda.reset()
     assert noticed, f"no scenario notices that {name}"
