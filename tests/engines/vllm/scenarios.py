@@ -731,7 +731,6 @@ def refusals(model: str, extra: dict[str, Any]) -> dict[str, str]:
         "role": {"transfer": {"kv_role": "kv_producer"}, "extra": extra},
         "key": {"extra": extra | {"cpu_bytes": 1}},
         "size": {"extra": {}},
-        "pipeline": {"extra": extra, "pipeline_parallel_size": 3},
         "child": {
             "transfer": {"kv_connector": "MultiConnector", "kv_connector_module_path": None},
             "extra": {"connectors": [child | {"kv_connector_extra_config": {"cpu_bytes_to_us": 1}}]},

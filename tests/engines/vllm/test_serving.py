@@ -201,7 +201,6 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel)
     assert "'cpu_bytes'" in said["key"]
     assert "Did you mean 'cpu_bytes_to_use'?" in said["key"]
     assert "lacks 'cpu_bytes_to_use'" in said["size"]
-    assert "pipeline stages of equal size, and these have 1, 2, 1 layers" in said["pipeline"]
     assert "lacks 'cpu_bytes_to_use'" in said["child"]
     assert '"kv_load_failure_policy": "recompute"' in said["policy of the whole"]
     assert "multiple of the engine's block of 32 tokens" in said["block"]
