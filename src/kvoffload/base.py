@@ -317,8 +317,8 @@ class OffloadingManager(ABC):
         return False
 
     def is_waiting(self, req_context: ReqContext) -> bool:
-        """Whether the request waits, and nothing has happened to the blocks that it waits for: its last lookups would
-        get the same answers again."""
+        """Whether the request waits, for its turn perhaps, and nothing has happened to the blocks that it waits for, so
+        that its last lookups would get the same answers again."""
         return False
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

@@ -12,7 +12,7 @@ from tests.connector.queue_rig import BT, Prompt, QueueRig, throughput
 from tests.sizes import by_size
 
 from kvoffload.connector.ahead import MOST_BLOCKS
-from kvoffload.connector.engine import EngineStep
+from kvoffload.connector.engine import EngineStep, ScheduledRequest
 
 
 def random_rig(random: Random) -> QueueRig:
@@ -116,12 +116,8 @@ def test_requests_read_in_the_order_of_their_turns() -> None:
     assert read == [b"d0", b"d2", b"d3", b"d1"], "the second one has the least priority"
 
 
-def test_each_step_looks_at_few_of_the_requests_that_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = QueueRig([(0.01, None)])
-    for n in range(2000):
-        prompt = Prompt(f"r{n}", f"d{n}", 64 * BT)
-        rig.tiers[0].keys.update(prompt.keys)
-        rig.scheduler.on_new_request(prompt)
+def count_lookups(rig: QueueRig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of blocks of each lookup from now on."""
     looked: list[int] = []
     real = rig.manager.lookup_prefix
     monkeypatch.setattr(
@@ -129,8 +125,41 @@ def test_each_step_looks_at_few_of_the_requests_that_queue(monkeypatch: pytest.M
         "lookup_prefix",
         lambda keys, *args, **options: looked.append(len(keys)) or real(keys, *args, **options),
     )
+    return looked
+
+
+def test_each_step_looks_at_few_of_the_requests_that_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(0.01, None)])
+    for n in range(2000):
+        prompt = Prompt(f"r{n}", f"d{n}", 64 * BT)
+        rig.tiers[0].keys.update(prompt.keys)
+        rig.scheduler.on_new_request(prompt)
+    looked = count_lookups(rig, monkeypatch)
     for _ in range(5):
         looked.clear()
         rig.scheduler.build_connector_meta(EngineStep())
         rig.clock.advance(0.1)
         assert sum(looked) <= MOST_BLOCKS + 64
+
+
+def test_a_request_whose_answers_hold_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(1.0, None)])
+    prompts = [Prompt(f"r{n}", f"d{n}", 16 * BT) for n in range(10)]
+    for prompt in prompts:
+        rig.scheduler.on_new_request(prompt)
+    looked = count_lookups(rig, monkeypatch)
+    rig.scheduler.build_connector_meta(EngineStep())
+    assert len(looked) == 10
+    looked.clear()
+    rig.scheduler.build_connector_meta(EngineStep())
+    assert looked == []
+    other = Prompt("other", "d3", 16 * BT)  # stores a block that the fourth one waits for
+    rig.scheduler.on_new_request(other)
+    assert rig.scheduler.get_num_new_matched_tokens(other, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(other, ([*range(17)],), 0)
+    step = EngineStep((ScheduledRequest("other", ([*range(17)],), 0, 16 * BT, True),))
+    looked.clear()
+    rig.scheduler.build_connector_meta(step)
+    rig.scheduler.build_connector_meta(EngineStep())
+    assert len(looked) >= 1, "its first block is on its way"
+    rig.check()

@@ -55,6 +55,7 @@ class VirtualTier(SecondaryTierManager):
         self.num_read = 0
         self._clock = clock
         self._asked: dict[OffloadKey, float] = {}
+        self._told: set[OffloadKey] = set()
         self._jobs: deque[tuple[float, JobMetadata]] = deque()
         self._ended: list[JobResult] = []
         self._free_s = 0.0
@@ -64,9 +65,13 @@ class VirtualTier(SecondaryTierManager):
             return None
         return key in self.keys
 
-    def progress(self) -> int:
-        now_s, answer_s = self._clock(), self.answer_s or 0.0
-        return sum(asked_s + answer_s <= now_s for asked_s in {*self._asked.values()})
+    def take_news(self) -> list[OffloadKey]:
+        now_s, answer_s = self._clock(), self.answer_s
+        if answer_s is None:
+            return []
+        new = [key for key, asked_s in self._asked.items() if asked_s + answer_s <= now_s and key not in self._told]
+        self._told.update(new)
+        return new
 
     def submit_load(self, job: JobMetadata) -> None:
         self._free_s = self._end_s(max(self._free_s, self._clock()), len(job.keys) * self.block_s)
@@ -109,6 +114,7 @@ class VirtualTier(SecondaryTierManager):
             self.block_s *= self.change[1]
         self.change = None
         self._asked.clear()
+        self._told.clear()
 
 
 class Served(NamedTuple):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadingManager
@@ -31,10 +31,11 @@ class _Place:
 class ReadAhead:
     """The queue of requests that have arrived and have no GPU blocks yet, in the order of their turns.
 
-    At the end of each step, the manager looks up blocks for the requests at the head of the queue, one after the other,
-    as if each asked, and learns how many prompt tokens the engine computes before their turns
-    (``ReqContext.tokens_ahead``). What arrives by then costs no time. The first request in the queue is the first at a
-    tier, because a request is looked up only once the reads of those before it have begun.
+    At the end of each step, the manager looks up the blocks of the requests at the head of the queue, one request after
+    the other, as if each asked. It learns how many tokens the engine computes before each request's turn
+    (``ReqContext.tokens_ahead``); blocks that arrive by then cost no time. The first request in the queue is the first
+    at a tier, because a request is looked up only after the reads of earlier requests have begun. A request whose
+    answers still hold is not looked up again.
     """
 
     def __init__(self, manager: OffloadingManager, hits: Hits) -> None:
@@ -61,30 +62,29 @@ class ReadAhead:
         """The request was admitted, or it has ended."""
         place = self._places.pop(request, None)
         if place is not None:
-            self._queue.remove(place)
+            del self._queue[bisect_left(self._queue, place)]
             request.context.tokens_ahead = None
 
     def step(self, epochs: Epochs, step_tokens: int) -> None:
         """Look up blocks for the requests at the head of the queue, while a tier can begin to read. The engine computes
         ``step_tokens`` before it asks for a request again."""
-        if not self._queue or not self._manager.reads_ahead():
-            return
-        ahead, left, epoch = step_tokens, MOST_BLOCKS, epochs.use()
+        ahead, left = step_tokens, MOST_BLOCKS
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
-            num_tokens = request.of_engine.num_tokens
-            if left > 0 and self._may_look(request) and self._manager.reads_ahead():
+            if self._may_look(request):
                 request.context.tokens_ahead = ahead
-                if request.epoch is not epoch:
-                    request.enter(epoch)
-                place.hit_tokens = self._hits.look_ahead(request)
-                left -= sum(len(own.keys) for own in request.groups)
-            ahead += max(num_tokens - place.hit_tokens, 1)
+                if not self._manager.is_waiting(request.context):
+                    if left <= 0 or not self._manager.reads_ahead():
+                        break
+                    if request.epoch is not (epoch := epochs.use()):
+                        request.enter(epoch)
+                    place.hit_tokens = self._hits.look_ahead(request)
+                    left -= sum(len(own.keys) for own in request.groups)
+            ahead += max(request.of_engine.num_tokens - place.hit_tokens, 1)
 
     def _may_look(self, request: Request) -> bool:
-        """Whether its turn has not come, and it has nothing on the device that a lookup would have to respect."""
-        has_asked = request.context.tokens_ahead is None and self._hits.has_asked(request)
-        return not has_asked and not request.job_ids and not request.is_prefilled_elsewhere
+        """Whether the request's turn has not come, and it has no transfers that a lookup would have to respect."""
+        return not (self._hits.has_asked(request) or request.job_ids or request.is_prefilled_elsewhere)
 
     def check_invariants(self) -> None:
         """For tests."""

@@ -16,6 +16,7 @@ from kvoffload.base import (
     OffloadingManager,
     OffloadKey,
     ReqContext,
+    get_offload_group_idx,
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import NO_BLOCK
@@ -119,12 +120,13 @@ class Hits:
 
         def look_up(keys: Sequence[OffloadKey], *args: Any, **options: Any) -> Sequence[bool | None]:
             answers = self._manager.lookup_prefix(keys, *args, **options)
-            coming.append(len(answers) - (False in answers))
+            num_blocks = len(answers) - (False in answers)
+            coming.append(num_blocks * self._geometry[get_offload_group_idx(keys[0])].block_tokens)
             return answers
 
         found = self._search(request, 0, request.of_engine.num_tokens - 1, look_up)
         if found is None and coming:  # full attention is looked up first
-            found = coming[0] * request.groups[0].group.block_tokens
+            found = coming[0]
         return found or 0
 
     def search(self, request: Request, computed_tokens: int, most: int) -> int | None:

@@ -72,8 +72,7 @@ class Lookups:
         else:
             wait = self._waits.of(request)
             if is_ahead and not wait.has_begun:
-                self._waits.begin(wait)
-                wait.is_ahead = True
+                self._waits.look_ahead(wait)
             told = self._holding(wait, keys)
             answers = self._look_up(wait, keys, ends) if told is None else [*told.answers]
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
@@ -81,7 +80,10 @@ class Lookups:
         return answers
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether the request waits for answers, and would get the same ones again for its last questions."""
+        """Whether the request waits for answers, or for its turn, and would get the same answers again for its last
+        questions."""
+        if request.context.tokens_ahead is not None:
+            return self._may_hold(request.wait)
         self._take_in(request)
         wait = request.wait
         return (
@@ -91,6 +93,16 @@ class Lookups:
             and all(told.is_kept for told in wait.told.values())
             and not self._waits.is_over(request)
             and not (self._clock() >= wait.due_s and self._is_due(wait))
+        )
+
+    @staticmethod
+    def _may_hold(wait: Wait | None) -> bool:
+        """Whether a request was looked up before its turn, and another look would read nothing more."""
+        return (
+            wait is not None
+            and wait.is_ahead
+            and not (wait.is_dirty or wait.declined)
+            and all(told.is_kept for told in wait.told.values())
         )
 
     def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:

@@ -121,9 +121,13 @@ class Waits:
         self._set_deadline(wait, now_s)
 
     def look_ahead(self, wait: Wait) -> None:
-        """The request is looked up before its turn, as if it had just arrived."""
+        """The request is looked up before its turn, as if it had just arrived. The wait begins, so its hits are
+        claimed."""
+        if wait.has_begun:
+            self._plan_anew(wait)
+        else:
+            self.begin(wait)
         wait.is_ahead = True
-        self._plan_anew(wait)
 
     def take_turn(self, wait: Wait) -> None:
         """The request's turn has come. Its blocks that have not arrived are weighed as if it had just arrived."""
