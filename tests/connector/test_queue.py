@@ -11,6 +11,7 @@ import pytest
 from tests.connector.queue_rig import BT, Prompt, QueueRig, throughput
 from tests.sizes import by_size
 
+from kvoffload.base import ReqContext
 from kvoffload.connector.ahead import MOST_BLOCKS
 from kvoffload.connector.engine import EngineStep, ScheduledRequest
 
@@ -163,3 +164,60 @@ def test_a_request_whose_answers_hold_is_not_looked_up_again(monkeypatch: pytest
     rig.scheduler.build_connector_meta(EngineStep())
     assert len(looked) >= 1, "its first block is on its way"
     rig.check()
+
+
+def test_time_in_the_queue_costs_no_budget_and_time_after_the_turn_does() -> None:
+    rig = QueueRig([(1e-4, None)], policy="always", max_wait_s=2.0)
+    prompt = Prompt("r", "d", 8 * BT)
+    rig.tiers[0].keys.update(prompt.keys)
+    context = ReqContext("r", tokens_ahead=1000)
+    rig.manager.on_new_request(context)
+
+    def is_answered_after(seconds: float) -> bool:
+        rig.manager.on_schedule_end()
+        rig.clock.advance(seconds)
+        rig.manager.on_schedule_end()
+        rig.check()
+        return None not in rig.manager.lookup_prefix(prompt.keys, context)
+
+    assert not is_answered_after(0.0)
+    assert not is_answered_after(10.0), "five times its budget"
+    context.tokens_ahead = None
+    assert not is_answered_after(10.0), "until now it has waited for its turn"
+    assert not is_answered_after(1.0)
+    assert is_answered_after(1.5)
+
+
+def test_a_tier_with_enough_to_read_begins_nothing_for_the_queue() -> None:
+    rig = QueueRig([(1.0, None)])
+    prompts = [Prompt(f"r{n}", f"d{n}", 100 * BT) for n in range(2)]
+    contexts = [ReqContext(prompt.request_id, tokens_ahead=100_000) for prompt in prompts]
+    for prompt, context in zip(prompts, contexts, strict=True):
+        rig.tiers[0].keys.update(prompt.keys)
+        rig.manager.on_new_request(context)
+        rig.manager.lookup_prefix(prompt.keys, context)
+        rig.manager.on_schedule_end()
+    assert not rig.manager.reads_ahead()
+    assert {*rig.tiers[0].reads} <= {*prompts[0].keys}
+    rig.clock.advance(1.0)
+    assert rig.manager.reads_ahead()
+    rig.manager.lookup_prefix(prompts[1].keys, contexts[1])
+    rig.manager.on_schedule_end()
+    assert not {*rig.tiers[0].reads}.isdisjoint(prompts[1].keys)
+
+
+def test_a_preempted_request_is_the_first_in_the_queue() -> None:
+    rig = QueueRig([(1.0, None)])
+    first, second = Prompt("first", "d0", 8 * BT), Prompt("second", "d1", 8 * BT)
+    for prompt in (first, second):
+        rig.scheduler.on_new_request(prompt)
+    blocks = ([*range(8)],)
+    assert rig.scheduler.get_num_new_matched_tokens(first, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(first, blocks, 0)
+    rig.scheduler.build_connector_meta(EngineStep((ScheduledRequest("first", blocks, 0, 4 * BT, True),)))
+    waiting = rig.scheduler._requests["second"].context
+    assert waiting.tokens_ahead == 4 * BT, "those of this step"
+    rig.tiers[0].keys.update(second.keys)
+    rig.scheduler.reset_cache()  # so that the second one is looked up again
+    rig.scheduler.build_connector_meta(EngineStep(preempted_request_ids=frozenset({"first"})))
+    assert waiting.tokens_ahead == 8 * BT
