@@ -54,7 +54,7 @@ def _planning() -> Row:
 
 def _rows_of(page: PageSpeed) -> list[Row]:
     size = page.page_bytes >> 10
-    one_way = f">= {least_ratio(page.page_bytes, has_device=True)}"
+    one_way = f">= {least_ratio(page.page_bytes)}"
     return [
         Row(
             f"{name}, {size} KiB pages, scattered ids",

@@ -564,7 +564,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             )
     for row in found.get("speed", []):
         if row["page"] != "large" and row["copies"] == "batched copies":
-            least = least_ratio(row["page"], has_device=True)
+            least = least_ratio(row["page"])
             advice = "" if row["ratio"] >= least else "a kv_cache_layout that puts a block's layers side by side"
             yield (
                 f"{row['way']}, pages of {row['page'] >> 10} KiB",
@@ -584,6 +584,14 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
             )
     for row in found.get("leaving", []):
         yield "a process ends amid copies", "well", row["ended"], "" if row["ended"] == "well" else "report this file"
+
+
+def print_table(rows: Iterator[tuple[str, str, str, str]]) -> None:
+    """Print rows of ``table``."""
+    lines = [("what", "expected", "seen", "what to change"), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(3)]
+    for line in lines:
+        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]).rstrip())
 
 
 def main() -> None:
@@ -621,11 +629,8 @@ def main() -> None:
             print(f"{name}: {len(rows)} findings, ended {ended.ended}", flush=True)
             if ended.ended != "well":
                 failed.append(f"{name}: {ended.ended}")
-    lines = [("what", "expected", "seen", "what to change"), *table(found)]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
     print()
-    for line in lines:
-        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]).rstrip())
+    print_table(table(found))
     for line in failed:
         print(f"not known: {line}")
     sys.exit(1 if failed else 0)
