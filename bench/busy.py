@@ -32,7 +32,7 @@ import numpy as np
 
 from bench.core import Row
 from bench.stores import Link
-from bench.worth_loading_engine import KV_BYTES_PER_TOKEN, LAYERS, LINKS, Ask, LinkedDiskOptions
+from bench.worth_loading_engine import KV_BYTES_PER_TOKEN, LAYERS, LINKS, Ask, LinkedDiskOptions, Stretched
 from kvoffload.config import parse_config
 from kvoffload.metrics import HOST, Stats
 from kvoffload.tiering.options import STORES
@@ -84,24 +84,6 @@ class Server(Protocol):
         """Return the tokens loaded so far from blocks that were in host memory, and on the disk."""
 
 
-class Stretched:
-    """Makes a model's forward pass take as long as it would at some speed, by sleeping."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens_per_s = UNLIMITED
-        began_s: list[float] = []
-
-        def begin(module: Any, args: Any, kwargs: Any) -> None:
-            began_s.append(time.perf_counter())
-
-        def end(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            num_tokens = (args[0] if args else kwargs["input_ids"]).numel()
-            time.sleep(max(0.0, began_s.pop() + num_tokens / self.tokens_per_s - time.perf_counter()))
-
-        model.register_forward_pre_hook(begin, with_kwargs=True)
-        model.register_forward_hook(end, with_kwargs=True)
-
-
 def offloading(policy: str, directory: str) -> dict[str, Any]:
     """Return the configuration of one case, whose disk, if any, is behind the link ``disk``."""
     config: dict[str, Any] = {"cpu_bytes_to_use": HOST_TOKENS * KV_BYTES_PER_TOKEN, "eviction_policy": "lru"}
@@ -134,7 +116,7 @@ class ReferenceServer:
         model = build_random_model(
             layers=LAYERS, hidden=128, heads=2, kv_heads=2, vocab=1024, context_tokens=2 * LONGEST
         )
-        self._stretched = Stretched(model)
+        self._stretched = Stretched(model, UNLIMITED)
         options = EngineOptions(DEVICE_TOKENS // 16, 16, max_batch_tokens=512, max_requests=32)
         self.engine = Engine(model, options, parse_config(offloading(policy, directory)))
 

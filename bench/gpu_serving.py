@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.vllm_serving import Child, transfer_config, write_model
+from bench.gpu_probe import print_table
+from bench.vllm_serving import Child, answer_questions, transfer_config, write_model
 
 VOCAB = 500
 PROMPT_TOKENS = 512
@@ -182,17 +183,11 @@ def main() -> None:
         print(row, file=sys.stderr, flush=True)
         if options.out:
             options.out.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    lines = [("what", "expected", "seen", "what to change"), *table(rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(3)]
-    for line in lines:
-        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths)), line[3]]).rstrip())
+    print_table(table(rows))
 
 
 if __name__ == "__main__":
     if "--child" in sys.argv:
-        engine = BenchEngine(sys.argv[2], sys.argv[4])
-        for line in sys.stdin:
-            question, details = json.loads(line)
-            print("ANSWER", json.dumps(getattr(engine, question)(**details)), flush=True)
+        answer_questions(BenchEngine(sys.argv[2], sys.argv[4]))
     else:
         main()

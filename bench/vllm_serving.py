@@ -227,8 +227,8 @@ class BenchEngine:
         return (time.perf_counter() - start) / count, (time.thread_time() - start_cpu) / count
 
 
-def answer_questions(model: str, offload: str) -> None:
-    engine = BenchEngine(model, offload)
+def answer_questions(engine: object) -> None:
+    """Answer the questions of the parent's ``Child`` by methods of ``engine``, until it closes this process's input."""
     for line in sys.stdin:
         question, options = json.loads(line)
         print("ANSWER", json.dumps(getattr(engine, question)(**options)), flush=True)
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--offload", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        answer_questions(options.child, options.offload)
+        answer_questions(BenchEngine(options.child, options.offload))
         return
     rows = run(options.short)
     for row in rows:

@@ -133,7 +133,7 @@ def ways(speeds: Sequence[float]) -> Iterator[list[Way]]:
 
     torch.set_num_threads(1)
     model = build_random_model(layers=LAYERS, hidden=128, heads=2, kv_heads=2, vocab=1024, context_tokens=2 * LONGEST)
-    stretch(model, TOKENS_PER_S)
+    Stretched(model, TOKENS_PER_S)
     options = EngineOptions(DEVICE_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, max_batch_tokens=128, max_requests=BURST)
     common = {"cpu_bytes_to_use": HOST_TOKENS * KV_BYTES_PER_TOKEN, "eviction_policy": "lru"}
     STORES.register("linked_disk", LinkedDiskOptions)
@@ -155,19 +155,22 @@ def ways(speeds: Sequence[float]) -> Iterator[list[Way]]:
         yield found
 
 
-def stretch(model: Any, tokens_per_s: float) -> None:
-    """Make the forward pass take as long as it would at this speed."""
-    began: list[float] = []
+class Stretched:
+    """Makes a model's forward pass take as long as it would at some speed, by sleeping."""
 
-    def begin(module: Any, args: Any, kwargs: Any) -> None:
-        began.append(time.perf_counter())
+    def __init__(self, model: Any, tokens_per_s: float) -> None:
+        self.tokens_per_s = tokens_per_s
+        began_s: list[float] = []
 
-    def end(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        num_tokens = (args[0] if args else kwargs["input_ids"]).numel()
-        time.sleep(max(0.0, began.pop() + num_tokens / tokens_per_s - time.perf_counter()))
+        def begin(module: Any, args: Any, kwargs: Any) -> None:
+            began_s.append(time.perf_counter())
 
-    model.register_forward_pre_hook(begin, with_kwargs=True)
-    model.register_forward_hook(end, with_kwargs=True)
+        def end(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            num_tokens = (args[0] if args else kwargs["input_ids"]).numel()
+            time.sleep(max(0.0, began_s.pop() + num_tokens / self.tokens_per_s - time.perf_counter()))
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, with_kwargs=True)
 
 
 def warm_up(found: Sequence[Way], workload: Workload) -> None:

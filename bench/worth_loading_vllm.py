@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.stores import Link
-from bench.vllm_serving import Child, transfer_config, write_model
+from bench.vllm_serving import Child, answer_questions, transfer_config, write_model
 from bench.worth_loading_engine import (
     BURST,
     DEVICE_TOKENS,
@@ -32,12 +31,11 @@ from bench.worth_loading_engine import (
     LONGEST,
     SPEEDS,
     TOKENS_PER_S,
-    Ask,
     Compared,
     LinkedDiskOptions,
+    Stretched,
     Workload,
     quantiles_of,
-    stretch,
     table,
 )
 from kvoffload.tiering.options import STORES
@@ -67,64 +65,88 @@ def compare(num_requests: int, seed: int, speed: float) -> Compared:
         for _ in range(-(-num_requests // BURST)):
             burst = [(ask.at_s, ask.prompt) for ask in workload.burst()]
             for way in order.sample(WAYS, len(WAYS)):
-                times[way] += children[way].ask("serve", asks=burst)
+                times[way] += children[way].ask("serve", asks=burst)[1]
     return Compared(f"{speed:g}", *(quantiles_of(times[way]) for way in WAYS))
 
 
-class BenchEngine:
+class StretchedVllm:
+    """vLLM in a child process, whose forward pass takes as long as it would at some speed."""
+
+    def __init__(
+        self,
+        model: str,
+        offloading: dict[str, Any],
+        *,
+        tokens_per_s: float,
+        device_tokens: int,
+        max_batch_tokens: int,
+        max_requests: int,
+    ) -> None:
+        from vllm import LLM
+
+        llm = LLM(
+            model,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2 * LONGEST,
+            block_size=BLOCK_TOKENS,
+            num_gpu_blocks_override=device_tokens // BLOCK_TOKENS,
+            kv_cache_memory_bytes=2 * device_tokens * KV_BYTES_PER_TOKEN,
+            max_num_batched_tokens=max_batch_tokens,
+            max_num_seqs=max_requests,
+            disable_log_stats=False,
+            kv_transfer_config=transfer_config(offloading),
+        )
+        self.stretched: Stretched
+        llm.apply_model(lambda module: setattr(self, "stretched", Stretched(module, tokens_per_s)))
+        self._engine = llm.llm_engine
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._num_requests = 0
+
+    def serve(self, asks: list[tuple[float, list[int]]]) -> tuple[float, list[float]]:
+        """Serve requests. Returns the seconds until the last one ended, and each one's seconds to its first token."""
+        from vllm import SamplingParams
+
+        engine, start_s = self._engine, time.perf_counter()
+        coming, arrivals, first_tokens = asks[::-1], dict[str, float](), dict[str, float]()
+        while coming or engine.has_unfinished_requests():
+            while coming and time.perf_counter() - start_s >= coming[-1][0]:
+                at_s, prompt = coming.pop()
+                self._num_requests += 1
+                name = f"r{self._num_requests}"
+                parameters = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+                engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+                arrivals[name] = at_s
+            if engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.outputs[0].token_ids:
+                        first_tokens.setdefault(output.request_id, time.perf_counter() - start_s)
+            elif coming:
+                time.sleep(max(0.0, start_s + coming[-1][0] - time.perf_counter()))
+        seconds = time.perf_counter() - start_s
+        while self.scheduler.has_requests():  # transfers
+            engine.step()
+        return seconds, [first_tokens[name] - at_s for name, at_s in arrivals.items()]
+
+
+class BenchEngine(StretchedVllm):
     """One engine in a child process."""
 
     def __init__(self, model: str, way: str, speed: float, disk: str) -> None:
-        from vllm import LLM
-
         extra: dict[str, Any] = {"cpu_bytes_to_use": HOST_TOKENS * KV_BYTES_PER_TOKEN, "eviction_policy": "lru"}
         if disk != "cpu":
             STORES.register("linked_disk", LinkedDiskOptions)
             LINKS["disk"] = Link(speed * TOKENS_PER_S * KV_BYTES_PER_TOKEN)
             tier = {"type": "linked_disk", "name": "disk", "path": disk, "max_bytes": "1GiB"}
             extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier], "load_policy": way}
-        self._llm = LLM(
+        super().__init__(
             model,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=2 * LONGEST,
-            block_size=BLOCK_TOKENS,
-            num_gpu_blocks_override=DEVICE_TOKENS // BLOCK_TOKENS,
-            kv_cache_memory_bytes=2 * DEVICE_TOKENS * KV_BYTES_PER_TOKEN,
-            max_num_batched_tokens=128,
-            max_num_seqs=BURST,
-            disable_log_stats=False,
-            kv_transfer_config=transfer_config(extra),
+            extra,
+            tokens_per_s=TOKENS_PER_S,
+            device_tokens=DEVICE_TOKENS,
+            max_batch_tokens=128,
+            max_requests=BURST,
         )
-        self._llm.apply_model(lambda module: stretch(module, TOKENS_PER_S))
-        self._num_requests = 0
-
-    def serve(self, asks: list[tuple[float, list[int]]]) -> list[float]:
-        """Serve a burst, and return the seconds from each request's arrival to its first token."""
-        from vllm import SamplingParams
-
-        engine, start_s = self._llm.llm_engine, time.perf_counter()
-        left = [Ask(*ask) for ask in asks]
-        arrivals: dict[str, float] = {}
-        first_tokens: dict[str, float] = {}
-        core = engine.engine_core.engine_core
-        while left or engine.has_unfinished_requests():
-            while left and time.perf_counter() - start_s >= left[0].at_s:
-                ask = left.pop(0)
-                self._num_requests += 1
-                name = f"r{self._num_requests}"
-                parameters = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-                engine.add_request(name, {"prompt_token_ids": ask.prompt}, parameters)
-                arrivals[name] = start_s + ask.at_s
-            if engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.outputs[0].token_ids:
-                        first_tokens.setdefault(output.request_id, time.perf_counter())
-            elif left:
-                time.sleep(max(0.0, start_s + left[0].at_s - time.perf_counter()))
-        while core.scheduler.has_requests():
-            engine.step()
-        return [first_tokens[name] - at_s for name, at_s in arrivals.items()]
 
 
 def main() -> None:
@@ -136,10 +158,7 @@ def main() -> None:
     parser.add_argument("--offload", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        engine = BenchEngine(options.child, *json.loads(options.offload))
-        for line in sys.stdin:
-            question, details = json.loads(line)
-            print("ANSWER", json.dumps(getattr(engine, question)(**details)), flush=True)
+        answer_questions(BenchEngine(options.child, *json.loads(options.offload)))
         return
     print(table([compare(options.requests, options.seed, speed) for speed in options.speeds]))
 
