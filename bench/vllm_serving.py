@@ -160,6 +160,7 @@ class BenchEngine:
         if offload not in ("", "cpu"):
             extra |= {"spec_name": "TieringOffloadingSpec", "load_policy": "always"}
             extra["secondary_tiers"] = [{"type": "disk", "path": offload, "max_bytes": "2GiB"}]
+            extra |= {"weights_version": "one", "reset_tiers": False}  # a reset leaves the blocks on the disk
         self._llm = LLM(
             model,
             dtype="float32",
