@@ -90,11 +90,9 @@ class ReqContext:
     """The tiers below the primary one that it may load from; ``None``: all."""
     next_use: NextUse = NextUse.UNKNOWN
     """When the client says that it will use the request's blocks again."""
-    is_prefetch: bool = False
-    """It has lower tiers promote its blocks for a later request, while no other request waits for them to read."""
     tokens_ahead: int | None = None
-    """While the request waits for its turn: the tokens that the engine computes before it, those of the step that was
-    just decided included, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
+    """While the request waits for its turn: the tokens that the engine computes before it, including the step that was
+    just decided, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
 
 
 class OffloadPolicy(Enum):

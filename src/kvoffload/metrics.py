@@ -48,7 +48,6 @@ OUTCOMES = ("ok", "failed")
 GROUP_KINDS = ("full_attention", "sliding_window", "local_chunk", "single_state")
 DIRECTIONS = ("read", "write")
 NEXT_USES = ("soon", "later", "never", "unknown")
-PREFETCH_OUTCOMES = ("found", "missed", "dropped")
 IGNORED_HINTS = ("unknown", "malformed")
 
 
@@ -213,12 +212,6 @@ METRICS = _by_name(
             "How much better hints predicted recent uses than no hints. Below 3, hints change no eviction.",
         ),
         _gauge("hints_in_use", "1 if evictions follow hints, else 0."),
-        _counter(
-            "prefetches",
-            "Number of prefetch calls, by outcome: part of the prefix was found, nothing was found, or too many "
-            "calls were open.",
-            outcome=PREFETCH_OUTCOMES,
-        ),
         _counter("stale_jobs", "Number of transfers that ended after a reset."),
         _counter("fenced_jobs", "Number of transfers that the engine waited for before it reused their GPU blocks."),
         _gauge("jobs_in_flight", "Number of transfers that have not finished on every rank."),

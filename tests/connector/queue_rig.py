@@ -8,6 +8,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.tiering.plan_rig import VirtualTier
 
@@ -41,7 +42,7 @@ class Prompt:
     arrival_s: float = 0.0
     priority: int = 0
     abort_s: float = math.inf
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     computed: int = 0
     external: int = 0
     first_token_s: float | None = None
@@ -118,7 +119,11 @@ class QueueRig:
             primary, self.tiers, block_worth=worth if policy == "cost" else None, clock=self.clock, **options
         )
         layout = EngineLayout((KVGroupLayout(GroupKind.FULL_ATTENTION, BT, BLOCK_BYTES),), BT, "queue")
-        config = OffloadingConfig(cpu_bytes_to_use=host_blocks * BLOCK_BYTES)
+        config = OffloadingConfig(
+            cpu_bytes_to_use=host_blocks * BLOCK_BYTES,
+            secondary_tiers=tuple({"type": "memory"} for _ in disks),
+            **options,
+        )
         self.scheduler = OffloadingConnectorScheduler(self.manager, layout, config, self.clock)
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []

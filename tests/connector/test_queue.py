@@ -117,6 +117,42 @@ def test_requests_read_in_the_order_of_their_turns() -> None:
     assert read == [b"d0", b"d2", b"d3", b"d1"], "the second one has the least priority"
 
 
+def only_reads(name: str, num_blocks: int) -> Prompt:
+    """A request that only prepares another one."""
+    prompt = Prompt(name, name, num_blocks * BT)
+    prompt.kv_transfer_params = {"kvoffload": {"prefetch": True}}
+    return prompt
+
+
+def test_a_request_that_only_reads_is_the_last_in_the_queue() -> None:
+    rig = QueueRig([(0.5, None)], most_running=1)
+    ahead, *others = prompts = [only_reads("ahead", 40), *(Prompt(f"r{n}", f"d{n}", 40 * BT) for n in range(3))]
+    for prompt in prompts:
+        rig.tiers[0].keys.update(prompt.keys)
+    rig.serve([Prompt("before", "before", 200 * BT), *prompts])
+    rig.check()
+    assert [*dict.fromkeys(key[:2] for key in rig.tiers[0].reads)] == [b"d0", b"d1", b"d2", b"ah"]
+    assert ahead.external == 39 * BT, "all blocks of it are read, although the engine computes twice as fast"
+    assert all(prompt.first_token_s is not None for prompt in others)
+
+
+@pytest.mark.parametrize("num_others", [0, 3])
+def test_a_request_that_only_reads_is_served_after_its_time_limit(num_others: int) -> None:
+    """Whether its own reads are slow, or those of others."""
+    rig = QueueRig([(1e-4, None)], policy="always", max_wait_s=5.0)
+    prompts = [only_reads("ahead", 8), *(Prompt(f"r{n}", f"d{n}", 80 * BT) for n in range(num_others))]
+    for prompt in prompts:
+        rig.tiers[0].keys.update(prompt.keys)
+    for prompt in prompts:
+        rig._arrive(prompt)
+    start_s = rig.clock()
+    while rig.waiting or rig.running:
+        rig.step(start_s)
+        rig.check()
+        assert rig.clock() - start_s < 11.0, "two time budgets: before the turn and after it"
+    assert prompts[0].first_token_s >= 5.0
+
+
 def count_lookups(rig: QueueRig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of blocks of each lookup from now on."""
     looked: list[int] = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 
-from kvoffload.base import OffloadPolicy, ReqContext
+from kvoffload.base import OffloadPolicy
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -40,69 +40,6 @@ def test_loads_of_a_step_are_one_batch_per_tier_and_request() -> None:
     calls = [[(call.req_id, list(call.keys)) for call in tier.calls("submit_load")] for tier in rig.tiers]
     assert calls == [[("one", keys(0, 1)), ("two", keys(4))], [("one", keys(2, 3))]]
     assert all(job.is_promotion for tier in rig.tiers for job in tier.jobs.values())
-
-
-def test_a_prefetch_begins_no_read_while_tiers_read_for_others() -> None:
-    rig = Rig(max_wait_s=5.0)
-    rig.below(keys(0, 1))
-    waiting = rig.start("waiting")
-    ahead, late = ReqContext("ahead", is_prefetch=True), ReqContext("late", is_prefetch=True)
-    assert rig.ask(keys(0), waiting) == [None]
-    assert rig.ask(keys(1), ahead) == [None]
-    rig.step()
-    assert rig.ask(keys(1), ahead) == [None]
-    rig.step()
-    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0)]
-    rig.clock.advance(3)
-    assert rig.ask(keys(1), late) == [None]
-    rig.step()
-    rig.clock.advance(3)
-    rig.step()
-    assert rig.ask(keys(1), ahead) == [False], "giving way takes of its patience"
-    rig.finish()
-    assert rig.ask(keys(1), late) == [None]
-    rig.step()
-    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0), keys(1)]
-    rig.finish()
-    assert rig.ask(keys(1), late) == [True]
-    for context in (waiting, ahead, late):
-        rig.manager.on_request_finished(context)
-    rig.step()
-
-
-@pytest.mark.parametrize("how", ["end", "patience", "reset"])
-def test_a_prefetch_gives_way_to_no_read_that_no_request_waits_for(how: str) -> None:
-    """One hanging read must not stop every prefetch until it returns."""
-    rig = Rig(num_blocks=16, max_wait_s=5.0)
-    rig.below(keys(0, 1))
-    waiting, other, ahead = rig.start("waiting"), rig.start("other"), ReqContext("ahead", is_prefetch=True)
-    assert rig.ask(keys(0), waiting) == [None]
-    rig.step()
-    assert rig.ask(keys(0), other) == [None]
-    match how:
-        case "end":
-            rig.manager.on_request_finished(waiting)
-        case "patience":
-            rig.clock.advance(5.0)
-            rig.step()
-        case "reset":
-            rig.tier.hangs = True
-            rig.manager.reset_cache()
-    assert rig.ask(keys(1), ahead) == [None]
-    rig.step()
-    if how == "end":
-        assert len(rig.tier.calls("submit_load")) == 1, "another request waits for it"
-        rig.manager.on_request_finished(other)
-        assert rig.ask(keys(1), ahead) == [None]
-        rig.step()
-    assert [list(call.keys) for call in rig.tier.calls("submit_load")] == [keys(0), keys(1)]
-    late = ReqContext("late", is_prefetch=True)
-    rig.below(keys(2))
-    assert rig.ask(keys(2), late) == [None]
-    rig.step()
-    assert [list(call.keys) for call in rig.tier.calls("submit_load")][2:] == [keys(2)]
-    rig.finish()
-    assert rig.ask(keys(1), ahead) == [True]
 
 
 def test_nobody_promotes_a_block_twice() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadingManager
@@ -15,17 +16,24 @@ MOST_BLOCKS = 2048
 """Blocks that are looked up in a step for requests that wait for their turn."""
 MOST_REQUESTS = 64
 """Requests at the head of the queue for which blocks are looked up in a step."""
+_NEVER = 1 << 40
+"""The tokens ahead of a request that only has its blocks read: all of them arrive before the engine needs them."""
 
 
 @dataclass(slots=True, order=True)
 class _Place:
-    """A request's place in the queue: requests with a smaller priority come first, then those that arrived first."""
+    """A request's place in the queue: requests with a turn come first, then those with a smaller priority, then those
+    that arrived first."""
 
+    only_reads: bool
+    """The client only wants the request's blocks in host memory, so that it has no turn before they are there."""
     priority: int
     number: int
     request: Request = field(compare=False)
     hit_tokens: int = field(default=0, compare=False)
     """The tokens that it will probably load."""
+    until_s: float = field(default=0.0, compare=False)
+    """When a request that only has its blocks read gets its turn at the latest."""
 
 
 class ReadAhead:
@@ -36,11 +44,16 @@ class ReadAhead:
     (``ReqContext.tokens_ahead``); blocks that arrive by then cost no time. The first request in the queue is the first
     at a tier, because a request is looked up only after the reads of earlier requests have begun. A request whose
     answers still hold is not looked up again.
+
+    A request that only prepares another one is the last in the queue. The engine gets no answer for it until its blocks
+    are in host memory, or ``most_s`` have passed since it arrived.
     """
 
-    def __init__(self, manager: OffloadingManager, hits: Hits) -> None:
+    def __init__(self, manager: OffloadingManager, hits: Hits, clock: Callable[[], float], most_s: float) -> None:
         self._manager = manager
         self._hits = hits
+        self._clock = clock
+        self._most_s = most_s
         self._queue: list[_Place] = []
         self._places: dict[Request, _Place] = {}
         self._num_arrived = 0
@@ -48,15 +61,27 @@ class ReadAhead:
     def __repr__(self) -> str:
         return f"ReadAhead({len(self._queue)} requests queue)"
 
-    def arrive(self, request: Request, *, comes_first: bool = False) -> None:
-        """The request waits for its turn. One that was preempted comes first among those of its priority."""
+    def arrive(self, request: Request, *, comes_first: bool = False, only_reads: bool = False) -> None:
+        """The request waits for its turn. One that was preempted comes first among those of its priority.
+        ``only_reads``: it only prepares another one."""
         if not request.context.reads_cache or request in self._places:
             return
         self._num_arrived += 1
         number = -self._num_arrived if comes_first else self._num_arrived
-        place = _Place(getattr(request.of_engine, "priority", 0), number, request)
+        place = _Place(only_reads, getattr(request.of_engine, "priority", 0), number, request)
         insort(self._queue, place)
         self._places[request] = place
+        if only_reads:
+            place.until_s = self._clock() + self._most_s
+            request.context.tokens_ahead = _NEVER
+
+    def ask(self, request: Request) -> None:
+        """The engine asks for the request, so its turn has come, unless it only has its blocks read for now."""
+        place = self._places.get(request)
+        if place is None or not place.only_reads:
+            request.context.tokens_ahead = None
+        elif self._clock() >= place.until_s:
+            self.leave(request)
 
     def leave(self, request: Request) -> None:
         """The request was admitted, or it has ended."""
@@ -71,20 +96,24 @@ class ReadAhead:
         ahead, left = step_tokens, MOST_BLOCKS
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
-            if self._may_look(request):
-                request.context.tokens_ahead = ahead
+            if self._may_look(place):
+                request.context.tokens_ahead = _NEVER if place.only_reads else ahead
                 if not self._manager.is_waiting(request.context):
-                    if left <= 0 or not self._manager.reads_ahead():
+                    is_reading = place.only_reads and place.hit_tokens > 0
+                    if left <= 0 or not (is_reading or self._manager.reads_ahead()):
                         break
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
-                    place.hit_tokens = self._hits.look_ahead(request)
+                    place.hit_tokens, is_here = self._hits.look_ahead(request)
                     left -= sum(len(own.keys) for own in request.groups)
+                    if is_here and place.only_reads:
+                        self.leave(request)
             ahead += max(request.of_engine.num_tokens - place.hit_tokens, 1)
 
-    def _may_look(self, request: Request) -> bool:
+    def _may_look(self, place: _Place) -> bool:
         """Whether the request's turn has not come, and it has no transfers that a lookup would have to respect."""
-        return not (self._hits.has_asked(request) or request.job_ids or request.is_prefilled_elsewhere)
+        request, has_asked = place.request, not place.only_reads and self._hits.has_asked(place.request)
+        return not (has_asked or request.job_ids or request.is_prefilled_elsewhere)
 
     def check_invariants(self) -> None:
         """For tests."""

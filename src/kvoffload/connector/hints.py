@@ -47,7 +47,8 @@ class Hints:
         self._ignored: Counter[str] = Counter()
 
     def of_request(self, req_id: str, params: object, kv_hints: object = None) -> tuple[NextUse, bool]:
-        """``next_use``, which is ``UNKNOWN`` without a hint that makes sense, and ``is_prefetch``."""
+        """Return ``next_use``, which is ``UNKNOWN`` without a hint that makes sense, and whether the request only
+        prepares another one."""
         if params is None and kv_hints is None:
             self._requests["unknown"] += 1
             return NextUse.UNKNOWN, False

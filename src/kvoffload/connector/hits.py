@@ -87,7 +87,8 @@ class Hits:
             num_tokens = request.of_engine.num_tokens
             since_s, *before = self._waiting.get(request, (self._clock(), -1, -1))
             is_same = before == [computed_tokens, num_tokens]
-            if not request.job_ids and not (is_same and self._manager.is_waiting(request.context)):
+            is_ready = not request.job_ids and request.context.tokens_ahead is None
+            if is_ready and not (is_same and self._manager.is_waiting(request.context)):
                 found = self.search(request, computed_tokens, num_tokens - 1)
             if found is None:
                 self._counts["lookups_deferred",] += 1
@@ -114,8 +115,9 @@ class Hits:
         """Whether the engine has asked for the request, and waits for the answer."""
         return request in self._waiting
 
-    def look_ahead(self, request: Request) -> int:
-        """Look up the blocks of a request whose turn has not come. Returns the tokens that it will probably load."""
+    def look_ahead(self, request: Request) -> tuple[int, bool]:
+        """Look up the blocks of a request whose turn has not come. Return the tokens that it will probably load, and
+        whether all of them are in host memory."""
         coming: list[int] = []
 
         def look_up(keys: Sequence[OffloadKey], *args: Any, **options: Any) -> Sequence[bool | None]:
@@ -125,9 +127,9 @@ class Hits:
             return answers
 
         found = self._search(request, 0, request.of_engine.num_tokens - 1, look_up)
-        if found is None and coming:  # full attention is looked up first
-            found = coming[0]
-        return found or 0
+        if found is None:
+            return coming[0] if coming else 0, False  # full attention is looked up first
+        return found, True
 
     def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
         """The longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer. Lookups promote what

@@ -27,7 +27,6 @@ from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.observer import Observer, Watch
 from kvoffload.connector.offers import StoreOffers
-from kvoffload.connector.prefetches import Prefetches
 from kvoffload.connector.requests import Keys, Request
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.logs import RateLimitedLog
@@ -75,8 +74,8 @@ class OffloadingConnectorScheduler:
         self._offers = StoreOffers(manager, geometry, jobs, epochs, config.offload_prompt_only, num_slots)
         self._short_loads = ShortLoads(geometry, jobs, clock)
         self._hits = Hits(manager, geometry, jobs, self._short_loads, self._observer, clock)
-        self._ahead = ReadAhead(manager, self._hits)
-        self._prefetches = Prefetches(manager, geometry, self._hits)
+        most_s = config.max_wait_s if config.secondary_tiers else 0.0
+        self._ahead = ReadAhead(manager, self._hits, clock, most_s)
         self._hints = Hints()
         self._log = RateLimitedLog(logger)
 
@@ -120,13 +119,12 @@ class OffloadingConnectorScheduler:
             not getattr(of_engine, "skip_reading_prefix_cache", False),
             limits.load_tiers,
             next_use,
-            is_prefetch,
         )
         policy = self._manager.on_new_request(context).policy
         groups = tuple(map(Keys, self._geometry))
         request = Request(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
         self._requests[context.req_id] = request
-        self._ahead.arrive(request)
+        self._ahead.arrive(request, only_reads=is_prefetch)
         if self._observer is not None:
             self._observer.arrived(request)
         return request
@@ -163,12 +161,6 @@ class OffloadingConnectorScheduler:
             self._manager.touch(keys, request.context)
         self._manager.on_request_finished(request.context)
 
-    def prefetch(self, request: EngineRequest) -> None:
-        """Promotes what lower tiers have of the prefix of ``request``, which the engine does not serve yet. Returns at
-        once; no request waits for it, and it is dropped where room or bandwidth lacks (``Prefetches``). Steps are
-        needed meanwhile (``has_pending_work``). Ignores the request's limits and hints."""
-        self._prefetches.begin(request, self._epochs.use())
-
     # ------------------------------------------------------------------------------------------------- hits
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -188,7 +180,7 @@ class OffloadingConnectorScheduler:
             # A preempted request too: the engine reports that only with the step.
             self._offers.forget(own)
             own.enter(epoch)
-        own.context.tokens_ahead = None  # its turn has come
+        self._ahead.ask(own)
         tokens = self._hits.find(own, num_computed_tokens, is_alone=len(self._requests) == 1)
         if tokens is None:
             return None, False
@@ -262,8 +254,6 @@ class OffloadingConnectorScheduler:
             stores += self._offers.retry()
         for own in named:
             own.states.clear()  # refused ones too: later the engine may write over them
-        if self._prefetches.open:
-            self._prefetches.step()
         self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._ahead.step(self._epochs, tokens)
@@ -380,7 +370,7 @@ class OffloadingConnectorScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute."""
-        return bool(self._jobs.in_flight or self._prefetches.open) or self._manager.has_pending_work()
+        return bool(self._jobs.in_flight) or self._manager.has_pending_work()
 
     def reset_cache(self, device_is_empty: bool = True) -> bool:
         """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``
@@ -426,7 +416,6 @@ class OffloadingConnectorScheduler:
 
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
         self._forget_computed()
-        self._prefetches.reset()
         if self._epochs.is_used:  # else the manager has no block, and a reset would only drain tiers that may hang
             self._manager.reset_cache()
         ended = self._epochs.current
@@ -442,7 +431,7 @@ class OffloadingConnectorScheduler:
                 request.enter(self._epochs.use())
 
     def get_stats(self) -> Stats:
-        parts = self._jobs, self._hits, self._epochs, self._hints, self._prefetches
+        parts = self._jobs, self._hits, self._epochs, self._hints
         own: Stats = {("requests_tracked",): len(self._requests)}
         return add_stats([own, *(part.get_stats() for part in parts), self._manager.get_stats()])
 

@@ -84,11 +84,12 @@ class Lookups:
         questions."""
         if request.context.tokens_ahead is not None:
             return self._may_hold(request.wait)
-        self._take_in(request)
         wait = request.wait
+        if wait is None or wait.is_ahead:
+            return False  # it never asked, or its turn has come
+        self._take_in(request)
         return (
-            wait is not None
-            and wait.num_open > 0
+            wait.num_open > 0
             and not wait.is_dirty
             and all(told.is_kept for told in wait.told.values())
             and not self._waits.is_over(request)
@@ -190,9 +191,8 @@ class Lookups:
         stop = wait.stop_of(keys)
         told = Told([*keys], [], is_kept=True)
         if stop or is_due:
-            # Survey. A prefetch has nothing to weigh: no request needs its blocks yet.
-            is_weighed = self._planner.weighs(keys[0]) and not request.context.is_prefetch
-            is_weighed &= wait.plan is None or is_planned
+            # Survey.
+            is_weighed = self._planner.weighs(keys[0]) and (wait.plan is None or is_planned)
             survey = self._places.survey(request, keys[:stop])
             # Plan.
             plan: Plan | None = None
@@ -328,9 +328,7 @@ class Lookups:
         for is_loaded, group in itertools.groupby(
             segments, lambda each: each.place.is_below and bool(each.place.tiers)
         ):
-            is_put_off = is_loaded and self._gives_way(wait.request)
-            told.is_kept &= not is_put_off
-            if is_loaded and not is_put_off:
+            if is_loaded:
                 parts = [*group]
                 end = min(end + sum(part.num_blocks for part in parts), stop)
                 if not self._promote(wait, told, end, parts):
@@ -364,10 +362,6 @@ class Lookups:
         begun = self._promotions.begin(sources, wait, told.keys, first, absent)
         told.answers += [None] * (begun - first)
         return begun == absent
-
-    def _gives_way(self, request: Request) -> bool:
-        """Whether a prefetch must not begin reads, because other requests wait for reads."""
-        return request.context.is_prefetch and self._promotions.are_waited_for()
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
         """The first of these blocks that the primary tier has by now, or that is named twice."""

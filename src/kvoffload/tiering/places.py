@@ -241,8 +241,8 @@ class Places:
 
     def next_unanswered(self, request: Request, told: Told) -> OffloadKey | None:
         """The first block of ``told`` that the request does not claim and still waits for, up to the first that is
-        nowhere. For a prefetch the watched one: the time in which it gives way counts."""
-        if request.context.is_prefetch or request.wait is None:
+        nowhere."""
+        if request.wait is None:
             return told.watched
         keys = request.wait.unclaimed(told)
         for part in (keys[:1], keys[1:]):  # a tier mostly has no answer to the first one yet

@@ -68,10 +68,6 @@ class Promotions:
         job = self._job_of.get(key)
         return HERE if job is None else _place(job.tier.index, job.is_overdue)
 
-    def are_waited_for(self) -> bool:
-        """Whether a request that is not a prefetch waits for a block that is being promoted."""
-        return any(key in self._job_of for key in self._waits.open_keys())
-
     # ---------------------------------------------------------------------------------------------------- begin
 
     def begin(

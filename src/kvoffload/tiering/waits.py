@@ -9,7 +9,7 @@ its last answers. ``Waits`` alone writes a ``Wait``; others report what happened
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, inf
 
 from kvoffload.base import OffloadKey
@@ -96,12 +96,6 @@ class Waits:
         """How many unclaimed blocks may be promoted beside ``hits``, which a request will claim when it begins to
         wait."""
         return max(0, self.most_claimed - len(self._claims) - sum(key not in self._claims for key in hits))
-
-    def open_keys(self) -> Iterator[OffloadKey]:
-        """Blocks on their way to requests other than prefetches."""
-        for request, wait in self._waiting.items():
-            if wait.num_open and not request.context.is_prefetch:
-                yield from (key for key, is_ready in wait.claims.items() if not is_ready)
 
     # ------------------------------------------------------------------------------------- what a request is told
 

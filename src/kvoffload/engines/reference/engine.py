@@ -150,13 +150,6 @@ class Engine:
         self._scheduler.add(request)
         return request
 
-    def prefetch(self, prompt_token_ids: Sequence[int], *, cache_salt: str = "") -> None:
-        """Begins to promote what lower tiers have of a prompt that comes later. It takes some steps."""
-        if self._connector is not None and prompt_token_ids:
-            sampling = SamplingParams(max_tokens=1)
-            request = Request("prefetch", list(prompt_token_ids), sampling, self.options.block_tokens, cache_salt)
-            self._connector.prefetch(request)
-
     def abort(self, request_id: str) -> None:
         """Ends a request at any stage. Ignores requests that have ended, and unknown ids."""
         request = self._requests.get(request_id)
