@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary: keys, request contexts, load/store specs, events, and the two seams every backend fills.
+"""The shared vocabulary: keys, request contexts, load/store specs, events, and the two interfaces that backends
+implement.
 
-The control plane (``OffloadingManager``, scheduler process) decides what is stored, kept and evicted. The data plane
-(``OffloadingHandler``, worker process) moves bytes. They share only the small records of this module, so importing it
-loads neither torch nor an engine. The names here are stable: engines, tiers and policies build on them.
+The control plane (``OffloadingManager``, scheduler process) decides which blocks to store, keep and evict. The data
+plane (``OffloadingHandler``, worker process) moves bytes. They share only the small records of this module, so
+importing it loads neither torch nor an engine. The names in it are stable, because engines, tiers and policies depend
+on them.
 """
 
 from __future__ import annotations
@@ -31,26 +33,28 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------------- keys
 
 OffloadKey = NewType("OffloadKey", bytes)
-"""Identity of one offloaded block: the engine's block hash, then the KV group's index in four bytes.
+"""Identity of one offloaded block: the engine's block hash, followed by the KV group's index in four bytes.
 
-Plain bytes rather than a tuple: hashed once, compared by memcmp, invisible to the garbage collector.
+It is plain bytes and not a tuple, so that Python hashes it only once, compares it with memcmp, and hides it from the
+garbage collector.
 """
 
 _GROUP_BYTES = 4
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """``block_hash`` followed by ``group_idx`` (unsigned, big endian, 4 bytes; ``OverflowError`` outside that)."""
+    """Return ``block_hash`` followed by ``group_idx`` (unsigned, big endian, 4 bytes). Raises ``OverflowError`` if the
+    index does not fit."""
     return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big", signed=False))
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """The engine's block hash inside ``key``."""
+    """Return the engine's block hash in ``key``."""
     return key[:-_GROUP_BYTES]
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """The KV group index inside ``key``."""
+    """Return the KV group's index in ``key``."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big", signed=False)
 
 
@@ -58,20 +62,20 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 class NextUse(IntEnum):
-    """What a client says of a request's blocks: when it will use them again. A hint, which may be wrong."""
+    """A client's hint about when it will use a request's blocks again. It may be wrong."""
 
     UNKNOWN = 0
-    """It said nothing."""
+    """The client gave no hint."""
     SOON = 1
     """Within a minute."""
     LATER = 2
     """Within ten minutes."""
     NEVER = 3
-    """The client is done with them. Others may still use what they share."""
+    """The client does not need them again. Other clients may still use shared blocks."""
 
     @classmethod
     def named(cls, name: object) -> NextUse | None:
-        """``"soon"``, ``"later"`` or ``"never"``; ``None`` for anything else."""
+        """Return the member for ``"soon"``, ``"later"`` or ``"never"``, and ``None`` for anything else."""
         return _NEXT_USES.get(name) if isinstance(name, str) else None
 
 
@@ -80,28 +84,30 @@ _NEXT_USES = {use.name.lower(): use for use in NextUse if use is not NextUse.UNK
 
 @dataclass(slots=True)
 class ReqContext:
-    """What managers may know of a request: its id, and the parameters its client sent along for KV transfer."""
+    """The facts about a request that managers can use: its id, the client's parameters for KV transfer, and values that
+    the connector derives from them."""
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
     reads_cache: bool = True
-    """``False``: the request wants all of its prompt computed. It looks nothing up, and its offers are no reuse."""
+    """``False``: the request wants its whole prompt computed. It looks up no blocks, and its offers do not count as
+    reuse."""
     load_tiers: LoadTiers | None = None
-    """The tiers below the primary one that it may load from; ``None``: all."""
+    """The tiers below host memory that it may load from; ``None``: all."""
     next_use: NextUse = NextUse.UNKNOWN
-    """When the client says that it will use the request's blocks again."""
+    """The client's hint about the next use of the request's blocks."""
     tokens_ahead: int | None = None
-    """While the request waits for its turn: the tokens that the engine computes before it, including the step that was
-    just decided, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
+    """While the request waits for its turn: the number of tokens that the engine computes before it, including the step
+    that was just decided, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
 
 
 class OffloadPolicy(Enum):
-    """How much of a request is offered for offloading."""
+    """Which blocks of a request the connector offers for store."""
 
     BLOCK_LEVEL = "block_level"
-    """Only blocks the request computed; what came from a hit is stored already. The default."""
+    """Only blocks that the request computed, because the blocks of a hit are already stored. The default."""
     REQUEST_LEVEL = "request_level"
-    """All blocks of the request, hits included: for tiers that need a request's whole context."""
+    """All blocks of the request, including hits, for tiers that need a request's whole context."""
 
 
 @dataclass(slots=True)
@@ -115,19 +121,20 @@ class RequestOffloadingContext:
 
 
 class LoadStoreSpec(ABC):
-    """One end of a transfer: where its bytes lie. Picklable; built by the control plane, read by a handler."""
+    """One end of a transfer: the place of its bytes. The control plane creates it and a handler reads it, so it can be
+    pickled."""
 
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """The medium's name, ``"GPU"`` or ``"CPU"``: handlers are chosen by the pair (source, destination)."""
+        """Return the medium's name, ``"GPU"`` or ``"CPU"``. The pair (source, destination) determines the handler."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """A spec that names its bytes by block ids alone.
+    """A spec that identifies its bytes by block ids alone.
 
-    ``block_ids`` is any sequence of non-negative ints. It becomes a one-dimensional int64 array in transfer order when
-    it is read first, which is in the worker: the scheduler's thread only writes specs. An id may occur more than once.
+    ``block_ids`` is any sequence of non-negative ints. It becomes a one-dimensional int64 array, in transfer order,
+    when the worker first reads it; the scheduler's thread only writes specs. An id may occur more than once.
     """
 
     __slots__ = ("_ids",)
@@ -142,8 +149,8 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
         return ids
 
     def in_order(self, order: Sequence[int]) -> Self | None:
-        """Return a spec of the same kind with the block ids at these indices, in this order. ``None`` if there are more
-        or fewer ids than indices."""
+        """Return a spec of the same kind with the block ids at these indices, in this order, or ``None`` if the number
+        of ids differs from the number of indices."""
         if len(self._ids) != len(order):
             return None
         other = copy.copy(self)
@@ -155,12 +162,12 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
 
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """GPU blocks of one request, group after group.
+    """GPU blocks of one request, listed group by group.
 
-    ``group_sizes[g]`` GPU blocks belong to KV group ``g`` (``sum(group_sizes) == len(block_ids)``; a group may
-    have none). ``block_indices[g]`` is the position in the request of the group's first GPU block here, so that
-    a transfer may start inside an offloaded block: with ``block_size_factor`` f it starts at sub-block
-    ``block_indices[g] % f`` of the first CPU block listed for the group.
+    ``group_sizes[g]`` GPU blocks belong to KV group ``g`` (``sum(group_sizes) == len(block_ids)``; a size may be 0).
+    ``block_indices[g]`` is the position in the request of the group's first GPU block in this spec. So a transfer may
+    start inside an offloaded block: with ``block_size_factor`` f, it starts at sub-block ``block_indices[g] % f`` of
+    the first host-memory block listed for the group.
     """
 
     __slots__ = ("block_indices", "group_sizes")
@@ -196,8 +203,8 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(slots=True)
 class PrepareStoreOutput:
-    """The result of ``prepare_store``: the offered keys that are to be written, where to write each (``store_spec``, in
-    the same order), and the keys evicted to make room."""
+    """The result of ``prepare_store``: the offered keys to write, the place for each of them (``store_spec``, in the
+    same order), and the keys evicted to make room."""
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
@@ -206,10 +213,10 @@ class PrepareStoreOutput:
 
 @dataclass(slots=True)
 class OffloadingEvent:
-    """Blocks that appeared in (``removed=False``) or left (``removed=True``) a medium.
+    """Blocks that appeared in a medium (``removed=False``) or left it (``removed=True``).
 
-    There is no block size: one event may group blocks of KV groups whose sizes differ, and the engine's own
-    events carry them already.
+    An event contains no block size, because it may list blocks of KV groups with different sizes, and the engine's own
+    events contain the sizes.
     """
 
     keys: list[OffloadKey]
@@ -218,38 +225,40 @@ class OffloadingEvent:
 
     @property
     def clears(self) -> bool:
-        """A removal without keys: changes of the medium were lost before this event. None of its announced blocks
-        counts any longer, and events of those that it has follow."""
+        """Whether this is a removal without keys. It says that earlier changes of the medium were lost: none of the
+        announced blocks counts any longer, and events for the blocks that are still in the medium follow."""
         return self.removed and not self.keys
 
 
 class StepWork(NamedTuple):
-    """What an engine does in one step, from which a manager learns how fast it computes."""
+    """The work of an engine in one step. A manager measures the engine's speed with it."""
 
     tokens: int = 0
-    """All tokens that the step computes."""
+    """Number of tokens that the step computes."""
     prompt_tokens: int = 0
-    """Those of them that belong to prompts."""
+    """Number of these tokens that belong to prompts."""
     queued_tokens: int = 0
-    """Prompt tokens of running requests that are left for later steps."""
+    """Number of prompt tokens of running requests that later steps will compute."""
     is_continued: bool = False
-    """A request of an earlier step runs in this one, so the engine did not idle between the step before and this."""
+    """A request of an earlier step also runs in this step, so the engine did not idle between the previous step and
+    this one."""
 
 
 # ------------------------------------------------------------------------------------------------ control plane
 
 
 class Weighed(NamedTuple):
-    """Blocks of one tier for a request that waits, and what they were weighed against. Times are what was expected."""
+    """Blocks that a waiting request reads from one tier, and the alternatives to reading them there. All times are
+    expected times."""
 
     tier: str
     num_blocks: int
     expected_s: float
-    """Until they are in host memory."""
+    """Seconds until they are in host memory."""
     others_s: Mapping[str, float]
-    """The same from each other tier that has all of them."""
+    """The same for each other tier that has all of these blocks."""
     computing_s: float | None
-    """Of their tokens; ``None``: the engine's speed is not known."""
+    """Seconds to compute their tokens; ``None``: the engine's speed is not known."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -262,9 +271,10 @@ class Weighed(NamedTuple):
 
 
 class OffloadingManager(ABC):
-    """Decides what is stored, kept and evicted. Lives in the scheduler process; every call is on its thread.
+    """Decides which blocks to store, keep and evict. It runs in the scheduler process, and all calls come from the
+    scheduler's thread.
 
-    Called by the connector's scheduler side, per request, in this order::
+    The connector's scheduler side calls these methods for each request, in this order::
 
         on_new_request                                      once, before anything else
         lookup*                                             per step while the request waits; None = ask again
@@ -273,33 +283,34 @@ class OffloadingManager(ABC):
         prepare_store -> (transfer) -> complete_store       reserves, then publishes or frees, keys_to_store
         on_request_finished                                 once, after the request's last prepare_*
 
-    and once per step ``note_step``, ``on_schedule_end`` and ``take_events``. ``complete_*`` may arrive after
-    ``on_request_finished``: a transfer outlives its request, which is why those two need no request context.
+    and once per step ``note_step``, ``on_schedule_end`` and ``take_events``. ``complete_*`` may follow
+    ``on_request_finished``, because a transfer can outlive its request. So these two methods need no request context.
 
-    No method blocks, does I/O or raises because a tier is broken: a failure is a miss. Methods that take pins or slots
-    and methods that give them back are all abstract, so that a subclass forgets neither. Only options have defaults.
+    No method blocks, does I/O, or raises because a tier is broken: a failure is a miss. All methods that take or return
+    pins or slots are abstract, so that a subclass cannot forget one. Only optional methods have defaults.
     """
 
     lost: LostBlocks = NO_LOSSES
-    """Where lost blocks are recorded, if a trace is."""
+    """The record of lost blocks; ``NO_LOSSES`` unless a trace is recorded."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """``True``: ready to load. ``False``: not here. ``None``: not yet; ask again in a later step."""
+        """Return ``True`` if the block is ready to load, ``False`` for a miss, and ``None`` for "not yet": ask again in
+        a later step."""
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, ends: Collection[OffloadKey] | None = None
     ) -> list[bool | None]:
-        """Answers for ``keys`` in order, up to and including the first ``False``, each with the meaning it has in
-        ``lookup``.
+        """Return the answers for ``keys`` in order, up to and including the first ``False``. Each has the same meaning
+        as in ``lookup``.
 
-        ``lookup`` of a key equals ``lookup_prefix`` of that key alone, side effects included. A manager that decides
-        block by block equals the loop of ``lookup``, and overrides this only to be faster. One that weighs the blocks
-        of a call together may answer ``False`` earlier or later than the loop.
+        ``lookup`` of a key equals ``lookup_prefix`` of that key alone, including side effects. If a manager decides
+        block by block, the result equals a loop of ``lookup``, and an override only saves time. If a manager weighs the
+        blocks of a call together, it may answer ``False`` earlier or later than the loop.
 
-        ``ends``: of the blocks that the request looks up now, the last ones of hits that it could use. ``None``: each
-        may be the last. Where a model has states, a hit ends at one of them, and whoever loads a part of a hit would
-        load what comes after the last of them for nothing. ``in`` is O(1).
+        ``ends`` is the set of blocks in this lookup at which a usable hit can end; ``None``: a hit can end at any
+        block. In a model with states, a hit ends at a state, so loading blocks after the last state is useless. Testing
+        membership in ``ends`` is O(1).
         """
         answers: list[bool | None] = []
         for key in keys:
@@ -310,127 +321,134 @@ class OffloadingManager(ABC):
         return answers
 
     def reads_ahead(self) -> bool:
-        """Whether lookups for requests that wait for their turn (``ReqContext.tokens_ahead``) are of use now: a tier
-        can begin to read, and there is room for its blocks."""
+        """Return whether lookups for requests that wait for their turn (``ReqContext.tokens_ahead``) can start reads: a
+        tier can begin to read, and host memory has room for its blocks."""
         return False
 
     def is_waiting(self, req_context: ReqContext) -> bool:
-        """Whether the request waits, for its turn perhaps, and nothing has happened to the blocks that it waits for, so
-        that its last lookups would get the same answers again."""
+        """Return whether the request waits (perhaps for its turn) and nothing has happened to the blocks that it waits
+        for. If so, its last lookups would get the same answers again."""
         return False
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Whether lookups may find ``keys`` in the end, in order, up to the first ``False``; ``None``: not known (yet).
-        Unlike a lookup it promotes nothing, makes no request wait and does not use a block. ``False`` only if a lookup
-        would say so too."""
+        """Return for each of ``keys``, in order and up to the first ``False``, whether a lookup may eventually find it;
+        ``None``: not known (yet). Unlike a lookup, a peek reads nothing from tiers, makes no request wait and does not
+        count as a use of a block. It answers ``False`` only if a lookup would do the same."""
         return [None] * len(keys)
 
     def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """``peek`` at each of ``keys`` alone: the answers go on after a ``False``."""
+        """Peek at each of ``keys`` alone, so the answers continue after a ``False``."""
         return [self.peek([key], req_context)[0] for key in keys]
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pins ``keys``, each of which ``lookup`` found (``True``) in this step. Returns where they lie, in order."""
+        """Pin ``keys``, which ``lookup`` found (``True``) in this step, and return their places in the same order."""
 
     @abstractmethod
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Gives back the pins of one ``prepare_load`` of these keys, whether or not the transfer succeeded."""
+        """Release the pins of one ``prepare_load`` of these keys, whether or not the transfer succeeded."""
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Marks a request's prefix, given head to tail, as just used; keys that are not here are ignored."""
+        """Mark a request's prefix, given from head to tail, as just used. Unknown keys are ignored."""
 
     @abstractmethod
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserves slots for those of ``keys`` that should be stored and are not here yet.
+        """Reserve slots for the ``keys`` that should be stored and are not stored yet.
 
-        ``None``: there is no room now, and nothing was changed. An empty ``keys_to_store`` means nothing to do.
+        Returns ``None`` if there is no room, and then changes nothing. An empty ``keys_to_store`` means that there is
+        nothing to store.
         """
 
     @abstractmethod
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
-        """Publishes ``keys`` (``keys_to_store`` of an earlier ``prepare_store``), or frees them if not ``success``."""
+        """Publish ``keys`` (``keys_to_store`` of an earlier ``prepare_store``), or free their slots if not
+        ``success``."""
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrives. Returns how its blocks are to be offered. Abstract, so that no manager forgets it."""
+        """Register a new request, and return how the connector should offer its blocks."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """No more ``lookup`` or ``prepare_*`` for this request; transfers in flight may still complete."""
+        """Note the end of a request: no ``lookup`` or ``prepare_*`` follows for it, but transfers in flight may still
+        complete."""
 
     def note_step(self, work: StepWork) -> None:
-        """What the step that is being decided computes. Called just before ``on_schedule_end``. A manager that weighs
-        loading against computing learns from it; for others there is nothing to do."""
+        """Note the work of the step that is being decided. Called just before ``on_schedule_end``. A manager that
+        weighs loading against computing measures the engine with it; others ignore it."""
 
     def on_schedule_end(self) -> None:
-        """The step is decided: submit what was gathered. Called on every step, also those without a forward pass."""
+        """Submit the work gathered during the step, which has now been decided. Called in every step, including steps
+        without a forward pass."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call, in the order things became true. Folding them gives the resident set."""
+        """Return the events since the last call, in the order in which they became true. Folding them gives the
+        resident set."""
         return ()
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed (``on_schedule_end``) although no request runs."""
+        """Return whether the manager needs further steps (``on_schedule_end``) although no request runs."""
         return False
 
     def reset_cache(self) -> None:
-        """Forgets every block. Transfers in flight keep their slots until they complete; they publish nothing."""
+        """Forget every block. Transfers in flight keep their slots until they complete, but publish nothing."""
 
     def get_stats(self) -> Stats:
-        """Current metric values (``kvoffload.metrics``): counters since start, gauges now."""
+        """Return the values of all metrics (``kvoffload.metrics``): counters since the start, and current gauges."""
         return {}
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Which blocks are here or below, as far as that is known. Unlike a lookup it promotes nothing."""
+        """Return for each block whether it is known to be in host memory or in a tier. Unlike a lookup, this reads
+        nothing from tiers."""
         return [False] * len(keys)
 
     def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """The blocks that were promoted while the request waits for them, with the tier that they came from. To be read
-        before they are loaded."""
+        """Return the blocks that were read from tiers while the request waited for them, with the name of the tier.
+        Call this before they are loaded to the GPU."""
         return {}
 
     def weighed(self, req_context: ReqContext) -> Sequence[Weighed]:
-        """Why its blocks come from these tiers, one entry for each. To be read before they are loaded."""
+        """Return one entry for each tier that supplies the request's blocks, with the alternatives. Call this before
+        they are loaded to the GPU."""
         return ()
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
-        """Why the request did not get each of ``keys``; ``None``: the block is here or below. Only known in full while
-        losses are recorded (``lost``)."""
-        held = self.holds(keys)  # first: tiers record what they lost meanwhile
+        """Return for each of ``keys`` why the request did not get it; ``None``: the block is in host memory or in a
+        tier. Answers are complete only while losses are recorded (``lost``)."""
+        held = self.holds(keys)  # first, because tiers then record their recent losses
         losses = self.lost.find(keys)
         return [None if is_held else loss or Loss(Miss.NEW) for is_held, loss in zip(held, losses, strict=True)]
 
     def shutdown(self) -> None:
-        """Releases threads and files. Idempotent."""
+        """Release threads and files. Idempotent."""
 
 
 # --------------------------------------------------------------------------------------------------- data plane
 
 
 class Direction(Enum):
-    """Which way a transfer moves blocks. The values are the first words of metric names."""
+    """The direction of a transfer. The values are the first words of metric names."""
 
     LOAD = "load"
-    """From the primary tier to the device."""
+    """From host memory to the GPU."""
     STORE = "store"
-    """From the device to the primary tier."""
+    """From the GPU to host memory."""
 
 
 class TransferResult(NamedTuple):
-    """The end of one transfer on one rank. ``OffloadingHandler.get_finished`` returns each once."""
+    """The result of one transfer on one rank. ``OffloadingHandler.get_finished`` returns each result once."""
 
     job_id: int
     success: bool
     num_bytes: int = 0
-    """Bytes moved, 0 on failure."""
+    """Number of bytes moved; 0 after a failure."""
     seconds: float = 0.0
     """Duration of the copy itself, without the time in the queue."""
 
 
 class OffloadingHandler(ABC):
-    """Moves blocks in one direction, for one pair (source medium, destination medium). Lives in a worker.
+    """Moves blocks in one direction, for one pair (source medium, destination medium). It runs in a worker.
 
     The worker's own thread calls all methods. Only ``wait``, ``shutdown`` and the default of ``flush`` block. A
     transfer that fails is a ``TransferResult`` with ``success=False``, never an exception.
@@ -438,37 +456,37 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: tuple[LoadStoreSpec, LoadStoreSpec]) -> None:
-        """Starts copying ``spec = (source, destination)``, ordered after the compute submitted so far."""
+        """Start to copy ``spec = (source, destination)``, ordered after the compute submitted so far."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Every transfer that ended since the last call, each once."""
+        """Return the result of every transfer that ended since the last call, each once."""
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns once these transfers have ended. ``get_finished`` still returns them. Unknown ids are ignored."""
+        """Return once these transfers have ended. ``get_finished`` still returns them. Unknown ids are ignored."""
 
     def flush(self, job_ids: Collection[int]) -> None:
-        """Compute submitted from now on finds these transfers ended: it waits for them on the device where that is
-        possible, else the host waits for them here. Not enough where something else than the device's compute uses
-        their GPU blocks. Those that have failed by then must be in the next ``get_finished``."""
+        """Order all compute submitted after this call after these transfers. If possible, the GPU waits for them;
+        otherwise the host waits in this call. This does not protect GPU blocks that anything other than the GPU's
+        compute uses. The next ``get_finished`` must include the transfers that have failed by then."""
         self.wait(job_ids)
 
     def take_addresses(self) -> None:
-        """The engine had its KV cache unmapped, and has mapped it again: reads anew where its tensors lie. No transfer
-        is open. A handler that cannot do that is given no transfer any more."""
+        """Read the addresses of the KV tensors again, because the engine unmapped its KV cache and mapped it again. No
+        transfer is open. A handler that raises gets no further transfers."""
         raise NotImplementedError(f"{type(self).__name__} does not know where an engine's memory lies after a sleep.")
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Waits for what runs, drops what is queued, releases threads and device resources. Idempotent."""
+        """Wait for running transfers, drop queued ones, and release threads and GPU resources. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheTensor:
-    """One block-major view of device memory: an int8 or uint8 tensor of shape (num_gpu_blocks, page_size_bytes).
+    """One block-major view of GPU memory: an int8 or uint8 tensor of shape (num_gpu_blocks, page_size_bytes).
 
-    ``page_size_bytes`` is the contiguous part of each GPU block in this tensor; rows may lie further apart
+    ``page_size_bytes`` is the contiguous part of each GPU block in this tensor. The distance between rows may be larger
     (padding, or layers interleaved in one allocation).
     """
 
@@ -478,14 +496,14 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedPage:
-    """A page of a slot that several ranks fill, each with the bytes of its own KV heads."""
+    """A page of a slot that several ranks fill together, each with the bytes of its own KV heads."""
 
     start: int
-    """Bytes of a GPU block before this page, all ranks together."""
+    """Number of bytes of a GPU block before this page, for all ranks together."""
     num_bytes: int
-    """Of the page, all ranks together."""
+    """Size of the page, for all ranks together."""
     offset: int
-    """From the page's start to this rank's bytes."""
+    """Distance from the page's start to this rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,16 +513,16 @@ class CanonicalKVCacheRef:
     tensor_idx: int
     page_size_bytes: int
     shared: SharedPage | None = None
-    """Where these bytes lie in a page of all ranks. ``None``: they are a page of this rank's slice alone, after those
-    of the refs before."""
+    """The place of these bytes in a page of all ranks. ``None``: they are a page of this rank's own slice, after the
+    pages of the previous refs."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """A worker's KV cache, whatever the engine's layout was.
+    """A worker's KV cache in a form that does not depend on the engine's layout.
 
-    ``group_data_refs[g]`` lists, in storage order, the pages that make up one GPU block of KV group ``g``.
-    Groups may share tensors: their GPU block ids then come from one pool.
+    ``group_data_refs[g]`` lists, in storage order, the pages that make up one GPU block of KV group ``g``. Groups may
+    share tensors; their GPU block ids then come from one pool.
     """
 
     tensors: list[CanonicalKVCacheTensor] = field(default_factory=list)
@@ -512,26 +530,26 @@ class CanonicalKVCaches:
 
 
 class OffloadingSpec(ABC):
-    """Builds both planes of one way of offloading from one validated configuration.
+    """Creates both planes of one kind of offloading from one validated configuration.
 
-    An engine adapter makes one in the scheduler process, where only ``get_manager`` is called, and one in each
-    worker process, where only ``get_handlers`` is. Constructors take ``(config, layout)``:
-    ``kvoffload.config.OffloadingConfig`` and ``kvoffload.config.EngineLayout``, and refuse what cannot work
-    (``ConfigError``) before anything is allocated.
+    An engine adapter creates one spec in the scheduler process, where it calls only ``get_manager``, and one in each
+    worker process, where it calls only ``get_handlers``. Constructors take ``(config, layout)``: a
+    ``kvoffload.config.OffloadingConfig`` and a ``kvoffload.config.EngineLayout``. They raise ``ConfigError`` if these
+    cannot work, before they allocate anything.
     """
 
     @classmethod
     def check_config(cls, config: OffloadingConfig) -> None:
-        """Raises ``ConfigError`` for what the constructor would refuse whatever the layout. An engine asks while it
-        reads its configuration, before it loads a model. Allocates and touches nothing."""
+        """Raise ``ConfigError`` if the constructor would reject ``config`` with every layout. An engine calls this
+        while it reads its configuration, before it loads a model. It allocates and touches nothing."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The manager, made on first call and the same one afterwards."""
+        """Return the manager. The first call creates it, and later calls return the same one."""
 
     @abstractmethod
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> dict[tuple[str, str], OffloadingHandler]:
-        """The handlers for ``kv_caches``, by (source medium, destination medium); called once per worker."""
+        """Return the handlers for ``kv_caches``, by (source medium, destination medium). Called once per worker."""
 
     def shutdown(self) -> None:
-        """Releases what ``get_manager`` and ``get_handlers`` made. Idempotent."""
+        """Shut down everything that ``get_manager`` and ``get_handlers`` created. Idempotent."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier: which block each of its slots holds, and its managers, as the connector and lower tiers see them.
+"""The control plane of host memory: the blocks in its slots, and the managers that the connector and the lower tiers
+use.
 
-``SlotTable`` has slots, pins and readiness. ``CPUOffloadingManager`` puts requests, the reuse filter and metrics in
-front of it. ``CPUPrimaryTierOffloadingManager`` adds the memory and the names by which lower tiers read and write.
+``SlotTable`` owns slots, pins and readiness. ``CPUOffloadingManager`` adds requests, the reuse filter and metrics.
+``CPUPrimaryTierOffloadingManager`` adds the memory itself and the methods with which lower tiers read and write it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from kvoffload.miss import Miss
 _IN_FLIGHT = BlockStatus.IN_FLIGHT
 _NO_KEYS: frozenset[OffloadKey] = frozenset()
 _MIN_USED = 1024
-"""Keys that are remembered for each request, however small the tier is."""
+"""The least number of keys remembered for each request, however small host memory is."""
 _RUN = 64
-"""Blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one such call."""
+"""Number of blocks that ``lookup_prefix`` asks the policy for in one call. A miss at the head of a prefix costs one
+such call."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- slots
 
 
 class SlotTable:
-    """Slots, pins and readiness of the primary tier's blocks, over a cache policy. One thread; no bytes.
+    """Slots, pins and readiness of the blocks in host memory, on top of a cache policy. One thread; no bytes.
 
-    Reads pin a block, writes reserve a slot::
+    Reads pin a block, and writes reserve a slot::
 
         pin(keys) -> slots  ...  unpin(keys)                           as often as it was pinned
         reserve(keys) -> slots, victims  ...  end_write(keys, success)
@@ -54,12 +56,13 @@ class SlotTable:
 
     The keys of one ``reserve`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
 
-    ``reset`` forgets all blocks at once. A slot of a transfer in flight is used again only after that transfer has
-    ended, and the transfer publishes nothing. Until then its key cannot be reserved again, since the end of a transfer
-    names its key only.
+    ``reset`` forgets all blocks at once. The slot of a transfer in flight is reused only after that transfer has ended,
+    and the transfer publishes nothing. Until then, its key cannot be reserved again, because the end of a transfer
+    names only the key.
 
-    With ``enable_events`` the table records what appears and what leaves, in the order in which it becomes true.
-    ``clock`` gives seconds and never goes back; blocks have their age from it. ``lost`` gets the blocks that leave.
+    With ``enable_events``, the table records the blocks that appear and leave, in the order in which these changes
+    become true. ``clock`` returns seconds and never goes back; it determines the age of blocks. ``lost`` records the
+    blocks that leave.
     """
 
     def __init__(
@@ -74,28 +77,29 @@ class SlotTable:
             raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give the primary tier more memory.")
         self.num_blocks = num_blocks
         self.policy = policy = make_policy(num_blocks)
-        """Keeps the order of the blocks. Others only call its ``next_victims``: this table makes all changes."""
+        """The order of the blocks. Other code only calls its ``next_victims``; this table makes all changes."""
         self.get = policy.get
-        """The block called ``key``, or ``None``. Callers only read it: the table alone changes blocks."""
+        """Return the block with this key, or ``None``. Callers only read it; the table alone changes blocks."""
         self.get_all = policy.get_all
         self.num_stored = 0
-        """Blocks published so far."""
+        """Number of blocks published since the start."""
         self.num_evicted = 0
         self.touch = with_options(policy.touch, "counts", "next_use")
-        """One request used a prefix, head to tail. ``counts=False``: no new use, only the order changes. ``next_use``:
-        what its client says of the next."""
+        """Record that one request used a prefix, from head to tail. ``counts=False``: change only the order, and count
+        no new use. ``next_use``: the client's hint about the next use."""
         self._evict = with_options(policy.evict, "incoming")
         self._insert_all = with_options(policy.insert_all, "next_use")
         self._medium = CPULoadStoreSpec.medium()
         self._events = PendingEvents(self._medium) if enable_events else None
         self._slots: list[BlockStatus] = []
-        """The slots that have a record, by id."""
+        """The slots whose record exists, by id."""
         self._num_used = 0
-        """Slots used since the last reset that found no slot busy. The others hold nothing, whatever they say."""
+        """Number of slots used since the last reset that found no busy slot. All other slots are empty, whatever their
+        records say."""
         self._free: list[BlockStatus] = []
-        """Slots that were used and are free now. The last one is the next to be used."""
+        """Slots that were used and are free again. The last one is used next."""
         self._orphans: dict[OffloadKey, BlockStatus] = {}
-        """Blocks that a reset forgot while they were being read or written, until that has ended."""
+        """Blocks that a reset forgot while they were being read or written, until that transfer has ended."""
         self._num_in_flight = 0
         self._num_read = 0
         self._clock = clock
@@ -107,9 +111,10 @@ class SlotTable:
         return f"SlotTable({len(self.policy)} of {self.num_blocks} blocks, {self.policy!r})"
 
     def make_records(self) -> None:
-        """Makes the records of all slots now, each of which is else made when the slot is used first.
+        """Create the records of all slots now, instead of at each slot's first use.
 
-        Engines freeze what exists once they have started (``gc.freeze``), so that full collections do not visit it.
+        Engines freeze all existing objects after their start (``gc.freeze``), so full collections do not visit these
+        records.
         """
         self._slots += map(BlockStatus, range(len(self._slots), self.num_blocks))
 
@@ -117,29 +122,32 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing and that no transfer uses."""
+        """Number of empty slots that no transfer uses."""
         return self.num_blocks - self._num_used + len(self._free)
 
     @property
     def num_idle(self) -> int:
-        """Slots whose block could be evicted now."""
+        """Number of slots whose block can be evicted."""
         return self._num_used - len(self._free) - self._num_in_flight - self._num_read
 
     @property
     def num_in_flight(self) -> int:
-        """Slots that are being written, those of forgotten blocks included."""
+        """Number of slots that are being written, including slots of blocks that a reset forgot."""
         return self._num_in_flight
 
     @property
     def num_busy(self) -> int:
-        """Slots that are being read or written: not evictable now."""
+        """Number of slots that are being read or written, so that they cannot be evicted."""
         return self._num_in_flight + self._num_read
 
     # ---------------------------------------------------------------------------------------------- reads
 
     def pin(self, keys: Collection[OffloadKey]) -> list[int]:
-        """Pins blocks, each of which must be ready, and returns their slots in order. A key given twice is pinned
-        twice. Asking for a block that is not ready is a bug of ours: ``AssertionError``, and nothing is pinned."""
+        """Pin blocks and return their slots in order. A key given twice is pinned twice.
+
+        All blocks must be ready. Otherwise this raises ``AssertionError``, because it is a bug of kvoffload, and pins
+        nothing.
+        """
         blocks = self.get_all(keys)
         slots: list[int] = []
         newly_busy = 0
@@ -162,8 +170,10 @@ class SlotTable:
         raise AssertionError(f"block {key.hex()} cannot be read: it is {state}")
 
     def unpin(self, keys: Collection[OffloadKey]) -> None:
-        """Gives back what one ``pin`` of these keys took. Ignores unknown keys. Giving back more than was taken is a
-        bug of ours: ``AssertionError``, and no pin is given back."""
+        """Release the pins of one ``pin`` of these keys. Ignores unknown keys.
+
+        If a block has no pin, this raises ``AssertionError``, because it is a bug of kvoffload, and releases nothing.
+        """
         if self._orphans:
             keys = self._end_forgotten(keys, is_write=False)
         newly_idle = 0
@@ -188,7 +198,7 @@ class SlotTable:
         raise AssertionError(f"{refused!r} is given back more often than it was pinned")
 
     def _end_forgotten(self, keys: Iterable[OffloadKey], *, is_write: bool) -> list[OffloadKey]:
-        """Ends one transfer of each block that a reset forgot. Returns the other keys."""
+        """End one transfer of each block that a reset forgot, and return the other keys."""
         others: list[OffloadKey] = []
         for key in keys:
             block = self._orphans.get(key)
@@ -214,12 +224,12 @@ class SlotTable:
         protected: Collection[OffloadKey] = _NO_KEYS,
         next_use: NextUse = NextUse.UNKNOWN,
     ) -> PrepareStoreOutput | None:
-        """Puts the absent ones of ``keys`` in flight, each in a slot of its own, in the order of ``keys``.
+        """Reserve one slot for each absent key of ``keys``, in the order of ``keys``, and put these blocks in flight.
 
-        Evicts as many blocks as that takes, but none of ``keys`` or ``protected`` (which answers ``in`` in O(1)).
-        ``None``: not enough idle blocks, or a transfer from before a reset still has the slot of one of ``keys``, and
-        nothing was changed. Each call steps over the protected blocks it meets,
-        so a block that stays protected for long is better pinned, or touched, which moves it out of the way.
+        Evicts as many blocks as necessary, but none of ``keys`` or ``protected`` (which must answer ``in`` in O(1)).
+        Returns ``None`` and changes nothing if there are too few idle blocks, or if a transfer from before a reset
+        still uses the slot of one of ``keys``. Each call steps over the protected blocks that it meets. If a block
+        stays protected for long, pin it, or touch it, which moves it out of the way.
         """
         missing = [key for key, block in zip(keys, self.get_all(keys)) if block is None]
         if not missing:
@@ -237,7 +247,7 @@ class SlotTable:
                 return None
             # ``protected`` may be large and live, so it is never copied. Absent keys need no protection.
             kept = protected if len(missing) == len(keys) else Union(set(keys), protected)
-        arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives it
+        arrivals = missing[::-1]  # tail first, so that the head is the most recent and outlives the tail
         victims = self._evict(num_victims, kept, incoming=arrivals)
         if victims is None:
             return None
@@ -269,7 +279,7 @@ class SlotTable:
         return PrepareStoreOutput(missing, CPULoadStoreSpec(slots), evicted)
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
-        """Ends the writes of ``keys``. Blocks in flight become ready; if not ``success``, their slots are freed."""
+        """End the writes of ``keys``. Their blocks become ready, or if not ``success``, their slots are freed."""
         if self._orphans:
             keys = self._end_forgotten(keys, is_write=True)
         if success:
@@ -301,14 +311,14 @@ class SlotTable:
         self._give_back(freed)
 
     def _take_slots(self, n: int) -> list[BlockStatus]:
-        """``n`` slots: first unused ones, from the lowest on, then freed ones."""
+        """Return ``n`` slots: first unused ones in ascending order, then freed ones."""
         first, stop = self._num_used, min(self._num_used + n, self.num_blocks)
         if stop > len(self._slots):
             self._slots += map(BlockStatus, range(len(self._slots), stop))
         blocks = self._slots[first:stop]
         self._num_used = stop
         if rest := n - len(blocks):
-            # From the end: a batch is freed tail first, so it comes back as a run of rising slots.
+            # From the end, because a batch is freed tail first. So it is reused as a run of ascending slots.
             blocks += self._free[: -rest - 1 : -1]
             del self._free[-rest:]
         return blocks
@@ -322,11 +332,11 @@ class SlotTable:
     # ---------------------------------------------------------------------------------------------- whole
 
     def reset(self) -> None:
-        """Forgets every block."""
+        """Forget every block."""
         is_told = self._events is not None or self._lost is not NO_LOSSES
         resident: list[OffloadKey] = []
         idle: list[BlockStatus] = []
-        # If no slot is busy and nobody wants to know the keys, all records become unused as they are: a walk over a
+        # If no slot is busy and nobody needs the keys, all records become unused without a change, because visiting a
         # million of them takes a tenth of a second.
         for block in self._slots[: self._num_used] if is_told or self.num_busy else ():
             key = block.key
@@ -350,15 +360,15 @@ class SlotTable:
         self._lost.record(resident, Miss.RESET)
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Events since the last call; none without ``enable_events``."""
+        """Return the events since the last call; none without ``enable_events``."""
         return [] if self._events is None else self._events.take()
 
     def age_s(self, slot: int) -> float:
-        """Seconds since the block in ``slot`` was reserved."""
+        """Return the seconds since the block in ``slot`` was reserved."""
         return self._clock() - self._slots[slot].since_s
 
     def get_stats(self) -> Stats:
-        """What the table itself counts."""
+        """Return the table's own counts."""
         return {
             ("primary_blocks",): self.num_blocks,
             ("primary_blocks_used",): self.num_blocks - self.num_free,
@@ -401,25 +411,25 @@ class SlotTable:
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Decides which blocks the primary tier's ``num_blocks`` slots hold.
+    """Decides which blocks the ``num_blocks`` slots of host memory contain.
 
-    ``cache_policy`` names a registered policy (``UnknownNameError`` lists the choices). ``enable_events`` records what
-    appears and leaves, for ``take_events``. With a ``store_threshold`` of 2 or more, a block is not stored before that
-    many requests have asked for it; ``max_tracker_size`` bounds the keys counted (``ReuseFilter``). Raises
-    ``ConfigError`` for numbers that cannot work. ``clock`` gives seconds and never goes back. ``lost`` gets the blocks
-    that leave, and those that are not to be stored.
+    ``cache_policy`` is the name of a registered policy (``UnknownNameError`` lists the choices). ``enable_events``
+    records the blocks that appear and leave, for ``take_events``. With a ``store_threshold`` of 2 or more, a block is
+    stored only after that many requests have asked for it; ``max_tracker_size`` limits the number of counted keys
+    (``ReuseFilter``). Raises ``ConfigError`` for numbers that cannot work. ``clock`` returns seconds and never goes
+    back. ``lost`` records the blocks that leave or that the filter rejects.
 
     A block is *in flight* from ``prepare_store`` to ``complete_store``: ``lookup`` returns ``None``, and the block is
     neither loaded nor evicted. Each ``prepare_load`` pins a block until its ``complete_load``. A pinned block is not
     evicted.
 
-    The keys of one ``prepare_store`` are consecutive blocks of a prefix, head first; later blocks are evicted first.
-    A prefix that takes several calls gets this order when the caller touches all of it.
+    The keys of one ``prepare_store`` are consecutive blocks of a prefix, head first; later blocks are evicted first. If
+    a prefix takes several calls, the caller must touch all of it to get this order.
 
     A block that has been in flight for ``max_wait_s`` is a miss, because the end of its store may never be reported.
 
-    ``reset_cache`` forgets all blocks at once; ``SlotTable`` describes what becomes of transfers in flight. The reuse
-    filter keeps its counts: they are about requests, not blocks.
+    ``reset_cache`` forgets all blocks at once; ``SlotTable`` describes its effect on transfers in flight. The reuse
+    filter keeps its counts, because they concern requests, not blocks.
     """
 
     def __init__(
@@ -438,12 +448,13 @@ class CPUOffloadingManager(OffloadingManager):
         self._max_wait_s = max_wait_s
         self._filter = ReuseFilter.of(store_threshold, max_tracker_size)
         self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock, lost)
-        """Slots, pins and readiness; tiers below the primary one use it too."""
+        """Slots, pins and readiness. The tiers below host memory also use this table."""
         self.num_blocks = num_blocks
         self.medium = CPULoadStoreSpec.medium()
         self._max_used = max(2 * num_blocks, _MIN_USED)
         self._used: dict[str, set[OffloadKey]] = {}
-        """Keys that each announced request has stored or touched: its later touches are no new uses."""
+        """For each announced request, the keys that it has stored or touched. Its later touches of these keys do not
+        count as new uses."""
         self._refused = self._filtered = 0
         self._reuse_ages = Histogram("primary_reuse_age_seconds")
 
@@ -484,14 +495,14 @@ class CPUOffloadingManager(OffloadingManager):
         return answers
 
     def _cut_at_overdue(self, keys: Sequence[OffloadKey], answers: list[bool | None]) -> None:
-        """Ends the answers with ``False`` at the first block whose store has lasted too long."""
+        """End the answers with ``False`` at the first block whose store has lasted too long."""
         for at, block in enumerate(self.slots.get_all(keys[: len(answers)])):
             if answers[at] is None and block is not None and self.is_overdue(block):
                 answers[at:] = [False]
                 return
 
     def is_overdue(self, block: BlockStatus) -> bool:
-        """Whether ``block`` has been in flight for so long that no request waits for it."""
+        """Return whether ``block`` has been in flight for so long that no request waits for it."""
         return block.pins < 0 and self.slots.age_s(block.block_id) >= self._max_wait_s
 
     def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -511,19 +522,19 @@ class CPUOffloadingManager(OffloadingManager):
         return [block is not None for block in self.slots.get_all(keys)]
 
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """The request has looked up ``keys``, here or in a tier below."""
+        """Count that the request has looked up ``keys``, in host memory or in a lower tier."""
         if self._filter is not None:
             self._filter.looked_up(keys, req_context)
 
     def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """The request has peeked at ``keys``, here or in a tier below. Those that are nowhere it need not look up, and
-        has asked for all the same."""
+        """Count that the request has peeked at ``keys``, in host memory or in a lower tier. It need not look up blocks
+        that are nowhere, but it has asked for them all the same."""
         if self._filter is not None:
             self._filter.peeked(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Marks a prefix as just used. All that an announced request does with a block is one use of it: a block that
-        it stored or touched before becomes the most recent again, but policies do not count another use."""
+        """Mark a prefix as just used. An announced request uses each block only once: if it has already stored or
+        touched a block, the block becomes the most recent again, but policies do not count another use."""
         used, next_use = None, NextUse.UNKNOWN
         if req_context is not None:
             used, next_use = self._used.get(req_context.req_id), req_context.next_use
@@ -540,7 +551,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _record_use(self, used: set[OffloadKey], keys: Collection[OffloadKey]) -> None:
         used.update(keys)
         if len(used) > self._max_used:
-            # Blocks that are gone make a long request's memory no larger than the tier's own.
+            # Without blocks that have left, a long request remembers no more keys than host memory has slots.
             used.intersection_update([key for key in used if self.slots.get(key) is not None])
 
     # --------------------------------------------------------------------------------------------- loads
@@ -562,8 +573,9 @@ class CPUOffloadingManager(OffloadingManager):
         req_context: ReqContext,
         give_way: Callable[[int], object] | None = None,
     ) -> PrepareStoreOutput | None:
-        """``give_way`` is called if there is no room for so many of the blocks. It may unpin others."""
-        # Counted even if no room is found: the request did ask.
+        """Reserve slots as ``OffloadingManager`` says. ``give_way(n)`` is called if ``n`` of the blocks find no room;
+        it may unpin other blocks."""
+        # Counted even if there is no room, because the request has asked for the blocks.
         wanted = keys if self._filter is None else self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
         if give_way is not None and (num_lacking := self._num_lacking(wanted, keys)) > 0:
@@ -582,7 +594,7 @@ class CPUOffloadingManager(OffloadingManager):
         return reserved
 
     def _num_lacking(self, wanted: Collection[OffloadKey], offered: Collection[OffloadKey]) -> int:
-        """For how many blocks of ``wanted`` there is no slot, if no block of ``offered`` is evicted."""
+        """Return the number of blocks of ``wanted`` that find no slot if no block of ``offered`` is evicted."""
         slots = self.slots
         if len(wanted) + len(offered) <= slots.num_free + slots.num_idle:
             return 0
@@ -626,20 +638,21 @@ class CPUOffloadingManager(OffloadingManager):
 
 
 class KVMemory(Protocol):
-    """What the primary tier needs of its memory; ``kvoffload.cpu.region.SharedOffloadRegion`` has it."""
+    """The interface of the memory behind the slots. ``kvoffload.cpu.region.SharedOffloadRegion`` implements it."""
 
     def create_kv_memoryview(self) -> memoryview:
-        """All slots: two-dimensional (num_blocks, block_bytes), format ``B``, writable."""
+        """Return a writable view of all slots, of shape (num_blocks, block_bytes) and format ``B``."""
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
-    """``CPUOffloadingManager`` with the memory of its slots, and with names for transfers to and from lower tiers.
+    """A ``CPUOffloadingManager`` with the memory of its slots, and with methods for transfers to and from lower tiers.
 
-    *Load* and *store* move blocks between device and primary tier, *read* and *write* between the primary tier and the
-    tiers below. ``prepare_read`` pins blocks for a cascade, ``prepare_write`` reserves slots for a promotion. Neither
-    comes from a client: the reuse filter neither counts nor stops them, and reading for a cascade does not use a block.
+    *Load* and *store* move blocks between GPU and host memory; *read* and *write* move them between host memory and the
+    tiers below. ``prepare_read`` pins blocks that a tier will read (a cascade), and ``prepare_write`` reserves slots
+    that a tier will fill (a promotion). No client causes these calls directly, so the reuse filter neither counts nor
+    stops them, and reading for a cascade does not count as a use.
 
-    ``mmap_region`` is asked for its view once. The other parameters are those of ``CPUOffloadingManager``.
+    The constructor asks ``mmap_region`` for its view once. The other parameters are those of ``CPUOffloadingManager``.
     """
 
     def __init__(
@@ -669,28 +682,28 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     @property
     def kv_view(self) -> memoryview:
-        """The primary tier's memory, (num_blocks, block_bytes); valid until ``shutdown``."""
+        """The memory of all slots, of shape (num_blocks, block_bytes). Valid until ``shutdown``."""
         return self._kv_view
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Pins ready blocks for a transfer to a tier below."""
+        """Pin ready blocks for a transfer to a lower tier."""
         return CPULoadStoreSpec(self.slots.pin(keys))
 
     def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Gives back the pins of one ``prepare_read``."""
+        """Release the pins of one ``prepare_read``."""
         self.slots.unpin(keys)
 
     def prepare_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, protected: Collection[OffloadKey] = _NO_KEYS
     ) -> PrepareStoreOutput | None:
-        """Reserves slots for the absent ones of ``keys``; ``None``, with nothing changed, if that would evict a
+        """Reserve slots for the absent ``keys``. Returns ``None`` and changes nothing if that would evict a
         ``protected`` block."""
         return self.slots.reserve(keys, protected, req_context.next_use)
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True
     ) -> None:
-        """Publishes what a transfer from below has written, or frees its slots."""
+        """Publish the blocks that a transfer from a lower tier has written, or free their slots if not ``success``."""
         self.slots.end_write(keys, success)
 
     def shutdown(self) -> None:
@@ -698,4 +711,4 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         try:
             self._kv_view.release()
         except BufferError:
-            pass  # a tier's thread hangs in I/O on it: the memory stays mapped as long as that thread lives
+            pass  # a tier's thread hangs in I/O on it, so the memory stays mapped while that thread lives

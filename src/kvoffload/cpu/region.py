@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The primary tier's memory: slots of bytes, private to a process or shared by the processes of one engine.
+"""The memory behind the slots: private to a process, or shared by the processes of one engine.
 
-A shared region has a name on the shared-memory mount only while processes still have to find it. The last process to
-map it unlinks the name, so a crash afterwards leaves no file.
+A shared region has a name on the shared-memory mount only until all processes have found it. The last process to map it
+unlinks the name, so a later crash leaves no file.
 
-Every process that has joined holds a shared lock on the file, and the kernel drops the lock when the process dies.
-So a file without a lock belongs to a start that never finished, and the next start reclaims it. A file that is not
-this user's alone is neither joined nor removed.
+Every process that has joined holds a shared lock on the file, and the kernel drops the lock when the process dies. So a
+file without a lock belongs to a start that never finished, and the next start reclaims it. Files that other users can
+access are neither joined nor removed.
 
-Pages are allocated outside of the start-up lock, since a large region takes minutes and other engines may start.
+Pages are allocated outside of the start-up lock, because a large region takes minutes and other engines may start
+meanwhile.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ logger = logging.getLogger(__name__)
 _PREFIX = "kvoffload-"
 _MOST_NAMES = 1000
 _OURS = re.compile(_PREFIX + r"[0-9a-f]{24}(|\.joined|\.draft)")
-"""The names of segments, and of what lies beside them. Nothing else on the mount is reclaimed."""
+"""The names of segments and of the files beside them. Nothing else on the mount is reclaimed."""
 
 
 class SharedOffloadRegion:
-    """Exactly ``num_blocks`` slots of ``block_bytes`` bytes of host memory. Make one with ``anonymous`` or ``shared``.
+    """Host memory for exactly ``num_blocks`` slots of ``block_bytes`` bytes. Create it with ``anonymous`` or
+    ``shared``.
 
-    The first slot is page-aligned, and so is every slot where ``block_bytes`` is a multiple of the page. Fresh bytes
-    are zero. Views may be used from any thread; open and close the region from one thread. The bytes live until
-    ``close`` was called and the last view of them is gone.
+    The first slot is page-aligned, and so are all slots if ``block_bytes`` is a multiple of the page. New memory is
+    zero. Any thread may use a view, but only one thread may open and close the region. The memory is released after
+    ``close`` and after the last view is gone.
     """
 
     def __init__(self, memory: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
-        """Takes over ``memory``, which has ``num_blocks * block_bytes`` bytes."""
+        """Take ownership of ``memory``, which has ``num_blocks * block_bytes`` bytes."""
         self._memory: mmap.mmap | None = memory
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
@@ -59,17 +61,17 @@ class SharedOffloadRegion:
 
     @classmethod
     def anonymous(cls, num_blocks: int, block_bytes: int) -> SharedOffloadRegion:
-        """Memory of this process alone: children that it forks do not have it.
+        """Allocate memory for this process alone. Children that it forks do not inherit it.
 
         Raises ``ConfigError`` for an empty region, and ``CapacityError`` if the host has less memory available.
         """
         size = _size(num_blocks, block_bytes)
         check_host_memory(size)
-        # Private: the kernel gives no huge pages to anonymous memory that is shared.
+        # Private, because the kernel uses no huge pages for shared anonymous memory.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # kernels without transparent huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        # Without this, a write after a fork would move a page away from under a device that copies to it.
+        # Without this, a write after a fork would move a page while a GPU copies to it.
         memory.madvise(mmap.MADV_DONTFORK)
         _leave_out_of_dumps(memory)
         return cls(memory, num_blocks, block_bytes)
@@ -84,16 +86,16 @@ class SharedOffloadRegion:
         timeout_s: float = 300.0,
         mount: Path = SHM,
     ) -> SharedOffloadRegion:
-        """Memory that ``num_processes`` processes of this host share. Each of them makes this call once.
+        """Map memory that ``num_processes`` processes of this host share. Each of them makes this call once.
 
-        The first call creates the file, the last one unlinks its name. Each returns once all pages are allocated and
-        its own process has mapped them, without waiting for the others.
+        The first call creates the file, and the last call unlinks its name. Each call returns when all pages are
+        allocated and its own process has mapped them, without waiting for the other processes.
 
-        ``instance_id`` is the same in all of these processes, and differs from that of every other engine instance that
-        is starting. ``timeout_s`` bounds the wait for the start-up lock of ``mount``, the shared-memory file system.
+        ``instance_id`` is the same in all of these processes, and unique among the engine instances that are starting.
+        ``timeout_s`` limits the wait for the start-up lock of ``mount``, the shared-memory file system.
 
         Raises ``ConfigError`` for an empty region or if the processes disagree about its shape or their number, and
-        ``CapacityError`` if host or mount have too little memory, or if the lock is not free in time.
+        ``CapacityError`` if the host or the mount has too little memory, or if the lock is not free in time.
         """
         size = _size(num_blocks, block_bytes)
         if num_processes < 1:
@@ -112,11 +114,11 @@ class SharedOffloadRegion:
             if num_joined == num_processes:
                 _unlink(segment, descriptor)
         finally:
-            os.close(descriptor)  # the mapping keeps one of its own, and with it the lock
+            os.close(descriptor)  # the mapping keeps its own descriptor, and with it the lock
         return cls(memory, num_blocks, block_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
-        """The bytes as a writable view of shape (num_blocks, block_bytes), format ``B``. The view keeps them alive.
+        """Return a writable view of shape (num_blocks, block_bytes) and format ``B``. The view keeps the memory alive.
 
         Raises ``ValueError`` once the region is closed.
         """
@@ -125,15 +127,16 @@ class SharedOffloadRegion:
         return memoryview(self._memory).cast("B", (self.num_blocks, self.block_bytes))
 
     def close(self) -> None:
-        """Unmaps the bytes. While views exist, the last of them does. Idempotent."""
+        """Unmap the memory, or let the last view unmap it. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            with contextlib.suppress(BufferError):  # views exist: the mapping ends with the last of them
+            with contextlib.suppress(BufferError):  # views exist, and the mapping ends with the last one
                 memory.close()
 
 
 def _leave_out_of_dumps(memory: mmap.mmap) -> None:
-    """The blocks are made from prompts, and a core file may go anywhere."""
+    """Exclude the memory from core files, because blocks are computed from prompts and a core file may be sent
+    anywhere."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_DONTDUMP)
 
@@ -146,10 +149,10 @@ def _size(num_blocks: int, block_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
-    """Only one process of this user at a time creates, joins or reclaims segments.
+    """Hold the lock with which only one process of this user at a time creates, joins or reclaims segments.
 
-    The lock is on a file of our own, so that no other user can hold it. Its holder unlinks it, so whoever gets the lock
-    of a file that has lost its name tries again.
+    The lock is on a file of this user, so that no other user can hold it. Its holder unlinks the file, so a process
+    that locks a file without a name tries again.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -177,8 +180,8 @@ def _exclusive(mount: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _lock_path(mount: Path) -> Path:
-    """The first name for the lock that no other user has taken: everybody may make files on ``mount``, and nobody may
-    remove another's. Raises ``ConfigError`` if all names are taken."""
+    """Return the first name for the lock that no other user has taken. Everybody may create files on ``mount``, but
+    nobody may remove another user's file. Raises ``ConfigError`` if all names are taken."""
     for number in range(_MOST_NAMES):
         path = mount / f"{_PREFIX}{os.geteuid()}{f'-{number}' if number else ''}.lock"
         try:
@@ -197,8 +200,8 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 
 def _open_own(path: Path, flags: int = 0) -> int:
-    """Opens a file that no other user may touch, never through a link. Raises ``FileNotFoundError`` if there is none,
-    and ``ConfigError`` for anything else in its place."""
+    """Open a file that no other user can access, never through a link. Raises ``FileNotFoundError`` if it does not
+    exist, and ``ConfigError`` for anything else in its place."""
     flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -218,8 +221,9 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[int, int]:
-    """Creates or joins ``segment``, on the terms of all. Returns its descriptor, locked, and how many have joined. The
-    caller holds the start-up lock. ``promised_bytes``: what other segments have still to allocate."""
+    """Create or join ``segment``, and return its locked descriptor and the number of processes that have joined. All
+    processes must agree on ``terms``. The caller holds the start-up lock. ``promised_bytes`` is the memory that other
+    segments have yet to allocate."""
     joined_file = segment.with_suffix(".joined")
     try:
         descriptor = _open_own(segment)
@@ -247,15 +251,15 @@ def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[in
 
 
 def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
-    """Maps the file once all of its pages are allocated. A sparse file would end in SIGBUS on the day the mount fills
-    up. Every process of the engine sees to it, so that none has to wait for another."""
+    """Map the file, and allocate all of its pages. A sparse file would cause SIGBUS when the mount fills up. Every
+    process of the engine does this, so that none has to wait for another."""
     memory = mmap.mmap(descriptor, size)
     with contextlib.suppress(OSError):  # kernels without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     _leave_out_of_dumps(memory)
     stats = os.statvfs(mount)
     if size - os.fstat(descriptor).st_blocks * 512 <= stats.f_bavail * stats.f_frsize:
-        populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)  # several threads; what follows is one
+        populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)  # the next call uses one thread
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as exc:
@@ -268,14 +272,15 @@ def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
 
 
 def _unlink(segment: Path, descriptor: int) -> None:
-    """Removes the name of the open ``segment``, if it still has it. Nobody reclaims it meanwhile: it is locked."""
+    """Remove the name of the open ``segment``, unless it is already gone. Nobody reclaims the segment meanwhile,
+    because it is locked."""
     if _is_named(segment, descriptor):
         segment.unlink(missing_ok=True)
         segment.with_suffix(".joined").unlink(missing_ok=True)
 
 
 def _num_joined(joined_file: Path, terms: str) -> int:
-    """How many processes have joined on these ``terms``. Raises ``ConfigError`` if it was on others."""
+    """Return the number of processes that have joined. Raises ``ConfigError`` if they used other ``terms``."""
     with open(_open_own(joined_file)) as file:
         joined, _, expected = file.read().partition(" ")
     if expected != terms:
@@ -287,7 +292,7 @@ def _num_joined(joined_file: Path, terms: str) -> int:
 
 
 def _write_joined(joined_file: Path, text: str) -> None:
-    # Renamed into place: a process killed in the middle of writing must not leave half a count.
+    # Renamed into place, so that a process killed while it writes leaves no partial count.
     draft = joined_file.with_suffix(".draft")
     with open(_open_own(draft, os.O_CREAT), "w") as file:
         file.truncate()
@@ -296,8 +301,8 @@ def _write_joined(joined_file: Path, text: str) -> None:
 
 
 def _reclaim(mount: Path) -> int:
-    """Removes this user's segments whose processes are all dead. Returns the bytes that those of the living have still
-    to allocate. The caller holds the lock."""
+    """Remove this user's segments whose processes are all dead, and return the number of bytes that the other segments
+    have yet to allocate. The caller holds the lock."""
     promised_bytes = 0
     for path in mount.glob(f"{_PREFIX}*"):
         if not _OURS.fullmatch(path.name):

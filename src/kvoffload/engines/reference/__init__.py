@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small inference engine over Hugging Face models: the demo serves with it, and it is the example of an adapter."""
+"""A small inference engine for Hugging Face models. The demo uses it, and it is the example of an engine adapter."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a paged KV cache, registered with transformers as an attention function for its models.
 
-transformers passes every extra keyword argument of a model's forward down to the attention function that the model's
-``attn_implementation`` names. That is how a layer gets this step's ``PagedStep``. The step's tokens are packed into one
-row, request after request, so that a batch needs no padding.
+transformers passes every extra keyword argument of a model's forward call to the attention function that the model's
+``attn_implementation`` names. In this way, a layer receives the step's ``PagedStep``. The step's tokens are packed into
+one row, request after request, so that a batch needs no padding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Context:
     """GPU blocks to gather, int64."""
     skip: int
     length: int
-    """Of the gathered tokens, ``skip:skip + length`` are the context. The last of them is the request's last token."""
+    """The context consists of the gathered tokens ``skip:skip + length``. The last one is the request's last token."""
     mask: torch.Tensor | None
     """(tokens, context) bool, or ``None`` if each token attends to the whole context."""
 
@@ -52,11 +52,11 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What ``paged_attention`` needs in one step."""
+    """The input of ``paged_attention`` in one step."""
 
     groups: tuple[GroupStep, ...]
     layer_positions: Sequence[LayerPosition]
-    """By layer of the model."""
+    """One entry for each layer of the model."""
 
 
 def plan_step(
@@ -65,7 +65,7 @@ def plan_step(
     windows: Sequence[int | None],
     layer_positions: Sequence[LayerPosition],
 ) -> PagedStep:
-    """The tensors that all layers share in one step. ``windows`` by group, in tokens."""
+    """Return the tensors that all layers share in one step. ``windows`` lists the window of each group in tokens."""
     groups = []
     for index, (pool, window) in enumerate(zip(pools, windows, strict=True)):
         blocks: list[int] = []
@@ -92,7 +92,7 @@ def plan_step(
 def _context(
     table: Sequence[int], block_tokens: int, first: int, start: int, stop: int, window: int | None, device: torch.device
 ) -> Context:
-    """The context of a request's tokens ``start:stop``, which are packed from ``first`` on."""
+    """Return the context of a request's tokens ``start:stop``, which start at ``first`` in the packed row."""
     oldest = 0 if window is None else max(0, start - window + 1)
     first_block = oldest // block_tokens
     blocks = torch.tensor(table[first_block : -(-stop // block_tokens)], device=device)
@@ -117,7 +117,8 @@ def paged_attention(
     paged_step: PagedStep,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Writes the new keys and values to the pool, then attends. Returns (1, tokens, heads, head_dim).
+    """Write the new keys and values to the pool, compute attention, and return a tensor of shape (1, tokens, heads,
+    head_dim).
 
     ``query`` is (1, heads, tokens, head_dim), ``key`` and ``value`` are (1, kv_heads, tokens, head_dim), all with
     positions applied.
@@ -141,10 +142,10 @@ def paged_attention(
 
 
 def _gather(pages: torch.Tensor, context: Context) -> torch.Tensor:
-    """(1, kv_heads, context tokens, head_dim) of one layer."""
+    """Return the context of one layer, of shape (1, kv_heads, context tokens, head_dim)."""
     tokens = pages.index_select(0, context.blocks).flatten(0, 1)
     return tokens[context.skip : context.skip + context.length].transpose(0, 1)[None]
 
 
-# No mask function is registered under the name, so transformers builds no mask. The step brings its own.
+# No mask function is registered under this name, so transformers builds no mask. The step contains its own masks.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU blocks of one KV group: their users, their content, and which free one to overwrite next."""
+"""The GPU blocks of one KV group: their users, their content, and the order in which free ones are overwritten."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvoffload.connector import NO_BLOCK
 
 
 class BlockPool:
-    """Block ids from 0 to ``num_blocks`` - 1. A block is used (its reference count is above 0) or free.
+    """Manages block ids from 0 to ``num_blocks`` - 1. A block is used (its reference count is above 0) or free.
 
-    A free block keeps its content, and can be found by its hash, until it is taken for other content. The least
-    recently freed block is taken first.
+    A free block keeps its content and can be found by its hash until it is allocated for other content. The least
+    recently freed block is allocated first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,14 +30,14 @@ class BlockPool:
         return len(self._free)
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this content."""
+        """Return the block with this content, or ``None``."""
         return self._block_of.get(block_hash)
 
     def is_free(self, block: int) -> bool:
         return self._references[block] == 0
 
     def take(self, count: int) -> list[int]:
-        """Takes ``count`` free blocks, and forgets their content. There must be enough (``num_free``)."""
+        """Allocate ``count`` free blocks, and forget their content. There must be enough (``num_free``)."""
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -47,15 +47,15 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a user to each of these blocks, free or not."""
+        """Add a user to each of these blocks, whether or not it is free."""
         for block in blocks:
             if not self._references[block]:
                 del self._free[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes a user from each of these blocks. The tail is freed first, and so overwritten first: it is worth
-        nothing without the head."""
+        """Remove a user from each of these blocks. The tail is freed first, and therefore overwritten first, because it
+        is useless without the head."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was released too often"
@@ -63,13 +63,14 @@ class BlockPool:
                 self._free[block] = None
 
     def name(self, block: int, block_hash: bytes) -> None:
-        """Records the content of ``block``. If another block has the same content already, ``find`` keeps that one."""
+        """Record the content of ``block``. If another block already has the same content, ``find`` keeps returning that
+        one."""
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget_all(self) -> None:
-        """Forgets all content. Users keep their blocks."""
+        """Forget all content. Users keep their blocks."""
         self._block_of.clear()
         self._hash_of.clear()
 
@@ -79,7 +80,7 @@ class BlockPool:
             del self._block_of[block_hash]
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """For tests. ``tables`` are the block tables of all requests."""
+        """Check the pool against ``tables``, the block tables of all requests. For tests."""
         users = Counter(block for table in tables for block in table if block != NO_BLOCK)
         assert self._references == [users[block] for block in range(len(self._references))]
         assert set(self._free) == {block for block, count in enumerate(self._references) if not count}

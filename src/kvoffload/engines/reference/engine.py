@@ -33,7 +33,7 @@ FIELDS: Table = {
         "where KV lies, and when it is computed": "num_blocks max_batch_tokens max_requests prefix_caching",
     }
 }
-"""Options that do not change the bytes of a block. Any other counts."""
+"""Options that do not change the bytes of a block. All other options are part of the identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class EngineOptions:
     """Sizes of the engine."""
 
     num_blocks: int = 256
-    """GPU blocks of each KV group."""
+    """Number of GPU blocks of each KV group."""
     block_tokens: int = 16
     max_batch_tokens: int = 512
-    """The most tokens that a step computes. Longer prompts are prefilled in chunks."""
+    """The largest number of tokens that a step computes. Longer prompts are prefilled in chunks."""
     max_requests: int = 16
     prefix_caching: bool = True
 
@@ -57,8 +57,8 @@ class EngineOptions:
 class Engine:
     """Serves a transformers causal LM, step by step, on the caller's thread.
 
-    With ``offloading`` (and prefix caching), full blocks are copied to the primary tier, and loaded from there when the
-    device no longer has them. ``shutdown`` (or ``with``) releases the memory and threads for that.
+    With ``offloading`` (and prefix caching), the engine copies full blocks to host memory, and loads them from there
+    when the GPU no longer has them. ``shutdown`` (or ``with``) releases the memory and threads for this.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Engine:
         return self._scheduler.has_requests
 
     def get_stats(self) -> Stats:
-        """kvoffload's metrics; empty without offloading."""
+        """Return kvoffload's metrics; empty without offloading."""
         return self._connector.get_stats() if self._connector is not None else {}
 
     # --------------------------------------------------------------------------------------------- requests
@@ -128,14 +128,17 @@ class Engine:
         cache_salt: str = "",
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Request:
-        """Queues a request. Each ``step`` may append to its ``Request.output_token_ids``."""
+        """Queue a request and return it. Each ``step`` may append to its ``Request.output_token_ids``.
+
+        Raises ``ConfigError`` for an empty prompt, an id in use, or a request that can never fit in the KV pool.
+        """
         sampling = sampling or SamplingParams()
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ConfigError(f"There is a request {request_id!r} already; choose another id.")
         if not prompt_token_ids:
             raise ConfigError("A prompt needs at least one token.")
-        # Nothing attends to the last token, so it needs no keys and values.
+        # No token attends to the last one, so it needs no keys and values.
         most = len(prompt_token_ids) + sampling.max_tokens - 1
         room = self.options.num_blocks * self.options.block_tokens
         if most > room:
@@ -151,7 +154,7 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at any stage. Ignores requests that have ended, and unknown ids."""
+        """End a request at any stage. Ignores requests that have ended, and unknown ids."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, State.ABORTED)
@@ -181,7 +184,7 @@ class Engine:
             finished = self._compute(plan)
             self._finish(finished)
         if not plan.scheduled:
-            time.sleep(_PAUSE_S)  # only transfers run: leave them the processor
+            time.sleep(_PAUSE_S)  # only transfers run, so leave the processor to them
         return finished
 
     def _compute(self, plan: StepPlan) -> list[Request]:
@@ -203,28 +206,29 @@ class Engine:
             self._end(request, State.FINISHED)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[list[int]]:
-        """The generated tokens of each prompt, all of them served together."""
+        """Serve all prompts together, and return the generated tokens of each."""
         requests = [self.add_request(prompt, sampling) for prompt in prompts]
         while not all(request.is_done for request in requests):
             self.step()
         return [request.output_token_ids for request in requests]
 
     def drain(self) -> None:
-        """Steps until no request and no transfer is left."""
+        """Run steps until no request and no transfer is left."""
         while self.has_requests or (self._connector is not None and self._connector.has_pending_work()):
             self.step()
 
     # --------------------------------------------------------------------------------------- the whole engine
 
     def reset_cache(self, *, device: bool = True, offloaded: bool = True) -> None:
-        """Forgets cached blocks on the device, offloaded ones, or both. Running requests keep the blocks they use."""
+        """Forget the cached blocks on the GPU, the offloaded blocks, or both. Running requests keep the blocks that
+        they use."""
         if device:
             self._kv_cache.forget_all()
         if offloaded and self._connector is not None:
             self._connector.reset_cache()
 
     def shutdown(self) -> None:
-        """Waits for transfers and releases everything. Idempotent. The engine cannot be used afterwards."""
+        """Wait for transfers and release everything. Idempotent. The engine cannot be used afterwards."""
         if self._worker is not None:
             self._worker.shutdown()
         if self._connector is not None:
@@ -233,7 +237,7 @@ class Engine:
             self._spec.shutdown()
 
     def check_invariants(self) -> None:
-        """For tests: asserts everything that must hold between two steps."""
+        """Check everything that must hold between two steps. For tests."""
         self._scheduler.check_invariants()
         if self._connector is not None:
             self._connector.check_invariants()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix-chained block hashes: they identify a block's content, and are the same in every process and on every
+"""Prefix-chained block hashes, which identify a block's content and are the same in every process and on every
 machine."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _VERSION = b"kvoffload reference engine 1"
 
 
 def root_hash(cache_salt: str = "") -> bytes:
-    """The parent of a request's first block. Requests with different salts never share a block."""
+    """Return the parent hash of a request's first block. Requests with different salts never share a block."""
     return hashlib.sha256(_VERSION + b"\0" + cache_salt.encode()).digest()
 
 
 def extend_block_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], block_tokens: int) -> None:
-    """Appends the hashes, of 32 bytes, of the blocks of ``tokens`` that became full since the last call.
+    """Append the 32-byte hashes of the blocks of ``tokens`` that have become full since the last call.
 
     A hash covers its block's tokens and, through its parent's hash, all tokens before them.
     """

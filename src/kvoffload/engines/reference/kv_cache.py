@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device's KV cache: block tables of requests over the pools of all groups, and prefix hits."""
+"""The KV cache on the GPU: the requests' block tables over the pools of all groups, and prefix hits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from kvoffload.engines.reference.request import Request
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix in the device's cache: its length, and its block table by group."""
+    """A prefix in the GPU's cache: its length, and its block table by group."""
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
 
 
 class KVCache:
-    """Every group has its own pool of ``num_blocks`` blocks. All groups have the same ``block_tokens``.
+    """The GPU blocks of all requests. Every group has its own pool of ``num_blocks`` blocks. All groups have the same
+    ``block_tokens``.
 
-    The table of a sliding-window group has ``NO_BLOCK`` for blocks before the window that a *hit* did not need. Blocks
-    that leave the window while a request runs are kept until it ends: that is simpler, and costs only memory.
+    The table of a sliding-window group contains ``NO_BLOCK`` for blocks before the window that a *hit* did not need.
+    Blocks that leave the window while a request runs are kept until it ends, which is simpler and costs only memory.
 
-    Of a step's tokens, a group of states has one GPU block for the state at the last full block's end, and one for the
-    state after the last token if that is another. Its table has ``NO_BLOCK`` for all blocks before them.
+    For a step's tokens, a group of states uses one GPU block for the state at the last full block's end, and another
+    one for the state after the last token if that is a different position. Its table contains ``NO_BLOCK`` for all
+    blocks before them.
     """
 
     def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:
@@ -36,18 +38,18 @@ class KVCache:
         self._pools = tuple(BlockPool(num_blocks) for _ in groups)
         self._tables: dict[str, tuple[list[int], ...]] = {}
         self._named: dict[str, int] = {}
-        """Leading blocks of each request that others find, or that nobody is to find."""
+        """Number of leading blocks of each request that other requests can find, or that no request may find."""
         self._prefix_caching = prefix_caching
 
     def __repr__(self) -> str:
         return f"KVCache({len(self._tables)} tables, {list(self._pools)})"
 
     def table(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """The request's GPU blocks by group, in order."""
+        """Return the request's GPU blocks by group, in order."""
         return tuple(tuple(table) for table in self._tables[request.request_id])
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest prefix on the device, in whole blocks, without the last token, which must be computed."""
+        """Return the longest prefix on the GPU, in whole blocks. It excludes the last token, which must be computed."""
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
         for pool, group in zip(self._pools, self._groups, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION:
@@ -63,25 +65,26 @@ class KVCache:
         return PrefixHit(0, tuple(() for _ in self._groups))
 
     def _window(self, group: int, hashes: list[bytes]) -> tuple[int, ...] | None:
-        """The table of one group for this prefix, or ``None`` if a block that a continuation needs is missing."""
+        """Return the table of one group for this prefix, or ``None`` if a block that a continuation needs is
+        missing."""
         first = self._first_needed_block(group, len(hashes) * self._block_tokens)
         found = [self._pools[group].find(name) for name in hashes[first:]]
         blocks = [block for block in found if block is not None]
         return (*[NO_BLOCK] * first, *blocks) if len(blocks) == len(found) else None
 
     def _first_needed_block(self, group: int, num_tokens: int) -> int:
-        """The block of the first token to which the token after ``num_tokens`` attends. For states, the last full
-        one."""
+        """Return the block of the first token to which the token after ``num_tokens`` attends. For states, it is the
+        last full block."""
         if self._groups[group].kind is GroupKind.SINGLE_STATE:
             return max(0, num_tokens // self._block_tokens - 1)
         window = self._groups[group].sliding_window_tokens
         return 0 if window is None else max(0, num_tokens - window + 1) // self._block_tokens
 
     def admit(self, request: Request, hit: PrefixHit, loaded_tokens: int, num_tokens: int) -> bool:
-        """Gives the request a table for ``num_tokens``: the hit's blocks, then fresh ones.
+        """Create the request's table for ``num_tokens``: the hit's blocks, followed by new ones.
 
-        A load will fill the fresh ones up to ``loaded_tokens``. Returns ``False``, with nothing changed, if a pool has
-        too few free blocks.
+        A load will fill the new blocks up to ``loaded_tokens``. Returns ``False`` and changes nothing if a pool has too
+        few free blocks.
         """
         plans = []
         for group, (pool, own) in enumerate(zip(self._pools, hit.block_ids, strict=True)):
@@ -102,9 +105,9 @@ class KVCache:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> tuple[list[int], ...] | None:
-        """Adds blocks until the request has room for ``num_tokens``, and returns what its tables grew by, by group.
+        """Add blocks until the request has room for ``num_tokens``, and return the new blocks by group.
 
-        Returns ``None``, with nothing changed, if a pool has too few free blocks.
+        Returns ``None`` and changes nothing if a pool has too few free blocks.
         """
         tables = self._tables[request.request_id]
         held = len(tables[0])
@@ -121,13 +124,14 @@ class KVCache:
         return fresh
 
     def _holes(self, group: int, held: int, num_tokens: int) -> int:
-        """How many blocks a group of states skips when a table of ``held`` blocks grows to ``num_tokens``."""
+        """Return the number of blocks that a group of states skips when a table of ``held`` blocks grows to
+        ``num_tokens``."""
         if self._groups[group].kind is not GroupKind.SINGLE_STATE:
             return 0
         return max(0, self._first_needed_block(group, num_tokens) - held)
 
     def boundary_states(self, request: Request, num_tokens: int) -> tuple[BoundaryState, ...]:
-        """The states that a step keeps which takes the request from its computed tokens to ``num_tokens``."""
+        """Return the states that a step keeps if it takes the request from its computed tokens to ``num_tokens``."""
         full = num_tokens // self._block_tokens
         if full * self._block_tokens <= request.num_computed_tokens:
             return ()
@@ -139,7 +143,8 @@ class KVCache:
         )
 
     def name_computed(self, request: Request) -> None:
-        """Lets other requests find the full blocks of computed tokens; of states, that at the end of the last one."""
+        """Let other requests find the full blocks of computed tokens. For states, this is the state at the end of the
+        last full block."""
         first, stop = self._named[request.request_id], request.num_computed_tokens // self._block_tokens
         if not self._prefix_caching or stop <= first:
             return
@@ -151,20 +156,21 @@ class KVCache:
         self._named[request.request_id] = stop
 
     def release(self, request: Request) -> None:
-        """Releases the request's blocks. Their content can still be found."""
+        """Release the request's blocks. Their content can still be found."""
         tables = self._tables.pop(request.request_id)
         del self._named[request.request_id]
         for pool, table in zip(self._pools, tables, strict=True):
             pool.release([block for block in table if block != NO_BLOCK])
 
     def forget_all(self) -> None:
-        """Nobody finds what was computed, nor what requests that have blocks will compute upon it."""
+        """Forget all cached content. Other requests will also not find the tokens that current requests compute after
+        it."""
         self._named = dict.fromkeys(self._named, sys.maxsize)
         for pool in self._pools:
             pool.forget_all()
 
     def check_invariants(self, request_ids: set[str] | None = None) -> None:
-        """For tests: reference counts equal the tables, and exactly ``request_ids`` have tables."""
+        """Check that reference counts equal the tables, and that exactly ``request_ids`` have tables. For tests."""
         assert request_ids is None or request_ids == set(self._tables) == set(self._named)
         for group, pool in enumerate(self._pools):
             pool.check_invariants(tables[group] for tables in self._tables.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a transformers configuration to the layout of the KV cache: groups, page sizes, identity."""
+"""Derive the layout of the KV cache (groups, page sizes, identity) from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvoffload.engines.facts import UnclearError, rope_types_in, text_of
 from kvoffload.errors import LayoutError
 
 FAMILIES = ("falcon_h1", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type``s that the engine computes. A test checks each of them."""
+"""The ``model_type``s that the engine supports. A test checks each of them."""
 
 _ROPES = ("default", "linear", "llama3", "yarn", "proportional")
-"""Rope types of which transformers computes a position alike whatever else is in the batch."""
+"""Rope types for which transformers computes a position in the same way, whatever else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPosition:
-    """Where a layer's keys and values lie: the KV group, and the index among the layers of that group."""
+    """The place of a layer's keys and values: the KV group, and the index among the layers of that group."""
 
     group: int
     index: int
@@ -37,9 +37,9 @@ class StateShape:
 
     layers: int
     recurrent: tuple[int, ...]
-    """Of one layer, in float32 whatever the model's dtype."""
+    """The shape for one layer, in float32 whatever the model's dtype."""
     convolution: tuple[int, ...]
-    """Of one layer: channels, columns."""
+    """The shape for one layer: channels, columns."""
     mixers: str
     """Name of the submodules that keep them."""
 
@@ -51,19 +51,19 @@ class StateShape:
         return self.layers * math.prod(self.convolution) * int(dtype.itemsize)
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """All layers together, in a whole number of float32."""
+        """Return the bytes of all layers together, rounded up to a whole number of float32."""
         return -(-(self.recurrent_bytes + self.convolution_bytes(dtype)) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV cache of a model. Layers with the same window form a group; full attention is the first. States, if there
-    are any, are the last group."""
+    """The KV cache of a model. Layers with the same window form a group. Full attention is the first group, and states,
+    if there are any, are the last."""
 
     windows: tuple[int | None, ...]
-    """By group with keys and values: the sliding window in tokens, or ``None`` for full attention."""
+    """For each group with keys and values: the sliding window in tokens, or ``None`` for full attention."""
     layer_positions: tuple[LayerPosition, ...]
-    """By layer."""
+    """One entry for each layer."""
     kv_heads: int
     head_dim: int
     states: StateShape | None = None
@@ -73,7 +73,8 @@ class KVShape:
 
 
 def kv_shape(config: Any) -> KVShape:
-    """Reads a transformers configuration. Raises ``LayoutError`` for families that this engine cannot compute."""
+    """Return the shape for a transformers configuration. Raises ``LayoutError`` for families that this engine does not
+    support."""
     if config.model_type not in FAMILIES:
         raise LayoutError(
             f"The reference engine runs {', '.join(FAMILIES)}; {config.model_type!r} is another family, "
@@ -121,7 +122,7 @@ def _window(config: Any, layer: int) -> int | None:
 def engine_layout(
     shape: KVShape, block_tokens: int, dtype: torch.dtype, identity: dict[str, str], device_tokens: int | None = None
 ) -> EngineLayout:
-    """The layout from which both sides of the connector are made. One worker, stable hashes."""
+    """Return the layout from which both sides of the connector are created. It has one worker and stable hashes."""
     token_bytes = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     groups = [
         KVGroupLayout(
@@ -146,10 +147,10 @@ def engine_layout(
 
 
 def fingerprint(config: Any, parameters: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Identifies a model by all of its configuration and samples of each weight, wherever it was loaded from. Buffers
-    count as weights do.
+    """Return a hash that identifies a model by its whole configuration and samples of each weight and buffer, wherever
+    it was loaded from.
 
-    Raises ``LayoutError`` for a configuration that other processes cannot tell from another.
+    Raises ``LayoutError`` if the configuration contains a value whose text does not identify it in other processes.
     """
     try:
         text = text_of(config)
@@ -165,4 +166,5 @@ def fingerprint(config: Any, parameters: Sequence[tuple[str, torch.Tensor]]) -> 
 
 
 _SAMPLES = 4096
-"""Of each weight, evenly: training changes whole matrices."""
+"""Number of values sampled from each weight, at equal distances. That is enough, because training changes whole
+matrices."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to serve: a random Llama or Falcon-H1, or any supported model from a folder or the hub."""
+"""Build the models to serve: a random Llama or Falcon-H1, or any supported model from a folder or the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.engines.reference.states import use_paged_states
 from kvoffload.errors import ConfigError
 
 KINDS = {"attention": "Llama", "hybrid": "Falcon-H1"}
-"""What random models are. transformers' classes have these names, without the dash."""
+"""The architectures of random models. transformers' classes have these names, without the dash."""
 
 
 def build_random_model(
@@ -28,15 +28,17 @@ def build_random_model(
     seed: int = 0,
     device: str = "cpu",
 ) -> Any:
-    """A float32 model of one of ``KINDS`` with random weights, the same for the same arguments. Needs no network.
+    """Return a float32 model of one of ``KINDS`` with random weights that depend only on the arguments. Needs no
+    network.
 
-    The weights are scaled so that the next token depends on the context, not on the last token alone. Attention is
-    sharper than with the usual initialisation, and its output is larger next to the embeddings. So a single wrong block
-    changes the tokens, while rounding (other batches, other chunks) stays far below the differences between logits.
+    The weights are scaled so that the next token depends on the whole context and not only on the last token. Attention
+    is sharper than with the usual initialisation, and its output is larger next to the embeddings. So a single wrong
+    block changes the tokens, while rounding (other batches, other chunks) stays far below the differences between
+    logits.
 
-    A ``hybrid`` has beside the attention of each layer a recurrent state (Mamba2) that remembers some ten to some
-    hundred tokens; with heads of 64 it takes about as much as the keys and values of 16. A wrong state changes the
-    tokens as a wrong block of keys and values does.
+    In a ``hybrid`` model, each layer combines attention with a recurrent state (Mamba2), which remembers between ten
+    and a few hundred tokens. With heads of 64, a state is about as large as the keys and values of 16 tokens. A wrong
+    state changes the tokens, like a wrong block of keys and values.
     """
     import transformers
 
@@ -73,7 +75,7 @@ def build_random_model(
         model = getattr(transformers, f"{name}ForCausalLM")(config)
         for part, parameter in model.named_parameters():
             if parameter.ndim == 2:
-                # Each matrix keeps the size of its input, times the gain of its role.
+                # Each matrix preserves the magnitude of its input, times the gain of its role.
                 gain = next((gain for role, gain in _GAINS.items() if role in part), 1.0)
                 parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
             elif part.endswith("conv1d.weight"):
@@ -91,7 +93,8 @@ _GAINS = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "down_proj": 0.7, "mamba.
 
 
 def load_model(path_or_id: str, *, device: str = "cpu") -> Any:
-    """A float32 causal LM from a folder or the hub. Raises ``ConfigError`` if it cannot be had or is not supported."""
+    """Load a float32 causal LM from a folder or the hub. Raises ``ConfigError`` if it cannot be loaded or is not
+    supported."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -106,7 +109,8 @@ def load_model(path_or_id: str, *, device: str = "cpu") -> Any:
 
 
 def use_paged_attention(model: Any) -> Any:
-    """Makes a transformers causal LM attend over the engine's KV pool. It no longer runs outside the engine."""
+    """Make a transformers causal LM attend over the engine's KV pool, and return it. Afterwards, it runs only inside
+    the engine."""
     shape = kv_shape(model.config)
     model.set_attn_implementation(ATTENTION_NAME)
     if shape.states is not None:

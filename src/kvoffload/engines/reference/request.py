@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A generation request: what the client asked for, and its progress."""
+"""A generation request: the client's parameters and the request's progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvoffload.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """When to stop. The most likely token is always taken."""
+    """The condition to stop. The engine always chooses the most likely token."""
 
     max_tokens: int = 16
 
@@ -37,9 +37,9 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Satisfies ``connector.EngineRequest``. The engine's scheduler owns it; clients only read it.
+    """Implements ``connector.EngineRequest``. The engine's scheduler owns it; clients only read it.
 
-    The keys and values of its first ``num_computed_tokens`` tokens are on the device.
+    The keys and values of its first ``num_computed_tokens`` tokens are on the GPU.
     """
 
     request_id: str
@@ -54,13 +54,13 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     device_hit_tokens: int = 0
-    """Found in the device's prefix cache at the first admission."""
+    """Number of tokens found in the GPU's prefix cache at the first admission."""
     external_hit_tokens: int = 0
-    """Found in offloaded blocks beyond that, at the first admission."""
+    """Number of further tokens found in offloaded blocks at the first admission."""
     margins: list[float] = field(default_factory=list, init=False)
-    """By generated token: the best logit minus the second best."""
+    """For each generated token: the best logit minus the second best."""
     top_logits: list[float] = field(default_factory=list, init=False)
-    """By generated token: the best logit."""
+    """For each generated token: the best logit."""
     arrival_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     _root: bytes = field(init=False)
@@ -95,7 +95,7 @@ class Request:
         return self.first_token_s - self.arrival_s
 
     def append(self, token: int, top_logit: float, margin: float) -> bool:
-        """Appends the next token. Returns whether it is the last."""
+        """Append the next token, and return whether it is the last."""
         if self.first_token_s is None:
             self.first_token_s = time.perf_counter()
         self.tokens.append(token)
@@ -111,9 +111,9 @@ class Scheduled:
 
     request: Request
     num_computed_tokens: int
-    """Before the step."""
+    """Number of tokens computed before the step."""
     num_tokens: int
-    """To compute in the step."""
+    """Number of tokens to compute in the step."""
     block_ids: BlockIds
     """The request's whole block tables, by group."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: owns the model and the KV pools, runs forward passes, chooses tokens."""
+"""The worker: it owns the model and the KV pools, runs forward passes, and chooses tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class Token:
 
 
 class ModelRunner:
-    """One device, one thread. The pool of a group is one tensor, in which a GPU block is one contiguous page of all
-    layers, so that offloading copies large pieces. Pages of states are bytes, since their parts differ in dtype."""
+    """Runs a model on one device and one thread.
+
+    The pool of a group is one tensor. A GPU block in it is one contiguous page of all layers, so that offloading copies
+    large pieces. Pages of states are bytes, because their parts differ in dtype.
+    """
 
     def __init__(self, model: Any, shape: KVShape, num_blocks: int, block_tokens: int) -> None:
         self._model = model
@@ -41,7 +44,7 @@ class ModelRunner:
             for group in range(len(shape.windows))
         ]
         try:
-            # Zeroed so that failures are reproducible. Nothing reads what was not written.
+            # Zeroed, so that failures are reproducible. No code reads bytes that were not written.
             self.pools = tuple(torch.zeros(size, dtype=model.dtype, device=self._device) for size in sizes)
             if shape.states is not None:
                 size = (num_blocks, shape.states.page_bytes(model.dtype))
@@ -52,7 +55,7 @@ class ModelRunner:
             raise CapacityError(f"A KV pool of {num_blocks} blocks does not fit on {self._device}; use fewer.") from exc
 
     def canonical_kv_caches(self) -> CanonicalKVCaches:
-        """The pools as bytes: one tensor and one reference per group."""
+        """Return the pools as bytes: one tensor and one reference per group."""
         tensors, references = [], []
         for index, pool in enumerate(self.pools):
             view = pool.view(pool.shape[0], -1).view(torch.int8)
@@ -62,9 +65,9 @@ class ModelRunner:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def compute(self, scheduled: Sequence[Scheduled]) -> torch.Tensor:
-        """Runs the model over the scheduled tokens, which writes their keys and values to the pools.
+        """Run the model over the scheduled tokens, which writes their keys and values to the pools.
 
-        Returns float32 logits, (requests that yield a token, vocab), in order.
+        Returns float32 logits of shape (requests that yield a token, vocab), in order.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -85,7 +88,7 @@ class ModelRunner:
             input_ids=torch.tensor([ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,
-            # If no request yields a token, compute one row that is not read: not every model accepts an empty choice.
+            # If no request yields a token, compute one unused row, because not every model accepts an empty choice.
             logits_to_keep=torch.tensor(last or [0], device=self._device),
             **step,
         )
@@ -93,7 +96,7 @@ class ModelRunner:
         return logits
 
     def choose(self, logits: torch.Tensor) -> list[Token]:
-        """The most likely token of each row of ``logits``."""
+        """Return the most likely token of each row of ``logits``."""
         best = logits.topk(2, dim=-1)
         return [
             Token(chosen, top, top - second)

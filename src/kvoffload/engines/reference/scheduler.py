@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continuous batching: which requests compute how many tokens in the next step, and which ones wait."""
+"""Continuous batching: decide which requests compute how many tokens in the next step, and which ones wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffload.engines.reference.request import Request, Scheduled, State
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, as the model computes it and as the connector takes it."""
+    """One step, in the forms that the model and the connector need."""
 
     scheduled: tuple[Scheduled, ...]
     for_connector: EngineStep
@@ -27,8 +27,8 @@ class SchedulerCounts:
     device_hit_tokens: int = 0
     external_hit_tokens: int = 0
     computed_tokens: int = 0
-    """All tokens the model computed: of prompts, generated ones, and those repeated after preemptions and failed
-    loads."""
+    """All tokens that the model computed: prompt tokens, generated tokens, and tokens repeated after preemptions and
+    failed loads."""
     preemptions: int = 0
     failed_loads: int = 0
     steps: int = 0
@@ -39,7 +39,7 @@ class _Step:
     """The step that is being decided."""
 
     budget: int
-    """Tokens it may still compute."""
+    """Number of tokens that the step may still compute."""
     scheduled: list[Scheduled] = field(default_factory=list)
     for_connector: list[ScheduledRequest] = field(default_factory=list)
     states: list[BoundaryState] = field(default_factory=list)
@@ -50,8 +50,8 @@ class Scheduler:
     """First come, first served. Running requests go before waiting ones.
 
     When GPU blocks run out, the request admitted last is preempted: it releases its blocks, and later finds them in a
-    cache or computes them again. A request that loads, or that the connector asks to wait, does not delay those after
-    it.
+    cache or computes them again. A request that loads, or that the connector asks to wait, does not delay the requests
+    after it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ a step
 
     def schedule(self) -> StepPlan:
-        """Decides the next step and allocates its GPU blocks."""
+        """Decide the next step, and allocate its GPU blocks."""
         step = _Step(self._max_batch_tokens)
         self._schedule_running(step)
         if not step.preempted:
@@ -103,7 +103,7 @@ class Scheduler:
             count = min(step.budget, request.num_tokens - request.num_computed_tokens)
             fresh = self._kv_cache.grow(request, request.num_computed_tokens + count)
             if fresh is None:
-                # The victim is not in this step yet: requests are scheduled from the front of the list.
+                # The victim is not in this step yet, because requests are scheduled from the front of the list.
                 self._preempt(self._running.pop(), step)
                 continue
             self._put(step, request, count, fresh)
@@ -129,7 +129,7 @@ class Scheduler:
             if self._connector is not None:
                 external, waits = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if external is None:
-                passed.append(request)  # ask again in the next step; others may go on
+                passed.append(request)  # ask again in the next step; other requests may continue
                 continue
             computed = hit.num_tokens + external
             count = 0 if waits else min(step.budget, request.num_tokens - computed)
@@ -168,7 +168,7 @@ class Scheduler:
         step.budget -= count
 
     def _count_admission(self, request: Request, times: int = 1) -> None:
-        """Counts a request's first admission. ``times=-1`` takes that back, after its load has failed."""
+        """Count a request's first admission. ``times=-1`` undoes the count after its load has failed."""
         self.counts.prompt_tokens += times * request.num_prompt_tokens
         self.counts.device_hit_tokens += times * request.device_hit_tokens
         self.counts.external_hit_tokens += times * request.external_hit_tokens
@@ -176,13 +176,13 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------- after a step
 
     def advance(self, each: Scheduled) -> None:
-        """Records that the tokens of one scheduled request have been computed."""
+        """Record that the tokens of one scheduled request have been computed."""
         each.request.num_computed_tokens += each.num_tokens
         self.counts.computed_tokens += each.num_tokens
         self._kv_cache.name_computed(each.request)
 
     def take_outcome(self, outcome: LoadOutcome) -> None:
-        """Continues the requests whose load ended. Those whose load failed start over, without what failed."""
+        """Continue the requests whose load ended. Requests whose load failed start again, without the failed blocks."""
         for request_id in outcome.loaded_request_ids:
             request, num_tokens = self._loading.pop(request_id)
             request.num_computed_tokens = num_tokens
@@ -192,7 +192,7 @@ class Scheduler:
             self._start_over(self._loading.pop(request_id)[0])
 
     def undo(self, plan: StepPlan, outcome: LoadOutcome) -> StepPlan:
-        """Return ``plan`` without the requests whose load within this step failed. They start over in a later one."""
+        """Return ``plan`` without the requests whose load within this step failed. They start again in a later step."""
         failed = [each.request for each in plan.scheduled if each.request.request_id in outcome.failed_loads]
         for request in failed:
             self._running.remove(request)
@@ -204,8 +204,8 @@ class Scheduler:
         return StepPlan(left, plan.for_connector)
 
     def _start_over(self, request: Request) -> None:
-        """Nothing of its load is trusted. The connector remembers what failed, so the next admission makes progress.
-        The device hit, if any, is found again."""
+        """Return a request whose load failed to the queue. No block of its load is trusted. The connector remembers the
+        failed blocks, so the next admission makes progress, and the GPU hit, if any, is found again."""
         self._kv_cache.release(request)
         self._fresh_tables.discard(request.request_id)
         request.num_computed_tokens = 0
@@ -216,9 +216,9 @@ class Scheduler:
         self.counts.failed_loads += 1
 
     def end(self, request: Request, state: State) -> None:
-        """Ends a request that finished or was aborted, at any stage.
+        """End a request that finished or was aborted, at any stage.
 
-        Its GPU blocks are free at once: the connector fences those that a transfer still uses.
+        Its GPU blocks are free at once, because the connector fences the blocks that a transfer still uses.
         """
         match request.state:
             case State.WAITING:
@@ -237,7 +237,7 @@ class Scheduler:
             self._connector.request_finished(request)
 
     def check_invariants(self) -> None:
-        """For tests."""
+        """Check the scheduler's state, for tests."""
         self._kv_cache.check_invariants({request.request_id for request in self._running} | set(self._loading))
         assert len(self._running) + len(self._loading) <= self._max_requests
         assert self._fresh_tables <= {request.request_id for request in self._running} | set(self._loading)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent states in a paged pool, for the mixers of transformers' models.
 
-A mixer reads the state before its tokens and leaves the state after them. A GPU block holds the state of one position,
-all layers together. A request's last state is written in place while it moves through a block. At a block's end the
-request goes on in another GPU block, so the state at that end stays, for the prefix cache and for the connector.
+A mixer reads the state before its tokens and leaves the state after them. A GPU block contains the state of one
+position, for all layers together. A request's last state is written in place while the request moves through a block.
+At a block's end, the request continues in another GPU block, so the state at that end remains for the prefix cache and
+for the connector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class StateViews:
     """The states of all GPU blocks, as tensors over the pool's bytes."""
 
     def __init__(self, pool: torch.Tensor, shape: StateShape, dtype: torch.dtype) -> None:
-        """``pool`` is (num_blocks, ``shape.page_bytes(dtype)``) of int8."""
+        """Create the views. ``pool`` has the shape (num_blocks, ``shape.page_bytes(dtype)``) and the type int8."""
         split = shape.recurrent_bytes
         blocks, layers = pool.shape[0], shape.layers
         self.recurrent = pool[:, :split].view(torch.float32).view(blocks, layers, *shape.recurrent)
@@ -36,7 +37,8 @@ class StateViews:
         return f"StateViews({tuple(self.recurrent.shape)}, {tuple(self.convolution.shape)})"
 
     def carry(self, source: int | None, destination: int, layer: int) -> None:
-        """Gives ``destination`` the state of ``source`` in one layer; that before the first token for ``None``."""
+        """Copy one layer's state from block ``source`` to block ``destination``. ``None`` is the state before the first
+        token."""
         for states in (self.recurrent, self.convolution):
             if source is None:
                 states[destination, layer] = 0
@@ -46,7 +48,7 @@ class StateViews:
 
 @dataclass(frozen=True, slots=True)
 class StateSegment:
-    """Consecutive tokens of one request, between two states that are kept."""
+    """Consecutive tokens of one request between two kept states."""
 
     first: int
     stop: int
@@ -59,14 +61,15 @@ class StateSegment:
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """What the mixers need in one step."""
+    """The input of the mixers in one step."""
 
     views: StateViews
     segments: tuple[StateSegment, ...]
 
 
 def plan_states(scheduled: Sequence[Scheduled], group: int, block_tokens: int, views: StateViews) -> StateStep:
-    """Cuts each request's tokens after the last full block, whose state is kept."""
+    """Return the step for ``scheduled``. It cuts each request's tokens after the last full block, whose state is
+    kept."""
     segments = []
     first = 0
     for each in scheduled:
@@ -82,14 +85,14 @@ def plan_states(scheduled: Sequence[Scheduled], group: int, block_tokens: int, v
 
 
 class PagedMixer(torch.nn.Module):  # type: ignore[misc]
-    """A mixer of transformers that computes each segment of the packed row from its own state."""
+    """Wraps a mixer of transformers, and computes each segment of the packed row from its own state."""
 
     def __init__(self, mixer: torch.nn.Module) -> None:
         super().__init__()
         self.mixer = mixer
 
     def forward(self, hidden_states: torch.Tensor, *, paged_states: StateStep, **_: Any) -> torch.Tensor:
-        """``hidden_states`` is (1, tokens, hidden). Writes the states to the pool."""
+        """Compute ``hidden_states``, of shape (1, tokens, hidden), and write the states to the pool."""
         layer = int(self.mixer.layer_idx)
         output = torch.empty_like(hidden_states)
         for segment in paged_states.segments:
@@ -97,7 +100,7 @@ class PagedMixer(torch.nn.Module):  # type: ignore[misc]
             views.carry(segment.source, segment.destination, layer)
             output[:, segment.first : segment.stop] = self.mixer(
                 hidden_states[:, segment.first : segment.stop],
-                _StateOfBlock(  # by position: versions of transformers call it differently
+                _StateOfBlock(  # by position, because its name differs between versions of transformers
                     views.recurrent[segment.destination, layer, None],
                     views.convolution[segment.destination, layer, None],
                 ),
@@ -106,7 +109,8 @@ class PagedMixer(torch.nn.Module):  # type: ignore[misc]
 
 
 class _StateOfBlock:
-    """What a mixer asks of transformers' ``Cache``, for one layer of one GPU block. Tensors are views of the pool."""
+    """The part of transformers' ``Cache`` that a mixer uses, for one layer of one GPU block. Tensors are views of the
+    pool."""
 
     def __init__(self, recurrent: torch.Tensor, convolution: torch.Tensor) -> None:
         self._recurrent, self._convolution = recurrent, convolution
@@ -124,15 +128,15 @@ class _StateOfBlock:
         return self._recurrent.copy_(recurrent_states)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
-        """Returns the state and the new columns: the convolution needs those before a segment too."""
+        """Return the state and the new columns, because the convolution also needs the columns before a segment."""
         whole = torch.cat([self._convolution, conv_states], dim=-1)
         self._convolution.copy_(whole[..., -self._convolution.shape[-1] :])
         return whole
 
 
 def use_paged_states(model: Any, mixers: str) -> None:
-    """Wraps every submodule that is called ``mixers``, once. Raises ``LayoutError`` for versions of transformers whose
-    mixers keep their states in another way."""
+    """Wrap every submodule with the name ``mixers``, once. Raises ``LayoutError`` for versions of transformers whose
+    mixers store their states in another way."""
     if not hasattr(Cache, "get_recurrent_state"):
         raise LayoutError("Models with recurrent states need a newer transformers, for example 5.23; upgrade it.")
     found = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == mixers]
