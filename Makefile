@@ -75,8 +75,8 @@ docs:            ## renew generated pages and build the site in build/site from 
 	@$(DOCS)/bin/python scripts/figures
 	@$(DOCS)/bin/zensical build --strict
 
-dist: $(STAMP)   ## build the wheel and the sdist in dist/
-	@rm -rf dist && $(PY) -m build --no-isolation --outdir dist
+dist: $(STAMP)   ## build the wheel, the sdist and the list of dependencies in dist/, and check their metadata
+	@$(PY) scripts/dist
 
 clean:           ## remove environments and caches
 	@rm -rf $(VENV) .venv-vllm* .venv-sglang $(DOCS) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -235,5 +235,5 @@ def _check_pip(arguments: tuple[str, ...]) -> None:
     assert arguments[0] in ("install", "uninstall", "show"), arguments
     for target in arguments[1:]:
         assert target not in ("kvoffload",) or arguments[0] == "show", "the package is not on an index"
-        if match := re.fullmatch(r"(\.|.*\.whl)\[(.+)\]", target):
+        if match := re.fullmatch(r"(\.|.*\.whl\)?)\[(.+)\]", target):
             assert {*match[2].split(",")} <= extras.keys(), target

@@ -6,6 +6,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import kvoffload
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "kvoffload"
@@ -37,8 +40,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that ``make dist`` fills. It builds the wheel from the sdist, not from the checkout."""
-    folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    folder = tmp_path_factory.mktemp("dist") / "dist"
+    run(sys.executable, ROOT / "scripts" / "dist", folder, cwd=folder.parent)
     return folder
 
 
@@ -66,6 +69,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert not [name for name in names if "tests" in name.split("/")]
     assert license_text == (ROOT / "LICENSE").read_text()
     assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == kvoffload.__version__
     assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
         "console_scripts": {"kvoffload": "kvoffload.cli:main"},
         "vllm.general_plugins": {"kvoffload": "kvoffload.engines.vllm:register"},
@@ -87,10 +91,55 @@ def test_the_sdist_is_the_checkout_without_what_was_built_in_it(dist: Path) -> N
         "tests/test_dist.py",
     } <= names
     assert {name.split("/")[0] for name in names} <= {
-        *("src", "tests", "bench", "deploy", "docs", "scripts", "Makefile", "pyproject.toml", "PKG-INFO", ".gitignore"),
-        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "mkdocs.yml"),
+        *("src", "tests", "bench", "deploy", "docs", "examples", "scripts", "Makefile", "pyproject.toml", "PKG-INFO"),
+        *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "mkdocs.yml", "hatch_build.py"),
+        ".gitignore",
     }
     assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_one_setting_adds_all_addresses(dist: Path, tmp_path: Path) -> None:
+    """Links of the README lead to the repository then, because a package index has no other file of it."""
+    (sdist,) = dist.glob("kvoffload-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    project = (source / "pyproject.toml").read_text()
+    address = "https://forge.invalid/kvoffload"
+    (source / "pyproject.toml").write_text(project.replace('repository = ""', f'repository = "{address}"'))
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL", []))
+    assert urls["Repository"] == address
+    links = re.findall(r"\]\(([^)]+)\)", str(metadata.get_payload()))
+    assert len(links) > 10
+    paths = [url.removeprefix(address).split("#")[0] for url in [*urls.values(), *links]]
+    assert {path.split("/")[1] for path in paths if path} == {"raw", "blob", "issues"}
+    assert not [path for path in paths if path not in ("", "/issues") and not (ROOT / path.split("/", 3)[3]).exists()]
+
+
+def test_the_list_of_dependencies_is_complete(dist: Path, wheel: Path) -> None:
+    (file,) = dist.glob("*.cdx.json")
+    listed = json.loads(file.read_text())
+    components = {each["bom-ref"]: each for each in listed["components"]}
+    for extra in ("demo", "object", "encryption", "otel"):
+        named = {
+            name
+            for name, each in components.items()
+            if {prop["value"] for prop in each["properties"]} & {extra, "always"}
+        }
+        assert named == closure(wheel, extra).keys()
+    needs = {each["ref"]: set(each["dependsOn"]) for each in listed["dependencies"]}
+    assert needs.keys() - components.keys() == {f"kvoffload@{kvoffload.__version__}"}
+    assert set().union(*needs.values()) == components.keys()
+    assert not {"pytest", "mypy", "zensical"} & components.keys()
+    for name, each in components.items():
+        assert name == "mooncake-transfer-engine" or (
+            each["licenses"] and each["version"] == distribution(name).version
+        )
 
 
 def closure(wheel: Path, extra: str) -> dict[str, Distribution]:
