@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs: a reset, or an update of weights, makes the keys of all blocks others, so that no tier finds what was
+"""Epochs: a reset or an update of weights changes the keys of all blocks, so that no tier finds blocks that were
 computed before it."""
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """The time between two resets or updates of weights. Blocks of epochs with other weights have other keys.
+    """The time between two resets or updates of weights. Blocks of epochs with different weights have different keys.
 
-    The key of a block has the engine's hash as it is if ``seed`` is empty. Otherwise the hash is masked, byte by byte
-    (exclusive or), with a mask made of ``seed``. So keys keep their length, masking twice gives the hash again, and
-    keys of two epochs are equal as rarely as two hashes are.
+    If ``seed`` is empty, the key of a block contains the engine's hash unchanged. Otherwise the hash is masked, byte by
+    byte (exclusive or), with a mask derived from ``seed``. So keys keep their length, masking twice restores the hash,
+    and keys of two epochs are equal as rarely as two hashes.
     """
 
     seed: bytes = b""
     is_closed: bool = False
-    """What requests compute may rest on KV of earlier weights that the device has kept, so they store nothing."""
+    """New tokens may depend on KV of earlier weights that is still on the GPU, so requests store nothing."""
 
     def mask(self, block_hash: bytes) -> bytes:
-        """The engine's hash as keys have it, and back."""
+        """Return the form of the engine's hash that keys contain, or restore the hash from that form."""
         if not self.seed:
             return block_hash
         size = len(block_hash)
         return (int.from_bytes(block_hash, "big") ^ _mask(self.seed, size)).to_bytes(size, "big")
 
     def engine_keys(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Keys of this epoch with the engine's own hashes. Those of other epochs become keys that no engine knows."""
+        """Return the keys of this epoch with the engine's own hashes. Keys of other epochs become keys that no engine
+        knows."""
         return [make_offload_key(self.mask(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in keys]
 
     def engine_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """Events with ``engine_keys``."""
+        """Return the events with ``engine_keys``."""
         if not self.seed:
             return list(events)
         return [replace(event, keys=self.engine_keys(event.keys)) for event in events]
 
 
 FIRST = Epoch()
-"""The epoch of an engine whose weights need no name, until it is reset."""
+"""The epoch of an engine whose weights need no name, until the first reset."""
 
 _OWN = b"own\0"
-"""How the seeds begin of epochs that nobody else knows."""
+"""The first bytes of the seeds of private epochs."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -69,49 +70,50 @@ def _mask(seed: bytes, size: int) -> int:
 
 
 _MEANINGS = {
-    "own": "No older block is found again, in any tier; new ones are found by this engine alone, until it ends.",
-    "named": "In the tiers blocks of this version are found, those of other servers too.",
+    "own": "Older blocks are not found again, in any tier. Only this engine finds its new blocks, until it ends.",
+    "named": "Requests find the tiers' blocks of this version, including blocks of other servers.",
     "kept": "Host memory is empty, and the tiers keep their blocks.",
 }
-"""What a reset may begin, and what it means."""
-_CLOSED = "Nothing is stored until a reset of the engine's own cache succeeds, since it has blocks of before."
+"""The kinds of epochs that a reset can start, each with its effect."""
+_CLOSED = "Nothing is stored until the engine's own cache is reset, because it contains older blocks."
 
 
 class Epochs:
-    """The ``current`` epoch, and the one that a reset puts in its place (``OffloadingConfig.weights_version`` has the
-    rule). The constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only.
+    """Keeps the ``current`` epoch, and replaces it at a reset by the rule in ``OffloadingConfig.weights_version``. The
+    constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only.
 
-    ``weights_name`` returns a name of the weights that the engine has loaded, which counts if the user gave them no
-    version: empty if none is needed, and ``None`` while it is not known. Until then the epoch is the engine's own.
+    ``weights_name`` returns a name for the loaded weights, which is used if the user configured no version. It returns
+    an empty text if the weights need no name, and ``None`` while the name is unknown; until then, the epoch is private
+    to this engine.
     """
 
     def __init__(self, config: OffloadingConfig, weights_name: Callable[[], str | None] = str) -> None:
         self._config = config
         self._weights_name = weights_name
         self._version = config.read_weights_version()
-        """The version that was read last."""
+        """The last version that was read."""
         seed = self._seed_of(self._version)
         self._is_unnamed = seed is None
-        """The epoch is the engine's own because the name of the weights is not known yet."""
+        """The epoch is private because the name of the weights is not known yet."""
         self.current = Epoch(_own_seed() if seed is None else seed)
         self._is_unused = False
-        """A reset named the current epoch, and no request has computed anything since."""
+        """A reset named the current epoch, and no request has computed any token since."""
         self._has_changed = False
-        """The weights have changed since ``_version`` was given to them, which names no others."""
+        """The weights have changed since they were named ``_version``, so this name cannot be used again."""
         self._used: Epoch | None = None
-        """The last one in which a request looked for its blocks, or was admitted."""
+        """The last epoch in which a request looked up blocks or was admitted."""
         self._before_reset: tuple[Epoch, bool] | None = None
-        """The epoch that a reset ended, and its ``_is_unnamed``, while ``undo_reset`` may bring it back."""
+        """The epoch that the last reset ended, with its ``_is_unnamed``, while ``undo_reset`` may restore it."""
         self._counts: dict[str, int] = {}
         self._num_stale_jobs = 0
         self._untaken: list[OffloadingEvent] = []
-        """Events of earlier epochs."""
+        """Events of earlier epochs that the engine has not taken."""
 
     def __repr__(self) -> str:
         return f"Epochs(weights_version={self._version!r}, resets={sum(self._counts.values())})"
 
     def use(self) -> Epoch:
-        """The current epoch, for a request whose blocks are to have its keys."""
+        """Return the current epoch, for a request that will use its keys."""
         self._is_unused = False
         self._before_reset = None
         self._used = self.current
@@ -119,13 +121,13 @@ class Epochs:
 
     @property
     def is_used(self) -> bool:
-        """Whether a request has looked for blocks in the current epoch, or was admitted in it. If not, no block has
-        its keys."""
+        """Whether a request has looked up blocks in the current epoch, or was admitted in it. If not, no block uses its
+        keys."""
         return self.current is self._used
 
     def reset(self, events: Iterable[OffloadingEvent] = (), device_is_empty: bool = True) -> None:
-        """Begins an epoch. ``events``: those of the current one that the engine has not taken. ``device_is_empty``: the
-        engine has forgotten all that it had computed; otherwise the epoch is closed."""
+        """Start an epoch. ``events`` are the events of the current epoch that the engine has not taken.
+        ``device_is_empty``: the engine has dropped all KV; otherwise the new epoch is closed."""
         self._untaken = self.take_events(events)
         try:
             version = self._config.read_weights_version()
@@ -146,19 +148,20 @@ class Epochs:
             self._is_unused = True
 
     def change(self, events: Iterable[OffloadingEvent] = (), device_is_empty: bool = True) -> None:
-        """Weights may have changed, and nobody has said which they are now: begins an epoch of the engine's own.
-        Arguments as for ``reset``."""
+        """Start a private epoch, because the weights may have changed and the new ones have no name. Takes the same
+        arguments as ``reset``."""
         self._untaken = self.take_events(events)
         self._has_changed, self._is_unnamed, self._before_reset = True, False, None
         if self.current.seed.startswith(_OWN) and not self.is_used:
-            # One more step of the same update. With a seed of its own: the engine may have been copied in between.
+            # This is another step of the same update. It gets a new seed, because the engine may have been copied in
+            # between.
             self.current = Epoch(_own_seed(), is_closed=not device_is_empty)
         else:
             self._begin("own", _own_seed(), device_is_empty)
 
     def undo_reset(self, events: Iterable[OffloadingEvent] = ()) -> None:
-        """The last reset was a part of something that leaves the weights alone, so it need not have emptied the tiers.
-        Does nothing if the weights have changed since, or a request has looked for its blocks. ``events`` as for
+        """Restore the epoch before the last reset, because that reset belonged to an operation that does not change the
+        weights. Does nothing if the weights have changed since, or if a request has looked up blocks. ``events`` as for
         ``reset``."""
         self._untaken = self.take_events(events)
         if self._before_reset is not None:
@@ -168,21 +171,21 @@ class Epochs:
 
     @property
     def can_be_named(self) -> bool:
-        """Whether ``name`` would begin an epoch: the name of the weights was unknown until now."""
+        """Whether ``name`` can start an epoch, because the name of the weights has just become known."""
         return self._is_unnamed and self._weights_name() is not None
 
     def name(self, events: Iterable[OffloadingEvent] = ()) -> None:
-        """Begins the epoch of the weights' name, in which the blocks of other engines are found. Call it if
-        ``can_be_named``; ``events`` as for ``reset``."""
+        """Start the epoch of the weights' name, in which requests find the blocks of other engines. Call it only if
+        ``can_be_named``. ``events`` as for ``reset``."""
         seed = self._seed_of(self._version)
         assert seed is not None
         self._untaken = self.take_events(events)
         self._is_unnamed = False
         self.current = Epoch(seed, self.current.is_closed)
-        logger.info("The weights' files are hashed. The tiers' blocks of the same weights are found from now on.")
+        logger.info("The weights' files are hashed. Requests can now find the tiers' blocks of the same weights.")
 
     def open(self) -> None:
-        """The engine has forgotten what it had computed, so blocks of the current epoch may be stored."""
+        """Allow stores in the current epoch, because the engine has dropped all earlier KV."""
         if self.current.is_closed:
             is_used = self.is_used
             self.current = replace(self.current, is_closed=False)
@@ -190,16 +193,18 @@ class Epochs:
                 self._used = self.current
 
     def is_over(self, epoch: Epoch) -> bool:
-        """Whether requests of ``epoch`` store nothing more, since what they compute rests on what they have."""
+        """Return whether requests of ``epoch`` must not store anything, because their new tokens depend on old
+        blocks."""
         return epoch is not self.current or epoch.is_closed
 
     def take_events(self, events: Iterable[OffloadingEvent]) -> list[OffloadingEvent]:
-        """``events``, which are of the current epoch, after those that ``reset`` kept, with the engine's own hashes."""
+        """Return the events that ``reset`` kept, followed by ``events`` of the current epoch, all with the engine's own
+        hashes."""
         untaken, self._untaken = self._untaken, []
         return untaken + self.current.engine_events(events)
 
     def job_ended(self, epoch: Epoch) -> None:
-        """A job ended that had begun in ``epoch``."""
+        """Count the end of a job that began in ``epoch``."""
         if epoch is not self.current:
             self._num_stale_jobs += 1
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV groups: the arithmetic of tokens, GPU blocks and blocks, and the longest hit that is good for all groups. Pure.
 
-Three units meet here. A *hash-block* is what one of the engine's hashes covers, a *GPU block* is a multiple of
-it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half open and count from the request's
-first token.
+This module uses three units. A *hash-block* contains the tokens that one of the engine's hashes covers, a *GPU block*
+is a multiple of it, and a *block* (the offloaded unit) is ``factor`` GPU blocks. Ranges are half open and count from
+the request's first token.
 
 A hit of T tokens is *good* when every group has the blocks it needs to continue after T tokens: the whole prefix for
-full attention, the last window for sliding windows, the last chunk for local chunks, the last block for single
-states. Groups with speculative heads also need the block after T. ``GroupGeometry`` says which blocks those are, and
-``find_hit`` searches for the greatest T that is good for all groups at once.
+full attention, the last window for sliding windows, the last chunk for local chunks, the last block for single states.
+Groups with speculative heads also need the block after T. ``GroupGeometry`` computes these blocks, and ``find_hit``
+searches for the greatest T that is good for all groups at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import NO_BLOCK
 from kvoffload.connector.epochs import FIRST, Epoch
 
-# A name of the module is found several times faster than a member of an enumeration.
+# Python looks up a module's name several times faster than a member of an enumeration.
 _FULL_ATTENTION = GroupKind.FULL_ATTENTION
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 _LOCAL_CHUNK = GroupKind.LOCAL_CHUNK
@@ -31,7 +31,7 @@ _LOCAL_CHUNK = GroupKind.LOCAL_CHUNK
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """What is needed to plan lookups, loads and stores of one group."""
+    """The geometry of one group, for planning its lookups, loads and stores."""
 
     index: int
     kind: GroupKind
@@ -45,21 +45,22 @@ class GroupGeometry:
     lookahead_tokens: int = 0
 
     def __hash__(self) -> int:
-        return self.index  # groups are hashed for each lookup, and no two of a model have the same
+        return self.index  # groups are hashed for each lookup, and all indices of a model differ
 
     @property
     def hit_align_tokens(self) -> int:
-        """A hit of this group ends at a multiple of this.
+        """The unit in tokens: a hit of this group ends at a multiple of it.
 
-        Full attention may stop at any GPU block, also inside a block. Windows store only what a hit at the *end* of a
-        block needs (``first_gpu_block``), so they stop there. So do states, whose blocks are single GPU blocks.
+        Full attention may end at any GPU block, also inside a block. Windows store only the part of a block that a hit
+        at its *end* needs (``first_gpu_block``), so hits end there. The same holds for states, whose blocks are single
+        GPU blocks.
         """
         return self.gpu_block_tokens if self.kind is _FULL_ATTENTION else self.block_tokens
 
     def first_needed_token(self, num_tokens: int) -> int:
-        """The first token whose KV is needed to continue after ``num_tokens`` tokens.
+        """Return the first token whose KV is needed to continue after ``num_tokens`` tokens.
 
-        While the request runs, the engine may free GPU blocks that lie wholly before it.
+        While the request runs, the engine may free GPU blocks that end before this token.
         """
         if self.kind is _FULL_ATTENTION:
             return 0
@@ -71,7 +72,8 @@ class GroupGeometry:
         return max(0, num_tokens - self.window_tokens + 1)
 
     def gpu_blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:
-        """The GPU blocks to load so that a request with ``computed_tokens`` on the device has ``hit_tokens``."""
+        """Return the GPU blocks to load so that a request with ``computed_tokens`` on the GPU then has
+        ``hit_tokens``."""
         if hit_tokens <= computed_tokens:
             return range(0)
         stop = hit_tokens // self.gpu_block_tokens
@@ -81,18 +83,18 @@ class GroupGeometry:
         return range(min(start, stop), stop)
 
     def blocks_for_hit(self, computed_tokens: int, hit_tokens: int) -> range:
-        """The blocks that hold ``gpu_blocks_for_hit``."""
+        """Return the blocks that contain ``gpu_blocks_for_hit``."""
         needed = self.gpu_blocks_for_hit(computed_tokens, hit_tokens)
         if not needed:
             return range(0)
         return range(needed.start // self.factor, -(-needed.stop // self.factor))
 
     def blocks_to_find(self, computed_tokens: int, hit_tokens: int) -> range:
-        """The blocks that a hit must find: ``blocks_for_hit``, and the block of the tokens that the last ones looked
-        ahead to.
+        """Return the blocks that a hit must find: ``blocks_for_hit``, and the block with the tokens that the last
+        tokens looked ahead to.
 
-        The KV of a speculative head at a block's last token depends on the token after the block, which the block's
-        key does not tell. That the next block is there as well shows that the two were computed in a row.
+        The KV of a speculative head at a block's last token depends on the token after the block, which the block's key
+        does not identify. The presence of the next block shows that the two were computed in a row.
         """
         if hit_tokens <= computed_tokens:
             return range(0)
@@ -100,15 +102,15 @@ class GroupGeometry:
         return range(needed.start // self.factor, -(-(hit_tokens + self.lookahead_tokens) // self.block_tokens))
 
     def longest_hit(self, num_blocks: int) -> int:
-        """The most tokens that a hit can have if ``num_blocks`` blocks of the request can be found, and no more."""
+        """Return the largest number of tokens in a hit if exactly ``num_blocks`` blocks of the request can be found."""
         return max(0, num_blocks * self.block_tokens - self.lookahead_tokens)
 
     def is_reachable(self, block: int, unit_tokens: int) -> bool:
-        """Whether some hit needs ``block``. Hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
+        """Return whether some hit needs ``block``. Hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
 
-        A later request may share any part of this prefix and be longer, so every multiple is a possible hit. A window
-        or a state looks back the least from the first multiple that reaches into the block. If that hit does not need
-        the block, none does.
+        A later request may share any part of this prefix and be longer, so every multiple is a possible hit. For a
+        window or a state, the first multiple that reaches into the block is the hit that most likely needs the block.
+        If it does not, no hit does.
         """
         if self.kind is GroupKind.FULL_ATTENTION:
             return True
@@ -117,9 +119,9 @@ class GroupGeometry:
         return block in self.blocks_to_find(0, hit_tokens)
 
     def first_gpu_block(self, block: int) -> int:
-        """The first GPU block of ``block`` that any hit can need. Earlier ones in the block are don't-care.
+        """Return the first GPU block of ``block`` that any hit can need. Earlier GPU blocks in it are don't-care.
 
-        A hit at or after the end of the block looks back a window at most. The engine may have freed the earlier GPU
+        A hit at or after the end of the block looks back at most one window. The engine may have freed the earlier GPU
         blocks before the block was full.
         """
         first, last = block * self.factor, (block + 1) * self.factor - 1
@@ -129,11 +131,12 @@ class GroupGeometry:
         return min(max(first, needed), last)
 
     def source_gpu_blocks(self, block: int, gpu_block_ids: Sequence[int], computed_tokens: int) -> list[int] | None:
-        """The ``factor`` GPU block ids to copy ``block`` from, or ``None`` if it is not (or no longer) on the device.
+        """Return the ``factor`` GPU block ids to copy ``block`` from, or ``None`` if it is not (or no longer) on the
+        GPU.
 
-        Not for states, which block tables do not show. ``computed_tokens`` are those computed before this step, by
-        which the engine frees. Don't-care positions repeat the last id: so a transfer always moves whole blocks, and a
-        block's bytes depend on its key alone.
+        Not for states, which block tables do not show. ``computed_tokens`` is the number of tokens computed before this
+        step; the engine frees blocks by this number. Don't-care positions repeat the last id, so that a transfer always
+        moves whole blocks, and a block's bytes depend on its key alone.
         """
         assert self.kind is not _SINGLE_STATE
         first, stop = self.first_gpu_block(block), (block + 1) * self.factor
@@ -147,8 +150,8 @@ class GroupGeometry:
     def blocks_to_store(
         self, blocks: range, gpu_block_ids: Sequence[int], computed_tokens: int, unit_tokens: int
     ) -> tuple[Sequence[int], list[int]]:
-        """Those of ``blocks`` that some hit can need (``is_reachable``) and that are on the device, and the ``factor``
-        GPU block ids of each (``source_gpu_blocks``), one after the other. Not for states."""
+        """Return the ``blocks`` that some hit can need (``is_reachable``) and that are on the GPU, and a list of the
+        ``factor`` GPU block ids of each (``source_gpu_blocks``). Not for states."""
         if self.kind is _FULL_ATTENTION:
             ids = list(gpu_block_ids[blocks.start * self.factor : blocks.stop * self.factor])
             if len(ids) == len(blocks) * self.factor and NO_BLOCK not in ids:
@@ -164,8 +167,8 @@ class GroupGeometry:
         return found, ids
 
     def extend_keys(self, keys: list[OffloadKey], block_hashes: Sequence[bytes], epoch: Epoch = FIRST) -> None:
-        """Appends the keys of blocks that became full. A block's key is the engine's hash at its end, as ``epoch`` has
-        it."""
+        """Append the keys of blocks that became full. A block's key is the engine's hash at its end, masked by
+        ``epoch``."""
         ends = block_hashes[(len(keys) + 1) * self.hashes_per_block - 1 :: self.hashes_per_block]
         if ends:
             if epoch.seed:
@@ -176,15 +179,15 @@ class GroupGeometry:
 
 @functools.cache
 def _key_ending(group: int) -> bytes:
-    """What the keys of a group have after the block hash."""
+    """Return the part of a group's keys that follows the block hash."""
     return make_offload_key(b"", group)
 
 
 def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGeometry, ...]:
-    """One geometry per group of ``layout``. Raises ``ConfigError`` if ``config.block_size`` does not fit.
+    """Return one geometry per group of ``layout``. Raises ``ConfigError`` if ``config.block_size`` does not fit.
 
-    A block of states is one GPU block, whatever ``config.block_size``: the engine decides at which of them it ends a
-    step, and a hit can end at any.
+    A block of states is one GPU block, whatever ``config.block_size`` is, because the engine decides at which of them
+    it ends a step, and a hit can end at any of them.
     """
     common = layout.block_size_factor(config)
     factors = [1 if group.kind is GroupKind.SINGLE_STATE else common for group in layout.groups]
@@ -204,7 +207,7 @@ def geometry_of(layout: EngineLayout, config: OffloadingConfig) -> tuple[GroupGe
 
 
 def finest_of(groups: Iterable[GroupGeometry]) -> GroupGeometry:
-    """The one with the smallest blocks."""
+    """Return the group with the smallest blocks."""
     return min(groups, key=lambda group: group.block_tokens)
 
 
@@ -213,9 +216,9 @@ def by_position(
 ) -> list[OffloadKey]:
     """Sort the keys of some blocks of a request by the blocks' last tokens. Blocks that end together keep their order.
 
-    ``blocks`` are the blocks' indices by group; ``keys`` lists their keys group after group. A hit needs blocks of all
-    groups up to its end. So whoever evicts the tail of this order first shortens a hit, where the tail of a group alone
-    would end it.
+    ``blocks`` contains the blocks' indices by group, and ``keys`` lists their keys group by group. A hit needs blocks
+    of all groups up to its end. So evicting the tail of this order first only shortens a hit, but evicting the tail of
+    one group would end it.
     """
     ends: list[int] = []
     num_groups = 0
@@ -231,21 +234,21 @@ def by_position(
 
 @functools.cache
 def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
-    """Hits end at multiples of this: a boundary of every group."""
+    """Return the unit of which every hit's length is a multiple: a boundary of every group."""
     return math.lcm(*(group.hit_align_tokens for group in groups))
 
 
 # ------------------------------------------------------------------------------------------------------ the longest hit
 
 AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
-"""Lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
+"""Returns lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
 
 
 _NOT_ASKED = object()
 
 
 class _GroupAnswers:
-    """The lookup answers of one group's blocks in this search. No block is asked for twice."""
+    """The lookup answers for one group's blocks in this search. No block is asked for twice."""
 
     __slots__ = ("_are_any", "_ask", "_keys", "_known", "group")
 
@@ -254,12 +257,12 @@ class _GroupAnswers:
         self._keys = keys
         self._ask = ask
         self._known: list[object] = [_NOT_ASKED] * len(keys)
-        """By block: ``True``, ``False`` or ``None``."""
+        """The answer for each block: ``True``, ``False`` or ``None``."""
         self._are_any = False
 
     def first_missing(self, blocks: range) -> int | None:
-        """The first block of ``blocks`` that is a miss. "Not yet" is not a miss, and lookups go on past it: so all
-        blocks that must be promoted are asked for in the same step."""
+        """Return the first block of ``blocks`` that is a miss. "Not yet" is not a miss, and lookups continue after it,
+        so that all blocks that must be read from tiers are asked for in the same step."""
         known = self._known
         block = blocks.start
         while block < blocks.stop:
@@ -283,8 +286,8 @@ class _GroupAnswers:
         return None in self._known[blocks.start : blocks.stop]
 
     def longest_with_state(self, hits: range, ask_each: AskBlocks) -> int:
-        """The longest of ``hits``, which fall, whose state is there or "not yet"; 0 without one. Asks for all states in
-        one call."""
+        """Return the longest of ``hits`` (in descending order) whose state is present or "not yet"; 0 if there is none.
+        Asks for all states in one call."""
         size, known = self.group.block_tokens, self._known
         blocks = [tokens // size - 1 for tokens in hits]
         new = [block for block in blocks if known[block] is _NOT_ASKED]
@@ -302,11 +305,11 @@ def find_hit(
     *,
     ask_each: AskBlocks | None = None,
 ) -> int | None:
-    """The longest good hit in tokens, including the ``computed_tokens`` that are on the device already.
+    """Return the longest good hit in tokens, including the ``computed_tokens`` that are already on the GPU.
 
-    ``keys[g]`` are those of the request's full blocks in group g; the hit is at most ``max_tokens``. Returns
-    ``computed_tokens`` when there is nothing to add, and ``None`` when a block of the longest hit is "not yet": ask
-    again in a later step. With ``ask_each``, which promotes nothing and answers for each block alone, all states are
+    ``keys[g]`` lists the keys of the request's full blocks in group g. The hit is at most ``max_tokens``. Returns
+    ``computed_tokens`` if no block can be added, and ``None`` if a block of the longest hit is "not yet": ask again in
+    a later step. With ``ask_each``, which reads nothing from tiers and answers for each block alone, all states are
     asked for in one call.
     """
     unit = hit_unit_tokens(tuple(groups))
@@ -316,21 +319,21 @@ def find_hit(
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
         # Shorter hits need blocks that start no later. So the first missing block rules out every hit that reaches it,
-        # and the search may jump to the longest that does not.
+        # and the search may jump to the longest hit that does not reach it.
         missing = of.first_missing(of.group.blocks_to_find(computed_tokens, hit))
         return hit if missing is None else of.group.longest_hit(missing) // unit * unit
 
-    # Invariant: no good hit is longer than ``hit``. So when no group shortens it any more, ``hit`` is good, and it is
+    # Invariant: no good hit is longer than ``hit``. So when no group can shorten it further, ``hit`` is good, and it is
     # the longest. "Not yet" counts as present until then.
     #
-    # Full attention: a shorter hit needs a part of the blocks just seen, and no others. One walk is enough.
+    # Full attention: a shorter hit needs only a part of the blocks just seen. One walk is enough.
     for full in answers:
         if full.group.kind is _FULL_ATTENTION:
             hit = shrink(hit, full)
-    # The others need other blocks when the hit becomes shorter, so they are asked until none shortens it.
+    # The other groups need different blocks for a shorter hit, so they are asked until none shortens it.
     windowed = [each for each in answers if each.group.kind is not _FULL_ATTENTION]
     before = -1
-    # Before the attention is known, it is not known how long a hit can be at all.
+    # Until the answers for attention are known, the possible length of a hit is unknown.
     at_once = not any(full.any_deferred(full.group.blocks_to_find(computed_tokens, hit)) for full in answers)
     while hit > computed_tokens and hit != before:
         before = hit
@@ -354,10 +357,11 @@ def possible_hit(
     computed_tokens: int,
     max_tokens: int,
 ) -> tuple[int | None, set[OffloadKey] | None]:
-    """The longest hit of a hybrid model by the blocks that are anywhere (``find_hit``), and where it could be cut off.
+    """Return the longest hit of a hybrid model, counting blocks in any tier (``find_hit``), and the positions where it
+    could be cut off.
 
-    ``peek`` and ``peek_each`` promote nothing. The ends of parts of the hit (``ends`` of
-    ``OffloadingManager.lookup_prefix``) are ``None`` without states and without a hit.
+    ``peek`` and ``peek_each`` read nothing from tiers. The positions (``ends`` of ``OffloadingManager.lookup_prefix``)
+    are ``None`` without states and without a hit.
     """
     hit = find_hit(groups, keys, peek, computed_tokens, max_tokens, ask_each=peek_each)
     if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
@@ -372,19 +376,20 @@ def _hit_ends(
     computed_tokens: int,
     hit_tokens: int,
 ) -> set[OffloadKey]:
-    """Where a hit of ``hit_tokens`` could be cut off: the last block of full attention of each hit up to that one, by
-    the states that are there (``holds``). Windows are taken to be there."""
+    """Return the positions where a hit of ``hit_tokens`` could be cut off: for each shorter hit whose state is present
+    (``holds``), and for this one, the last block of full attention. It assumes that windows are present."""
     unit = hit_unit_tokens(tuple(groups))
     ends: Sequence[int] = range(computed_tokens // unit * unit + unit, hit_tokens, unit)
     for group, own in zip(groups, keys, strict=True):
         if group.kind is _SINGLE_STATE:
             found = holds([own[tokens // group.block_tokens - 1] for tokens in ends])
-            # A state that a manager says nothing of is not known to be there.
+            # If a manager does not answer for a state, the state counts as missing.
             ends = [tokens for tokens, is_there in zip(ends, found, strict=False) if is_there]
     found_ends: set[OffloadKey] = set()
     for group, own in zip(groups, keys, strict=True):
         if group.kind is _FULL_ATTENTION:
-            # The last of ``blocks_to_find`` of each hit, in short: a long prompt may have one for each 16 tokens.
+            # The last of ``blocks_to_find`` of each hit, computed directly, because a long prompt may have one hit for
+            # each 16 tokens.
             size, ahead = group.block_tokens, group.lookahead_tokens - 1
             found_ends.update([own[(tokens + ahead) // size] for tokens in (*ends, hit_tokens)])
     return found_ends

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hit of each request: the search for it, what it waits for, its admission, its load. Scheduler thread only."""
+"""The hit of each request: the search, the reasons to wait, the admission and the load. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from kvoffload.metrics import HOST, Histogram, Sample, Stats
 
 
 class Hits:
-    """Searches for the hits of requests that wait to be admitted, and loads them to the device.
+    """Searches for the hits of requests that wait for admission, and loads them to the GPU.
 
-    Each request has one ``Hit``: ``find`` answers the engine, now or in a later step, and ``admit`` follows when the
-    request has GPU blocks. A load pins its blocks until ``end_load``. ``observer`` is told of all that, if there is
-    one. ``clock`` gives seconds and never goes back.
+    Each request has one ``Hit``: ``find`` answers the engine, at once or in a later step, and ``admit`` follows when
+    the request has GPU blocks. A load pins its blocks until ``end_load``. The ``observer``, if there is one, is
+    informed of each event. ``clock`` returns seconds and never goes back.
     """
 
     def __init__(
@@ -59,15 +59,16 @@ class Hits:
         self._is_hybrid = any(group.kind is not GroupKind.FULL_ATTENTION for group in geometry)
         attention = [group for group in geometry if group.kind is not GroupKind.SINGLE_STATE]
         self._counted = finest_of(attention) if attention else None
-        """The group by whose blocks the tokens of a hit are told apart. ``None``: states alone."""
+        """The group whose blocks divide the tokens of a hit among tiers. ``None`` if there are only states."""
         self._jobs = jobs
         self._short_loads = short_loads
         self._observer = observer
         self._clock = clock
         self._waiting: dict[Request, tuple[float, int, int]] = {}
-        """Requests whose last question has no answer yet: since when, with how many computed tokens, of how many."""
+        """Requests whose last question is unanswered: the time of the first such question, its number of computed
+        tokens, and the request's number of tokens."""
         self._loading: dict[OffloadKey, int] = {}
-        """Keys that are being loaded to the device, with the job that loads them: the first, if several do."""
+        """Keys that are being loaded to the GPU, with the id of the first job that loads each."""
         self._wait_seconds = Histogram("lookup_wait_seconds")
         self._counts: Counter[Sample] = Counter()
 
@@ -77,11 +78,11 @@ class Hits:
     # ------------------------------------------------------------------------------------------------- the search
 
     def find(self, request: Request, computed_tokens: int, is_alone: bool = False) -> int | None:
-        """Return the tokens that the request can have, ``computed_tokens`` on the device included. ``None``: ask again
-        in a later step. ``is_alone``: the engine has no other request."""
+        """Return the number of tokens that the request can use, including the ``computed_tokens`` on the GPU. ``None``:
+        ask again in a later step. ``is_alone``: the engine has no other request."""
         hit, tokens = request.hit, computed_tokens
         if request.context.reads_cache and not request.is_prefilled_elsewhere:
-            # A request may have one load or several stores in flight, never both. So one that was preempted waits for
+            # A request may have one load or several stores in flight, but never both. So a preempted request waits for
             # its old transfers.
             found = None
             num_tokens = request.of_engine.num_tokens
@@ -112,7 +113,7 @@ class Hits:
         return tokens
 
     def has_asked(self, request: Request) -> bool:
-        """Whether the engine has asked for the request, and waits for the answer."""
+        """Return whether the engine has asked for the request, and waits for the answer."""
         return request in self._waiting
 
     def look_ahead(self, request: Request) -> tuple[int, bool]:
@@ -132,12 +133,14 @@ class Hits:
         return found, True
 
     def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
-        """The longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer. Lookups promote what
-        they find. So where a hit needs windows or states too, no attention is looked up after the last of them that is
-        anywhere. Whoever promotes only a part of it learns where that part may end.
+        """Return the longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer.
 
-        A request whose load failed gets no other. vLLM would count what it still needs as reserved for it, also against
-        the next load, and wait for ever if the two do not fit.
+        Lookups read the blocks that they find from the tiers. So if a hit also needs windows or states, no attention is
+        looked up after the last window or state that exists anywhere. The manager learns at which blocks a part of the
+        hit may end.
+
+        A request whose load failed gets no second load. vLLM would count the blocks that the request still needs as
+        reserved for it, even against the next load, and wait forever if the two do not fit.
         """
         found = self._search(request, computed_tokens, most, self._manager.lookup_prefix)
         if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
@@ -147,7 +150,7 @@ class Hits:
     def _search(
         self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
     ) -> int | None:
-        """Do the same, but wait for no other request's load."""
+        """Do the same as ``search``, but do not wait for another request's load."""
         hit = request.hit
         if hit.load_failed:
             return computed_tokens
@@ -163,13 +166,13 @@ class Hits:
                 hit.possible = possible_hit(self._geometry, keys, peek, each, holds, computed_tokens, most)
             tokens, ends = hit.possible
             most = most if tokens is None else min(most, tokens)
-            if ends is not None:  # a manager of others may not know it
+            if ends is not None:  # other people's managers may not support it
                 ask = functools.partial(look_up, req_context=request.context, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
     def _is_unknown(self, request: Request) -> bool:
-        """Whether nothing is known of a block of which nothing was known. It is the only one that is looked at then:
-        peeking at all blocks of a long prompt takes milliseconds."""
+        """Return whether the place of a block is still unknown after it was unknown before. If so, the search looks at
+        no other block, because peeking at all blocks of a long prompt takes milliseconds."""
         hit = request.hit
         if hit.unknown is not None and self._manager.peek([hit.unknown], request.context) == [None]:
             return True
@@ -188,10 +191,10 @@ class Hits:
         return answers
 
     def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
-        """Whether another request is loading at least half of these blocks already.
+        """Return whether another request is already loading at least half of these blocks.
 
-        When that load has ended, the engine's own prefix cache holds them. A request waits for one such load at most,
-        so that requests with a shared prefix never form a queue.
+        When that load has ended, the engine's own prefix cache contains them. A request waits for at most one such
+        load, so that requests with a shared prefix never form a queue.
         """
         hit = request.hit
         if hit.awaited_job_id is None and self._loading:
@@ -205,8 +208,8 @@ class Hits:
     # ------------------------------------------------------------------------------------- its admission, and its load
 
     def admit(self, request: Request, num_external_tokens: int) -> None:
-        """The request has GPU blocks. Begins a load for ``num_external_tokens``, and touches the prefix. That includes
-        what the device held: blocks in use there should not age here."""
+        """Begin a load for ``num_external_tokens``, because the request has GPU blocks, and touch the prefix. The touch
+        includes the blocks that were on the GPU, because blocks in use there should not age in host memory."""
         hit = request.hit
         self._wait_seconds.observe(hit.wait_s)
         is_first = hit.tokens_by_tier is None
@@ -230,7 +233,7 @@ class Hits:
             hit.computed_tokens = hit.tokens
 
     def _count_admission(self, request: Request, num_external_tokens: int) -> None:
-        """Counts a request once, however often it is preempted."""
+        """Count a request once, however often it is preempted."""
         not_computed = max(0, request.of_engine.num_tokens - request.hit.computed_tokens)
         looked_up = min(not_computed, request.max_load_tokens)
         hinted = "no" if request.context.next_use is NextUse.UNKNOWN else "yes"
@@ -243,9 +246,9 @@ class Hits:
             counts["tier_hit_tokens", tier] += tokens
 
     def _tokens_by_tier(self, request: Request, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
-        """Return the tokens of a hit by the tier in which their blocks lay when the request came. With several groups,
-        those of the group with the smallest blocks count; a state, which is one for all tokens, where there is nothing
-        else."""
+        """Return the tokens of a hit by the tier that contained their blocks when the request arrived. With several
+        groups, the blocks of the group with the smallest blocks count. If there are only states, the one state counts
+        for all tokens."""
         first, stop = request.hit.computed_tokens, request.hit.tokens
         if not sources or any(stop > len(own.keys) * own.group.block_tokens for own in request.groups):
             return {HOST: stop - first}  # or no hit can be so long
@@ -259,14 +262,14 @@ class Hits:
         return dict(tokens)
 
     def _load(self, request: Request) -> None:
-        """Loads the request's hit to its GPU blocks. Without pins or GPU blocks for all of it, the load is lost: it is
-        sent, and the workers report it as failed."""
+        """Load the request's hit to its GPU blocks. If pins or GPU blocks are missing for any part, the load is lost:
+        it is sent, and the workers report it as failed."""
         hit = request.hit
         keys: list[OffloadKey] = []
         gpu_ids: list[int] = []
         sizes: list[int] = []
         starts: list[int] = []
-        # Elsewhere no hit can end, and the tokens after the last whole block would be taken for loaded.
+        # A hit cannot end elsewhere: the tokens after the last whole block would be taken for loaded.
         complete = hit.tokens % hit_unit_tokens(self._geometry) == 0
         for own in request.groups:
             positions = own.group.gpu_blocks_for_hit(hit.computed_tokens, hit.tokens)
@@ -294,8 +297,8 @@ class Hits:
             self._loading.setdefault(key, job_id)
 
     def end_load(self, job: JobRecord) -> bool:
-        """The load ended on all ranks. Return whether its request waits for it. If not, it was aborted or preempted
-        meanwhile, or the load ended within the step."""
+        """Release a load that ended on all ranks, and return whether its request waits for it. If not, the request was
+        aborted or preempted meanwhile, or the load ended within the step."""
         self._release(job)
         hit = job.request.hit
         if job.within_step:
@@ -310,12 +313,12 @@ class Hits:
         return True
 
     def is_new(self, request: Request) -> bool:
-        """Whether the request has a load that the workers do not have yet."""
+        """Return whether the request has a load that was not sent to the workers yet."""
         return self._jobs.new_load(request) is not None
 
     def forget(self, request: Request) -> None:
-        """The request ended. Cancels its load if the workers do not have it yet. One that runs is left to end; its GPU
-        blocks are fenced."""
+        """Forget a request that ended. Cancels its load if it was not sent to the workers yet. A running load continues
+        to its end; its GPU blocks are fenced."""
         self._waiting.pop(request, None)
         request.hit.load_job_id = None
         if (job := self._jobs.cancel_load(request)) is not None:
@@ -325,8 +328,8 @@ class Hits:
         if not job.keys:  # a lost load: nothing was pinned for it
             return
         for key in job.keys:
-            # Other requests may ask for the key in this very step, and must not wait for a load that has ended. An
-            # entry of another load of the key stays.
+            # Other requests may ask for the key in this very step, and must not wait for a load that has ended. Entries
+            # of another load of the key stay.
             if self._loading.get(key) == job.job_id:
                 del self._loading[key]
         self._manager.complete_load(job.keys, job.request.context)
@@ -337,7 +340,8 @@ class Hits:
         return {**self._counts, ("requests_waiting",): len(self._waiting), **self._wait_seconds.stats()}
 
     def check_invariants(self, requests: Collection[Request]) -> None:
-        """For tests. ``requests``: those that have not ended. Keys that are being loaded belong to loads in flight."""
+        """Check that keys being loaded belong to loads in flight. ``requests`` are all requests that have not ended.
+        For tests."""
         assert set(requests).issuperset(self._waiting), "a request that has ended waits for an answer"
         for request in requests:
             assert request.hit.load_job_id is None or request.hit.load_job_id in request.job_ids

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers in flight, the fences they put around GPU blocks, and what is sent of them. Scheduler thread only.
+"""Transfers in flight, their fences around GPU blocks, and the messages about them. Scheduler thread only.
 
-A job lives from the ``prepare_*`` that pinned its slots until its last rank reports. Until then its GPU blocks are
-*fenced*: a store still reads them, a load still writes them. When the engine allocates a fenced block again, the job
-is *flushed*: the workers wait for it before that step's loads and forward pass. One flush lifts all fences of the job,
-because everything the engine does later is ordered after it.
+A job exists from the ``prepare_*`` that pinned its slots until its last rank reports. Until then its GPU blocks are
+*fenced*, because a store still reads them or a load still writes them. When the engine allocates a fenced block again,
+the job is *flushed*: the workers wait for it before that step's loads and forward pass. One flush removes all fences of
+the job, because all later work of the engine is ordered after it.
 
-An engine that writes new blocks before it flushes has a ``GPUBlockPool``: there the blocks of a fenced store are held,
-and cannot be allocated again.
+An engine that writes new blocks before it flushes provides a ``GPUBlockPool``, which holds the blocks of a fenced
+store, so that they cannot be allocated again.
 """
 
 from __future__ import annotations
@@ -31,55 +31,56 @@ from kvoffload.connector.requests import Request
 from kvoffload.metrics import Histogram, Stats
 
 _NOTHING = ConnectorMeta()
-# A name of the module is found several times faster than a member of an enumeration.
+# Python looks up a module's name several times faster than a member of an enumeration.
 _LOAD, _STORE = Direction.LOAD, Direction.STORE
 
 
 @dataclass(slots=True, eq=False)
 class JobRecord:
-    """What the scheduler side knows of one ``TransferJob``: whose it is, and how far the ranks have come."""
+    """The scheduler side's record of one ``TransferJob``: its request, and the progress of the ranks."""
 
     job_id: int
     direction: Direction
     request: Request
-    """May outlive the request in the engine: its context is needed to release the pins."""
+    """May outlive the request in the engine, because its context is needed to release the pins."""
     keys: tuple[OffloadKey, ...]
-    """Pinned by ``prepare_load``, or reserved by ``prepare_store``; empty for a lost load."""
+    """The keys that ``prepare_load`` pinned or ``prepare_store`` reserved; empty for a lost load."""
     gpu_block_ids: tuple[int, ...]
-    """Each once, in the order of the transfer."""
+    """The GPU blocks, each once, in the order of the transfer."""
     waiting_ranks: int
-    """Ranks that have not reported yet, as a bit set: bit r is rank r."""
+    """Bit set of the ranks that have not reported yet: bit r is rank r."""
     epoch: Epoch
-    """The request's when the job began. Of another epoch than the current one, the job is stale."""
+    """The request's epoch when the job began. If it is not the current epoch, the job is stale."""
     success: bool = True
     num_bytes: int = 0
     seconds: float = 0.0
     submitted: bool = False
-    """Sent to the workers. Final stores count as sent from the start, since they go ahead of any flush. A job that was
-    not submitted can be cancelled, but not flushed."""
+    """Whether it was sent to the workers. Final stores count as sent from the start, because they start before any
+    flush. A job that was not submitted can be cancelled, but not flushed."""
     flushed: bool = False
-    """Workers wait for it before its GPU blocks are used again, so it has no fences."""
+    """Whether the workers wait for it before its GPU blocks are used again, so that it needs no fences."""
     within_step: bool = False
-    """A load that the step waits for which begins it: its request runs meanwhile, and may have stores."""
+    """Whether it is a load that its own step waits for. Its request runs in that step, and may have stores."""
 
 
 class JobTable:
-    """All jobs in flight by id, their fences by GPU block, and what of them goes to the workers with the next step.
+    """All jobs in flight by id, their fences by GPU block, and the messages that the next step sends to the workers.
 
     A job begins in a step and is *submitted* with the step's meta (``take``). It ends when all ranks have reported it
-    (``record``), or before it was submitted (``cancel_load``).
+    (``record``), or when it is cancelled before that (``cancel_load``).
     """
 
     def __init__(self, geometry: Sequence[GroupGeometry], num_ranks: int) -> None:
         self.in_flight: dict[int, JobRecord] = {}
-        """By id. Others only read it."""
+        """Jobs by id. Other code only reads it."""
         self.fences: dict[int, tuple[int, ...]] = {}
-        """Job ids by GPU block: usually one, two when the same block is stored again after a reset. Others only test
-        whether there are any."""
+        """Job ids by GPU block: usually one, but two if the same block is stored again after a reset. Other code only
+        tests whether there are any."""
         self.pool: GPUBlockPool | None = None
-        """Holds the GPU blocks of fenced stores, where flushes come too late. Set before the first job begins."""
+        """Holds the GPU blocks of fenced stores, for engines whose flushes come too late. Set before the first job
+        begins."""
         self.num_loading_blocks = 0
-        """GPU blocks of all loads in flight. Others only read it."""
+        """Number of GPU blocks of all loads in flight. Other code only reads it."""
         self._num_ranks = num_ranks
         self._next_id = 0
         self._loads: list[TransferJob] = []
@@ -122,7 +123,7 @@ class JobTable:
         gpu_block_ids: Sequence[int],
         within_step: bool = False,
     ) -> JobRecord:
-        """Begin a load to ``gpu_block_ids``, of which ``NO_BLOCK`` is none. Without a ``source`` it is lost."""
+        """Begin a load to ``gpu_block_ids``, ignoring ``NO_BLOCK``. Without a ``source``, it is a lost load."""
         job = self.begin(_LOAD, request, keys, [each for each in gpu_block_ids if each != NO_BLOCK])
         job.within_step = within_step
         transfer = TransferJob(job.job_id, request.context.req_id, source or destination, destination, within_step)
@@ -144,13 +145,13 @@ class JobTable:
         return job
 
     def add_final_stores(self, stores: Iterable[TransferJob]) -> None:
-        """Stores of a request that ends. They count as submitted, since they go ahead of any flush."""
+        """Add the stores of a request that ends. They count as submitted, because they start before any flush."""
         for transfer in stores:
             self.in_flight[transfer.job_id].submitted = True
             self.final_stores.append(transfer)
 
     def take(self, stores: Sequence[TransferJob]) -> ConnectorMeta:
-        """The meta of this step, in which ``stores`` begin too. Its jobs count as submitted from now on."""
+        """Return the meta of this step, including ``stores``. Its jobs then count as submitted."""
         if not (stores or self._loads or self._lost_loads or self.final_stores or self._flushes):
             return _NOTHING
         meta = ConnectorMeta(
@@ -168,9 +169,9 @@ class JobTable:
     # ------------------------------------------------------------------------------------------------------------- end
 
     def record(self, rank: int, result: TransferResult) -> JobRecord | None:
-        """Records one rank's result. If it was the last rank, removes the job, counts it and returns it.
+        """Record one rank's result. For the last rank, remove the job, count it and return it.
 
-        Otherwise returns ``None``; unknown jobs and repeated results of a rank change nothing.
+        Otherwise return ``None``. Unknown jobs and repeated results of a rank change nothing.
         """
         job_id, success, num_bytes, seconds = result
         job = self.in_flight.get(job_id)
@@ -187,12 +188,13 @@ class JobTable:
         return job
 
     def fail_stores(self) -> None:
-        """Every store in flight counts as failed, whatever workers report: what it read is not what its keys say."""
+        """Mark every store in flight as failed, whatever workers report, because the bytes that it read do not match
+        its keys."""
         for job in self.in_flight.values():
             job.success &= job.direction is _LOAD
 
     def remove(self, job: JobRecord) -> None:
-        """End a job: its fences go, and its request no longer waits for it."""
+        """End a job: remove its fences, and detach it from its request."""
         del self.in_flight[job.job_id]
         if job.direction is _LOAD:
             self.num_loading_blocks -= len(job.gpu_block_ids)
@@ -203,14 +205,14 @@ class JobTable:
     # ----------------------------------------------------------------------------------------------------------- flush
 
     def flush_for_blocks(self, gpu_block_ids: Iterable[int]) -> None:
-        """These GPU blocks were allocated: the workers wait for the jobs that use them. No job is flushed twice."""
+        """Let the workers wait for the jobs that use these newly allocated GPU blocks. No job is flushed twice."""
         for block_id in gpu_block_ids:
             if block_id in self.fences:
                 for job_id in self.fences[block_id]:
                     self._flush(self.in_flight[job_id])
 
     def flush_for_request(self, request: Request) -> None:
-        """The request lost all its GPU blocks."""
+        """Flush the request's jobs, because it lost all its GPU blocks."""
         for job_id in sorted(request.job_ids):
             self._flush(self.in_flight[job_id])
 
@@ -239,7 +241,7 @@ class JobTable:
         return stats | self._ended_loads.get_stats() | self._ended_stores.get_stats()
 
     def check_invariants(self) -> None:
-        """For tests: recomputes the fences and each request's jobs from scratch."""
+        """Recompute the fences and each request's jobs from scratch. For tests."""
         fences: dict[int, list[int]] = {}
         for job in self.in_flight.values():
             assert job.waiting_ranks, f"{job} has ended on every rank and is still here"
@@ -253,7 +255,7 @@ class JobTable:
 
 
 class _EndedJobs:
-    """Counts the jobs of one direction that have ended, and what the successful ones moved."""
+    """Counts the finished jobs of one direction, and the blocks and bytes that successful jobs moved."""
 
     def __init__(self, direction: Direction, geometry: Sequence[GroupGeometry], num_ranks: int) -> None:
         self._name = direction.value
@@ -274,7 +276,7 @@ class _EndedJobs:
             self._num_failed += 1
             return
         self._num_ok += 1
-        # Ranks copy side by side; bytes and seconds of a job are sums over them.
+        # Ranks copy in parallel; bytes and seconds of a job are sums over the ranks.
         self._job_seconds.observe(job.seconds / self._num_ranks)
         if len(self._num_blocks) == 1:
             self._num_blocks[0] += len(job.keys)

@@ -30,7 +30,7 @@ class ConnectorMeta:
     """The message from the scheduler to the workers, once per step."""
 
     loads: tuple[TransferJob, ...] = ()
-    """Loads to start before the forward pass, those within the step first."""
+    """Loads to start before the forward pass. The worker starts loads within the step first."""
     stores: tuple[TransferJob, ...] = ()
     """Stores to start after the forward pass that writes their blocks has been submitted."""
     final_stores: tuple[TransferJob, ...] = ()

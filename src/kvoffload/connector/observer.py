@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of requests: a trace, and for each request an explanation. It tells where the tokens of its prompt came
-from, what it waited for, and why the rest was missing.
+"""Record the requests in a trace, with an explanation of each: the sources of the prompt's tokens, the reasons to wait,
+and the reasons why the rest was missing.
 
-Only while requests are recorded or traced is there an observer. Scheduler thread only.
+An observer exists only while requests are recorded or traced. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = "device"
 
 
 class Phase(NamedTuple):
-    """A time in which a request waited for one thing, by the scheduler side's clock."""
+    """A period in which a request waited for one thing, by the scheduler side's clock."""
 
     name: str
     begin_s: float
@@ -44,36 +44,36 @@ class Phase(NamedTuple):
 
 @dataclass(slots=True)
 class Explanation:
-    """Of one request, from its arrival to its first token."""
+    """The explanation of one request, from its arrival to its first token."""
 
     phase: str | None
-    """What it waits for now."""
+    """The current reason to wait; ``None`` if there is none."""
     since_s: float
     phases: list[Phase] = field(default_factory=list)
-    """What it waited for, in order: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers`` and
-    ``load``."""
+    """The past periods of waiting, in order: ``queue`` (for the engine), ``tiers``, ``another load``, ``own transfers``
+    and ``load``."""
     found: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens by where they were: on the device, in host memory (``CPU``), in a tier."""
+    """Number of prompt tokens by source: the GPU (``device``), host memory (``CPU``), or a tier."""
     missed: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens that were computed, by cause. With ``found`` they are all tokens of the prompt."""
+    """Number of computed prompt tokens by cause. Together with ``found``, they add up to the tokens of the prompt."""
     lost_s: dict[str, float] = field(default_factory=dict)
-    """For causes with a time, such as evictions: how long ago, as the mean over the tokens."""
+    """For causes with a time, such as evictions: the mean age in seconds over the tokens."""
     promoted_bytes: dict[str, int] = field(default_factory=dict)
-    """What lower tiers brought to host memory while it waited, by tier."""
+    """Number of bytes that each lower tier loaded into host memory while the request waited."""
     weighed: Sequence[Weighed] = ()
-    """Why from these tiers."""
+    """The reasons for these tiers."""
     loaded_bytes: int = 0
-    """What its load copied to the device, on all ranks."""
+    """Number of bytes that its load copied to the GPU, on all ranks."""
 
     def enter(self, phase: str | None, now_s: float) -> None:
-        """What it waits for from now on; ``None``: for nothing."""
+        """End the current period, and start to wait for ``phase``, or for nothing if it is ``None``."""
         if self.phase is not None and now_s > self.since_s:
             self.phases.append(Phase(self.phase, self.since_s, now_s))
         self.phase, self.since_s = phase, now_s
 
     @property
     def waited_s(self) -> dict[str, float]:
-        """Seconds by what it waited for."""
+        """Seconds of waiting by reason."""
         waited_s: dict[str, float] = {}
         for name, begin_s, end_s in self.phases:
             waited_s[name] = waited_s.get(name, 0.0) + end_s - begin_s
@@ -92,12 +92,12 @@ class Explanation:
 
 
 Watch = Callable[[EngineRequest], Callable[[Explanation], None] | None]
-"""Asked of each request that arrives: what to call with its explanation when it has ended. ``None``: it is not to
-be explained. Scheduler thread."""
+"""Called for each arriving request. It returns a function that receives the explanation when the request has ended, or
+``None`` if the request needs no explanation. Scheduler thread."""
 
 
 def _ends_recording(method: Callable[Concatenate[Observer, P], None]) -> Callable[Concatenate[Observer, P], None]:
-    """What ``method`` raises ends the recording and disturbs no step. After that nothing is recorded."""
+    """Return ``method`` such that an exception ends the recording for good, and does not disturb the step."""
 
     @functools.wraps(method)
     def call(self: Observer, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -113,16 +113,16 @@ def _ends_recording(method: Callable[Concatenate[Observer, P], None]) -> Callabl
 
 
 class Observer:
-    """Records and traces requests with their explanations, and records the blocks that are lost, which explain what
-    later ones miss.
+    """Records and traces requests with their explanations, and records lost blocks, which explain the misses of later
+    requests.
 
-    The scheduler side tells what becomes of each request. The manager explains why it did not get a block
-    (``OffloadingManager.explain``). A block that is here although it was not used lies after a missing one, and has its
-    cause.
+    The scheduler side reports the events of each request. The manager explains why the request did not get a block
+    (``OffloadingManager.explain``). If a block is present but was not used, an earlier block was missing, and the
+    present block gets the same cause.
 
-    The explanations go to the trace in the file ``config.record_trace``, which may be ``None``, and to ``watch``. The
-    path may contain ``{pid}``, for engines that run several schedulers. The trace has the blocks of
-    the group with the smallest ones. The file is created at once, so that a path that cannot be written is a
+    The explanations are written to the trace in the file ``config.record_trace``, unless it is ``None``, and passed to
+    ``watch``. The path may contain ``{pid}``, for engines that run several schedulers. The trace lists the blocks of
+    the group with the smallest blocks. The file is created at once, so that a path that cannot be written raises
     ``ConfigError`` before any request is served. Later failures end the recording with one line in the log.
     """
 
@@ -153,7 +153,7 @@ class Observer:
         self._watched: dict[Request, Callable[[Explanation], None]] = {}
         self.is_closed = False
         self._open: dict[Request, Explanation] = {}
-        """Of requests that have not ended, and that are recorded or watched."""
+        """The explanations of recorded or watched requests that have not ended."""
         self._before: Epoch | None = None
         """The epoch that the last reset ended."""
         self._reset_s = 0.0
@@ -162,7 +162,8 @@ class Observer:
         return f"Observer({self._recorder}, {len(self._open)} requests)"
 
     def close(self) -> None:
-        """Writes the requests that have not finished, too. Idempotent, and never raises."""
+        """Write the remaining requests, even if they have not finished, and close the trace. Idempotent, and never
+        raises."""
         if not self.is_closed:
             self.is_closed = True
             self._watched.clear()
@@ -173,7 +174,7 @@ class Observer:
             except Exception:
                 logger.exception("The trace could not be closed.")
 
-    # ------------------------------------------------------------------------------------- what becomes of a request
+    # ------------------------------------------------------------------------------------- events of a request
 
     @_ends_recording
     def arrived(self, request: Request) -> None:
@@ -192,14 +193,14 @@ class Observer:
 
     @_ends_recording
     def deferred(self, request: Request, phase: str) -> None:
-        """A lookup had no answer, because of ``phase``."""
+        """Note that a lookup had no answer, because of ``phase``."""
         explanation = self._open.get(request)
         if explanation is not None and not explanation.found:
             explanation.enter(phase, self._clock())
 
     @_ends_recording
     def answered(self, request: Request) -> None:
-        """The lookup has an answer; the engine is to admit the request."""
+        """Note that the lookup has an answer, so that the engine can admit the request."""
         explanation = self._open.get(request)
         if explanation is not None and not explanation.found and explanation.phase != "queue":
             explanation.enter("queue", self._clock())
@@ -209,7 +210,7 @@ class Observer:
 
     @_ends_recording
     def admitted(self, request: Request) -> None:
-        """The request has GPU blocks. Later admissions change nothing."""
+        """Note that the request has GPU blocks. Later admissions change nothing."""
         explanation, hits = self._open.get(request), request.hit.tokens_by_tier or {}
         if explanation is None or explanation.found:
             return
@@ -222,7 +223,7 @@ class Observer:
 
     @_ends_recording
     def load_ended(self, job: JobRecord) -> None:
-        """If its request has ended too, the load is not a part of the explanation."""
+        """Note the end of a load. If its request has already ended, the explanation does not include the load."""
         explanation = self._open.get(job.request)
         if explanation is None or explanation.phase != "load":
             return
@@ -239,9 +240,9 @@ class Observer:
 
     @_ends_recording
     def finished(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
-        """The request ended. Blocks of it that were not accepted for store are lost, for want of room if
-        ``has_no_room``; those from ``most_tokens`` on were not to be stored. Its explanation has no places if it was
-        never admitted."""
+        """Note the end of a request, and write its explanation. Its blocks that were not accepted for store are lost,
+        because of a lack of room if ``has_no_room``. Blocks from ``most_tokens`` on were excluded from storing. If the
+        request was never admitted, it has no explanation in the trace."""
         self._record_losses(request, most_tokens, has_no_room)
         explanation = self._open.pop(request, None)
         if explanation is None:
@@ -256,14 +257,14 @@ class Observer:
 
     @_ends_recording
     def reset(self, ended: Epoch) -> None:
-        """The cache was reset, and ``ended`` is over."""
+        """Note a reset of the cache, which ended the epoch ``ended``."""
         self._before, self._reset_s = ended, self._clock()
 
     # ---------------------------------------------------------------------------------------------- why it was missing
 
     def _losses(self, keys: Sequence[OffloadKey], request: Request) -> list[Loss | None]:
-        """Why the request did not get each of ``keys``; ``None``: it is here or below. What the tiers kept of the epoch
-        before the reset was lost by it."""
+        """Return for each of ``keys`` why the request did not get it; ``None``: the block is in host memory or a tier.
+        Blocks that tiers still hold from the epoch before the last reset count as lost by that reset."""
         losses = self._manager.explain(keys, request.context)
         if self._before is None or self._before.seed == request.epoch.seed:
             return losses
@@ -283,7 +284,7 @@ class Observer:
             beyond = Miss.RESET
         short = None
         if has_no_room or not request.max_blocks:
-            # Its own stores kept all slots, or those of others did.
+            # Its own stores occupied all slots, or the stores of other requests did.
             short = Miss.TOO_LONG if self._surely_stored(request) > self._num_slots else Miss.REFUSED
         ready_tokens = request.ready_tokens
         for own in request.groups:
@@ -295,18 +296,18 @@ class Observer:
                 self._lost.record(own.keys[first_beyond:ready], beyond)
 
     def _surely_stored(self, request: Request) -> int:
-        """Blocks that the whole request stores at the least. Most states are never kept, and blocks after a window may
-        be gone before they are offered."""
+        """Return the least number of blocks that the whole request stores. Most states are never kept, and blocks
+        behind a window may leave the GPU before they are offered."""
         blocks = dict.fromkeys(GroupKind, 0)
         for own in request.groups:
             blocks[own.group.kind] += len(own.keys)
         return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW] or blocks[GroupKind.LOCAL_CHUNK]
 
     def _explain(self, request: Request, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
-        """Fills in why the prompt's tokens from ``begin`` on were missing."""
+        """Add the reasons why the prompt's tokens from ``begin`` on were missing."""
         unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
         keys = request.groups[self._finest.index].keys
-        # As far as a hit can reach. Hits end between blocks of the device, which may be smaller than offloaded ones.
+        # The farthest possible end of a hit. Hits end between GPU blocks, which may be smaller than offloaded ones.
         longest = [own.group.longest_hit(len(own.keys)) for own in request.groups]
         end = max(min(prompt_tokens - 1, *longest) // unit * unit, begin)
         if tail := prompt_tokens - end:
@@ -339,9 +340,9 @@ class Observer:
                 explanation.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
 
     def _why_no_longer_hit(self, request: Request, hit_tokens: int) -> Loss:
-        """Why there was no hit of ``hit_tokens``, the least beyond the one there was, although the group with the
-        smallest blocks has the next one: it needs a block that another group lacks, or that it looks ahead to. After a
-        failed load there is no other."""
+        """Return why there was no hit of ``hit_tokens``, the next longer hit, although the group with the smallest
+        blocks has its next block. The reason is a block that another group lacks, or a block for looking ahead. After a
+        failed load, there is no second load."""
         if request.hit.load_failed:
             return Loss(Miss.LOAD_FAILED)
         for own in request.groups:
@@ -355,8 +356,8 @@ class Observer:
 def _machine(
     geometry: Sequence[GroupGeometry], finest: int, layout: EngineLayout, config: OffloadingConfig
 ) -> dict[str, object]:
-    """What ``kvoffload explain`` must know of the configuration. No paths and no addresses. ``finest``: tokens of the
-    smallest block."""
+    """Return the part of the configuration that ``kvoffload explain`` needs, without paths and addresses. ``finest`` is
+    the number of tokens of the smallest block."""
     slots = sum(finest / group.block_tokens for group in geometry)
     return {
         "block_bytes": round(layout.block_bytes(layout.block_size_factor(config)) * slots),
@@ -377,7 +378,7 @@ def _machine(
 
 
 def _quota_of(max_bytes: Any) -> int | None:
-    """Bytes that a tier may take, of several disks together. ``None``: it has no number for them."""
+    """Return the number of bytes that a tier may use, for several disks together; ``None`` if it has no such limit."""
     try:
         return sum(map(parse_bytes, max_bytes if isinstance(max_bytes, list) else [max_bytes]))
     except ConfigError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of a request to offer for store, when, and in which portions. Scheduler thread only.
+"""Decide which blocks of a request to offer for store, when, and in which portions. Scheduler thread only.
 
-``plan_offer`` and ``select_source`` are pure. ``offer_in_portions`` is the rule by which blocks are offered to a
-manager, for the connector and the simulator alike. ``StoreOffers`` applies it to requests, and makes store jobs.
+``plan_offer`` and ``select_source`` are pure. ``offer_in_portions`` offers blocks to a manager, in the connector and in
+the simulator alike. ``StoreOffers`` applies it to requests, and creates store jobs.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Offer(NamedTuple):
     """A portion of a request's blocks."""
 
     keys: list[OffloadKey]
-    """Of the blocks whose bytes are on the device and that a hit can need, by position across groups."""
+    """The keys of blocks whose bytes are on the GPU and that a hit can need, by position across groups."""
     grouped: list[OffloadKey]
-    """The same keys group after group, each head to tail. A transfer moves blocks in this order."""
+    """The same keys, group by group, each from head to tail. A transfer moves blocks in this order."""
     blocks: list[int]
     """The indices of ``grouped`` in the request."""
     source: Source
-    """The GPU blocks to copy them from: ``factor`` for each block."""
+    """The GPU blocks to copy from: ``factor`` for each block."""
     next_blocks: list[int]
-    """``Keys.next_block`` of each group once this was accepted. Blocks that left the device, or that no hit can
-    need, are passed over for good."""
+    """``Keys.next_block`` of each group after this offer is accepted. Blocks that left the GPU, or that no hit can
+    need, are skipped for good."""
     largest: int
-    """Blocks of the group with most of them, those passed over included; at least 1."""
+    """Number of blocks of the group with most blocks, including skipped ones; at least 1."""
     is_last: bool
-    """Nothing is left to offer after it."""
+    """Whether no blocks remain to be offered after this portion."""
 
 
 class Source(NamedTuple):
@@ -70,14 +70,14 @@ class Source(NamedTuple):
 def plan_offer(
     groups: Sequence[Keys], unit_tokens: int, computed_tokens: int, limit_tokens: int, max_blocks: int
 ) -> Offer | None:
-    """The next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
+    """Return the next blocks to offer, at most ``max_blocks`` of each group, or ``None`` if no group has any.
 
-    A block can be offered when its tokens are computed by the end of this step (``limit_tokens``), and its key and its
-    GPU blocks are known. ``computed_tokens`` are those before this step. Blocks that no hit can need are passed over;
-    hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
+    A block can be offered if its tokens are computed by the end of this step (``limit_tokens``), and if its key and its
+    GPU blocks are known. ``computed_tokens`` is the number of tokens computed before this step. Blocks that no hit can
+    need are skipped; hits end at multiples of ``unit_tokens`` (``hit_unit_tokens``).
 
-    A state is offered with or after the full blocks of the other groups that lie before its end, since it is worth
-    nothing without them. It is the only one of its group in the portion, because the slots of a job are filled at
+    A state is offered together with the full blocks of the other groups before its end, or after them, because it is
+    useless without them. A portion contains at most one state of a group, because the slots of a job are filled at
     consecutive positions.
     """
     next_blocks: list[int] = []
@@ -124,8 +124,8 @@ def plan_offer(
 
 
 def _states_to_offer(own: Keys, stop: int, unit_tokens: int) -> list[int]:
-    """The blocks of the group before ``stop`` that end at a state which the engine named. Those of a hit are known
-    below."""
+    """Return the blocks of the group before ``stop`` that end at a state which the engine named. It excludes blocks of
+    a hit, which are already stored."""
     return [
         block
         for block in sorted(own.states)
@@ -138,7 +138,7 @@ def select_source(
 ) -> tuple[Source, Sequence[int]] | None:
     """Return the GPU blocks of ``keys_to_store``, group after group, and the index in ``keys_to_store`` of each block.
 
-    ``None`` if one of the keys was not offered or is there twice.
+    Return ``None`` if one of the keys was not offered or occurs twice.
     """
     if keys_to_store == offer.grouped:
         return offer.source, range(len(keys_to_store))
@@ -164,36 +164,36 @@ def select_source(
 
 
 class Offering(Protocol):
-    """What the rules below remember of a request (``Request`` has it)."""
+    """The state of a request that the following rules need. ``Request`` implements it."""
 
     max_blocks: int
     touched_at: int
 
 
 class Turnover:
-    """Counts what all requests stored, and says when a running request's prefix is to be touched again.
+    """Counts the blocks that all requests store, and decides when a running request must touch its prefix again.
 
     A request touches its prefix at admission and at its end. In between, new blocks are more recent than its head. So a
     long request would lose the head, which every later hit needs.
 
-    A request is due when it stores, and half of the cache was stored since its last touch: then its head is halfway to
-    eviction. To touch earlier would take room from resting prefixes, which have no other copy, for blocks that are on
-    the device as well. In a cache smaller than ``FEW_BLOCKS`` it is due at each store, since another prompt may store
-    half of the cache at once.
+    A request is due if it stores, and half of the cache has been stored since its last touch, because its head is then
+    halfway to eviction. Touching earlier would protect blocks that are also on the GPU, and evict idle prefixes that
+    have no other copy. In a cache smaller than ``FEW_BLOCKS``, a request is due at each store, because another prompt
+    may store half of the cache at once.
 
-    Requests that are due in the same step take turns: a stored block pays for ``KEYS_PER_STORED`` touched keys, and at
-    most ``MOST_KEYS`` are paid for in advance.
+    Requests that are due in the same step take turns: each stored block permits ``KEYS_PER_STORED`` touched keys, and
+    at most ``MOST_KEYS`` may be permitted in advance.
     """
 
     FEW_BLOCKS = 64
-    """About what two prompts have."""
+    """Roughly the number of blocks of two prompts."""
     KEYS_PER_STORED = 8
-    """Enough for every request's turn, if running requests have at most four times as many blocks as the cache."""
+    """Enough for a turn of every request, if running requests have at most four times as many blocks as the cache."""
     MOST_KEYS = 2048
     """About a millisecond of the scheduler's thread."""
 
     def __init__(self, num_blocks: int) -> None:
-        """``num_blocks``: the size of the primary tier."""
+        """Create the counter for ``num_blocks`` slots of host memory."""
         self._period = num_blocks // 2 if num_blocks >= self.FEW_BLOCKS else 1
         self._stored = 0
         self._paid_keys = self.MOST_KEYS
@@ -202,16 +202,16 @@ class Turnover:
         return f"Turnover({self._stored} blocks stored, a touch every {self._period})"
 
     def count(self, num_blocks: int) -> None:
-        """``num_blocks`` were accepted for store."""
+        """Count ``num_blocks`` blocks that were accepted for store."""
         self._stored += num_blocks
         self._paid_keys = min(self.MOST_KEYS, self._paid_keys + num_blocks * self.KEYS_PER_STORED)
 
     def is_due(self, request: Offering) -> bool:
-        """Whether a request that has just stored is to touch its prefix."""
+        """Return whether a request that has just stored must touch its prefix."""
         return self._stored - request.touched_at >= self._period and self._paid_keys > 0
 
     def touched(self, request: Offering, num_keys: int = 0) -> None:
-        """The request's prefix was touched at its admission, or it was due, and ``num_keys`` keys were touched."""
+        """Record a touch of the request's prefix, at its admission or with ``num_keys`` keys because it was due."""
         request.touched_at = self._stored
         self._paid_keys -= num_keys
 
@@ -221,15 +221,15 @@ class Portion(Protocol):
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
-        """By position, head to tail; empty if no block of the portion can be stored."""
+        """The keys by position, from head to tail; empty if no block of the portion can be stored."""
 
     @property
     def largest(self) -> int:
-        """Blocks of the group with most of them; at least 1."""
+        """Number of blocks of the group with most blocks; at least 1."""
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing is left to offer after it, so that ``plan`` need not be asked."""
+        """Whether no blocks remain to be offered after this portion, so that ``plan`` need not be called."""
 
 
 P = TypeVar("P", bound=Portion)
@@ -242,16 +242,15 @@ def offer_in_portions(
     plan: Callable[[int], P | None],
     accept: Callable[[P, PrepareStoreOutput | None], bool],
 ) -> bool:
-    """Offers a request's blocks to the manager, head first, in portions that find room.
+    """Offer a request's blocks to the manager, head first, in portions that find room.
 
-    ``plan(max_blocks)`` returns the next portion, or ``None`` when nothing is left to offer.
-    ``accept(portion, output)`` moves the request past the portion, starts its store, and returns whether that
-    store evicted a block of the same request; ``output`` is ``None`` for a portion without keys. Returns ``False`` if
-    the manager had no room for the rest.
+    ``plan(max_blocks)`` returns the next portion, or ``None`` if no blocks remain. ``accept(portion, output)`` moves
+    the request past the portion, starts its store, and returns whether that store evicted a block of the same request;
+    ``output`` is ``None`` for a portion without keys. Returns ``False`` if the manager had no room for the rest.
 
-    ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a refused portion
-    is cut to a quarter and offered again, and an accepted one lets the next be four times larger. A long prompt in a
-    nearly full tier then takes logarithmically many calls, and each later call to a full tier has one block.
+    ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a rejected portion
+    is cut to a quarter and offered again, and after an accepted one, the next may be four times larger. If host memory
+    is nearly full, a long prompt needs logarithmically many calls, and each later call offers one block.
     """
     accepted = False
     while request.max_blocks and (portion := plan(request.max_blocks)) is not None:
@@ -259,12 +258,12 @@ def offer_in_portions(
         output = manager.prepare_store(keys, context) if keys else None
         if keys and output is None:
             request.max_blocks = max(1, portion.largest // 4)
-            # What room there was is taken. The rest is offered anew in a later step.
+            # The available room is used up. The rest is offered again in a later step.
             if accepted or portion.largest == 1:
                 return False
             continue
         accepted = True
-        # Whoever evicts its own blocks is longer than the tier. The tail is worth nothing without the head it evicts.
+        # A request that evicts its own blocks is larger than the cache. Its tail is useless without the evicted head.
         request.max_blocks = 0 if accept(portion, output) else min(UNLIMITED, request.max_blocks * 4)
         if portion.is_last:
             return True
@@ -272,10 +271,11 @@ def offer_in_portions(
 
 
 class StoreOffers:
-    """Offers the full blocks of requests to the manager, and decides when a request has something to offer again.
+    """Offers the full blocks of requests to the manager, and decides when a request can next have blocks to offer.
 
-    A block is offered in the step that fills it (``offer``). If it is refused, or if its key is not known by then, it
-    is offered again: refused ones in later steps (``retry``), all of them when the request ends (``offer_rest``).
+    A block is offered in the step that fills it (``offer``). A rejected block is offered again in later steps
+    (``retry``). When the request ends, all blocks that are not stored yet, perhaps because their keys were unknown, are
+    offered once more (``offer_rest``).
     """
 
     def __init__(
@@ -296,43 +296,44 @@ class StoreOffers:
         self._unit_tokens = hit_unit_tokens(geometry)
         self._least_tokens = finest_of(geometry).block_tokens
         self.refused: dict[Request, None] = {}
-        """Requests with blocks for which there was no room, in the order of their last refusals. Others only read
-        it."""
+        """Requests whose blocks found no room, in the order of their last rejections. Other code only reads it."""
         self._refused_in_step = False
         self.newest_step: Sequence[ScheduledRequest] = ()
-        """What the newest step computes; its planner sets it."""
+        """The requests that the newest step computes. The code that builds the step sets it."""
 
     def __repr__(self) -> str:
         return f"StoreOffers({len(self.refused)} requests refused)"
 
     def offer(self, request: Request) -> list[TransferJob]:
-        """Offers the blocks that are full at the end of this step, which computes ``request.last_scheduled``.
+        """Offer the blocks that are full at the end of this step, which computes ``request.last_scheduled``.
 
-        Returns the stores, which start at the end of the step. Also decides when the request has something to offer
-        again.
+        Returns the stores, which start at the end of the step. It also decides when the request can next have blocks to
+        offer.
         """
         last = request.last_scheduled
         assert last is not None
-        # Drafts may follow the tokens that are known.
+        # Drafts may follow the known tokens.
         stores = self._offer(request, min(last.done_tokens, request.of_engine.num_tokens), last.num_computed_tokens)
         if request in self.refused:
             self._refused_in_step = True
         return stores
 
     def offer_rest(self, request: Request) -> list[TransferJob]:
-        """Offers all blocks that earlier steps filled and that were not accepted yet. Empty if the request has none on
-        the device."""
+        """Offer all blocks that earlier steps filled and that were not accepted yet, and return the stores. The list is
+        empty if the request has no such blocks on the GPU."""
         last = request.last_scheduled
         if last is None:
             return []
-        # In a later step the engine may have tried to schedule it, and freed what left the window, without success.
+        # In a later step, the engine may have tried to schedule the request without success, but freed the blocks that
+        # left the window.
         is_newest = any(each is last for each in self.newest_step)
         return self._offer(request, request.ready_tokens, last.num_computed_tokens if is_newest else last.done_tokens)
 
     def retry(self) -> list[TransferJob]:
-        """Offers refused blocks again, once at the end of each step, oldest refusal first, until one is refused again.
+        """Offer rejected blocks again, once at the end of each step, oldest rejection first, until an offer is rejected
+        again.
 
-        So a full tier costs one call of one block per step, and no request can keep others from being tried.
+        So a full cache costs one call of one block per step, and no request can block the others.
         """
         stores: list[TransferJob] = []
         refused, self._refused_in_step = self._refused_in_step, False
@@ -344,17 +345,18 @@ class StoreOffers:
         return stores
 
     def admit(self, request: Request, hit_tokens: int) -> None:
-        """The request was given GPU blocks, and its prefix of ``hit_tokens`` was touched."""
+        """Start to offer blocks of a request, which has received GPU blocks and has touched its prefix of
+        ``hit_tokens``."""
         self.forget(request)
         self._turnover.touched(request)
         request.begin_offers(hit_tokens)
 
     def forget(self, request: Request) -> None:
-        """The request ended, or its GPU blocks are no longer those that it computed."""
+        """Drop a request from the queue, because it ended or lost the GPU blocks that it computed."""
         self.refused.pop(request, None)
 
     def _offer(self, request: Request, limit: int, computed_tokens: int) -> list[TransferJob]:
-        """Offers what lies before token ``limit``, but for blocks that the engine frees when ``computed_tokens`` have
+        """Offer the blocks before token ``limit``, except blocks that the engine frees when ``computed_tokens`` have
         been computed."""
         request.offered_tokens = limit
         most = self.max_tokens(request)
@@ -364,7 +366,7 @@ class StoreOffers:
         self.refused.pop(request, None)
         if not self._offer_portions(request, computed_tokens, limit, stores):
             self.refused[request] = None
-            # A new block does not wait for its turn among the refused ones.
+            # A new block does not wait for its turn among the rejected ones.
             assert request.last_scheduled is not None
             least = self._least_tokens
             request.next_offer_tokens = (request.last_scheduled.done_tokens // least + 1) * least
@@ -379,7 +381,7 @@ class StoreOffers:
         return stores
 
     def max_tokens(self, request: Request) -> int:
-        """Tokens of the request that may be stored, counted from its first."""
+        """Return the number of tokens of the request, from the first one on, that may be stored."""
         if self._epochs.is_over(request.epoch):
             return 0
         most = request.of_engine.num_prompt_tokens if self._prompt_only else UNLIMITED
@@ -389,7 +391,7 @@ class StoreOffers:
     def _offer_portions(
         self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
-        """``False`` if there was no room for the rest."""
+        """Offer the blocks in portions, and return ``False`` if there was no room for the rest."""
 
         def plan(max_blocks: int) -> Offer | None:
             return plan_offer(request.groups, self._unit_tokens, computed_tokens, limit_tokens, max_blocks)
@@ -431,8 +433,8 @@ class StoreOffers:
 
 
 def _in_order(spec: LoadStoreSpec, order: Sequence[int]) -> LoadStoreSpec | None:
-    """``spec`` with its blocks in this order, which names each once. ``None`` if a manager's own spec cannot do that or
-    names another number of blocks."""
+    """Return ``spec`` with its blocks in this order, which names each of them once. Returns ``None`` if the manager's
+    spec cannot be reordered or lists a different number of blocks."""
     if all(at == place for place, at in enumerate(order)):
         return spec
     return spec.in_order(order) if isinstance(spec, BlockIDsLoadStoreSpec) else None

@@ -4,7 +4,7 @@
 It contains ids of requests, hashes of keys, lengths, times and hints of clients about the next use, but no tokens and
 no text. Each line is one JSON object in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with
 ``block_tokens``. For ``kvoffload explain``, each line also contains the request's ``story`` (``observer.py``), and the
-first one the ``machine``.
+first line contains the ``machine``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvoffload.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
-"""Lines are appended, so that a file that somebody empties, such as logrotate, has no hole at its beginning. No call
-waits for the reader of a pipe."""
+"""Lines are appended, so that a file that another program (such as logrotate) empties does not start with a hole. No
+call waits for the reader of a pipe."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A request that has not finished, or whose line waits for those of earlier requests."""
+    """A request that has not finished, or whose line waits for the lines of earlier requests."""
 
     line: dict[str, object]
     is_finished: bool = False
@@ -52,24 +52,25 @@ class TraceRecorder:
         recorder.finished(req_id, output_tokens, explanation)   # once; unknown ids are ignored
         recorder.close()
 
-    ``keys`` are those of the prompt's whole blocks, prefix-chained, head to tail. The first line has ``machine``. A
-    line is written when the request and all before it have finished, or by ``close``; so memory holds the
-    requests that are being served, and those that came after the oldest of them. Times count from the first request's.
+    ``keys`` are the keys of the prompt's whole blocks, prefix-chained, from head to tail. The first line contains
+    ``machine``. A line is written when its request and all earlier ones have finished, or by ``close``. So memory
+    contains the requests that are being served, and all requests that came after the oldest of them. Times count from
+    the first request's arrival.
 
     Each process writes to a file of its own. If another process records to ``path``, this one adds its process id to
-    the name, and a random number if that name is in use too: containers that share a volume have equal process ids. A
-    finished trace with the same name gets the next number behind its name, such as ``.1``.
-    A file that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach
-    the caller; a line that did not fit is cut off.
+    the name, and also a random number if that name is in use, because containers that share a volume may have equal
+    process ids. A finished trace with the same name is renamed by appending the next number, such as ``.1``. A file
+    that cannot be opened raises ``ConfigError``. Later errors end the recording with a warning and never reach the
+    caller; an incomplete line is removed.
     """
 
     def __init__(self, path: str | Path, block_tokens: int, machine: dict[str, object] | None = None) -> None:
         self.block_tokens = block_tokens
         self.num_written = 0
         self._lines: deque[_Pending] = deque()
-        """In the order of arrival. Lines of finished requests wait for those before them."""
+        """Lines in the order of arrival. The line of a finished request waits for earlier lines."""
         self._serving: dict[str, _Pending] = {}
-        """Lines of requests that have not finished, by id: an engine may use an id again."""
+        """Lines of requests that have not finished, by id, because an engine may use an id again."""
         self._first_s: float | None = None
         self._last_ms = 0.0
         self._machine = machine
@@ -93,7 +94,7 @@ class TraceRecorder:
         input_tokens: int,
         next_use: NextUse = NextUse.UNKNOWN,
     ) -> None:
-        """A request arrived. A second arrival of an id that is being served is ignored."""
+        """Record the arrival of a request. Ignores an id that is already being served."""
         if self._fd is None or req_id in self._serving:
             return
         if self._first_s is None:
@@ -126,7 +127,7 @@ class TraceRecorder:
             self._write(self._lines.popleft().line)
 
     def close(self) -> None:
-        """Writes what is pending and closes the file. Idempotent."""
+        """Write the pending lines and close the file. Idempotent."""
         while self._lines:
             self._write(self._lines.popleft().line)
         self._serving.clear()
@@ -140,7 +141,7 @@ class TraceRecorder:
     def _write(self, line: dict[str, object]) -> None:
         if self._fd is None:
             return
-        # One call for a whole line, and no buffer: a process that is killed leaves whole lines.
+        # Each line is written in one call without a buffer, so that a killed process leaves only whole lines.
         rest = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         length = len(rest)
         try:
@@ -160,8 +161,8 @@ class TraceRecorder:
 
 
 def _open_own(path: Path) -> tuple[int, Path]:
-    """A descriptor of an empty file that no other process records to, and its path: ``path`` itself, or with this
-    process's id in the name."""
+    """Open an empty file that no other process records to, and return its descriptor and its path: ``path`` itself, or
+    a name with this process's id."""
     own = path.with_name(f"{path.name}.pid{os.getpid()}")
     for name in (path, own):
         with contextlib.suppress(BlockingIOError):
@@ -173,8 +174,8 @@ def _open_own(path: Path) -> tuple[int, Path]:
 
 
 def _claimed(path: Path) -> int | None:
-    """A descriptor of an empty file, locked until it is closed; a pipe or a device as it is. ``None``: an older trace
-    was in the way and has been renamed.
+    """Return a descriptor of an empty file, locked until it is closed, or of a pipe or device. Returns ``None`` if an
+    older trace was in the way and has been renamed.
 
     Raises ``BlockingIOError`` if another process has locked the file, or if the file system has no locks.
     """
@@ -193,7 +194,7 @@ def _claimed(path: Path) -> int | None:
                 names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
                 path.rename(next(name for name in names if not name.exists()))
                 return None
-            os.fchmod(fd, 0o600)  # also if it existed: hashes and lengths tell what prompts were
+            os.fchmod(fd, 0o600)  # even if it existed, because hashes and lengths reveal prompts
         is_kept = True
         return fd
     finally:

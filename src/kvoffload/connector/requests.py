@@ -16,28 +16,30 @@ from kvoffload.connector.limits import RequestLimits
 UNLIMITED = 1 << 60
 _NOTHING = RequestLimits(max_offload_tokens=0, max_load_tokens=0)
 UNKNOWN: tuple[None, None] = None, None
-"""``Hit.possible`` before it was looked for."""
+"""``Hit.possible`` before the search for it."""
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 
 
 @dataclass(slots=True, eq=False)
 class Keys:
-    """One KV group of one request: its full blocks so far, and where their bytes are on the device."""
+    """One KV group of one request: its full blocks so far, and the places of their bytes on the GPU."""
 
     group: GroupGeometry
     keys: list[OffloadKey] = field(default_factory=list)
-    """Only shortened when a session goes on with other tokens."""
+    """The keys of the full blocks. The list is shortened only if a session continues with other tokens."""
     gpu_block_ids: list[int] = field(default_factory=list)
     next_block: int = 0
-    """Block index: earlier blocks were offered for store, or came from a hit, or left the device before that. Of a
-    group of states: those that came from a hit. ``UNLIMITED`` until the request's first admission, with block level."""
+    """Block index: earlier blocks were offered for store, came from a hit, or left the GPU before they were offered. In
+    a group of states, earlier blocks came from a hit. With block level, it is ``UNLIMITED`` until the request's first
+    admission."""
     states: dict[int, int] = field(default_factory=dict)
-    """Of a group of states: the GPU block of each state that the engine named in this step, by the block it ends."""
+    """In a group of states: the GPU block of each state that the engine named in this step, by the block at whose end
+    the state was taken."""
     _own: set[OffloadKey] = field(default_factory=set)
-    """The leading keys, as many as ``owns_any`` has seen."""
+    """The leading keys that ``owns_any`` has seen."""
 
     def renew(self, block_hashes: Sequence[bytes], epoch: Epoch) -> None:
-        """Makes all keys anew. Blocks from the first with another key on are to be offered again."""
+        """Compute all keys again. All blocks from the first changed key on must be offered again."""
         before, self.keys = self.keys, []
         self.group.extend_keys(self.keys, block_hashes, epoch)
         same = next((n for n, pair in enumerate(zip(before, self.keys)) if pair[0] != pair[1]), len(before))
@@ -45,75 +47,80 @@ class Keys:
         self._own.clear()
 
     def owns_any(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether any of ``keys`` is one of this group's. O(keys) but for blocks that became full since last time."""
+        """Return whether this group contains any of ``keys``. O(keys), plus the blocks that became full since the last
+        call."""
         self._own.update(self.keys[len(self._own) :])
         return not self._own.isdisjoint(keys)
 
 
 @dataclass(slots=True)
 class Hit:
-    """What one request found, from the engine's first question to the end of the load."""
+    """The hit of one request, from the engine's first question to the end of the load."""
 
     computed_tokens: int = 0
-    """Tokens on the device at admission: its own prefix cache's hit, and after a load the loaded ones too."""
+    """Number of tokens on the GPU at admission: the hit in the engine's own prefix cache, plus the loaded tokens after
+    a load."""
     tokens: int = 0
     """The value of ``computed_tokens`` once the load has succeeded."""
     tokens_by_tier: dict[str, int] | None = None
-    """Those of them that are loaded, by the tier in which their blocks lay. ``None``: it was never admitted."""
+    """Number of loaded tokens, by the tier that contained their blocks. ``None``: the request was never admitted."""
     sources: Mapping[OffloadKey, str] = field(default_factory=dict)
-    """The tiers below that its blocks came from, as of the first answer since the last admission. The manager forgets
-    them when the request's time limit has passed, also while it queues with an answer."""
+    """The lower tiers from which its blocks came, as of the first answer since the last admission. The manager forgets
+    them when the request's time limit has passed, even while the request queues with an answer."""
     is_answered: bool = False
-    """The engine has an answer, and has not reported yet which GPU blocks it allocated upon it."""
+    """The engine has an answer, but has not yet reported the GPU blocks that it allocated because of it."""
     wait_s: float = 0.0
-    """How long questions had no answer since the last admission."""
+    """Seconds during which questions had no answer, since the last admission."""
     possible: tuple[int | None, set[OffloadKey] | None] = UNKNOWN
-    """While a lookup has no answer: the most tokens that the hit can have, and where it may end (``possible_hit``)."""
+    """While a lookup has no answer: the largest possible number of tokens of the hit, and the positions where it may
+    end (``possible_hit``)."""
     unknown: OffloadKey | None = None
-    """While that is not known: a block of which it is not known whether it is anywhere."""
+    """While ``possible`` is not known: a block whose place is unknown."""
     awaited_job_id: int | None = None
-    """A load of another request for which this one waited, once, instead of loading the same blocks itself."""
+    """Another request's load for which this request waited, once, instead of loading the same blocks itself."""
     within_step: bool = False
-    """The load of the last answer is short: its step waits for it, and computes the request. Else the request waits."""
+    """Whether the load of the last answer is short, so that its step waits for it and computes the request. Otherwise
+    the request waits."""
     load_job_id: int | None = None
     """The load that the request waits for."""
     load_failed: bool = False
-    """A load of the request failed. It gets no other, so that it cannot retry for ever."""
+    """A load of the request failed. The request gets no second load, so that it cannot retry forever."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request from its arrival to its end. Its jobs in flight keep it alive until they end."""
+    """One request, from its arrival to its end. Its jobs in flight keep this object alive until they end."""
 
     of_engine: EngineRequest
     context: ReqContext
     policy: OffloadPolicy
     groups: tuple[Keys, ...]
     epoch: Epoch
-    """The epoch of the keys: the one in which the request was admitted. A reset does not change what it has on the
-    device."""
+    """The epoch of the keys, in which the request was admitted. A reset does not change the request's blocks on the
+    GPU."""
     asked: RequestLimits = field(default_factory=RequestLimits)
-    """What its client asked for. Nothing once it was left out."""
+    """The limits that its client asked for. They exclude everything once the request was left out."""
     leaves_out: Callable[[EngineRequest], bool] | None = None
-    """That of ``OffloadingConnectorScheduler``."""
+    """The ``leaves_out`` of ``OffloadingConnectorScheduler``."""
     hit: Hit = field(default_factory=Hit)
     num_prompt_tokens: int = field(init=False)
-    """The engine's, when its keys were seen last. In a session they grow."""
+    """The engine's number of prompt tokens when this object last saw the keys. It grows in a session."""
     stored: set[OffloadKey] = field(default_factory=set)
-    """Keys that the request stored, if it reads no cache."""
+    """The keys that the request stored, if it reads no cache."""
     job_ids: set[int] = field(default_factory=set)
-    """Jobs in flight: one load, or any number of stores. Both only if the load ends within a step."""
+    """Jobs in flight: one load, or any number of stores. Both occur together only if the load ends within a step."""
     last_scheduled: ScheduledRequest | None = None
-    """Its part of the last step that computed tokens for it. ``None`` if none has since it was given GPU blocks."""
+    """Its part of the last step that computed tokens for it. ``None`` if no step has done so since the request received
+    GPU blocks."""
     offered_tokens: int = 0
-    """Tokens that were surely computed when it offered blocks last."""
+    """Number of tokens that were certainly computed when it last offered blocks."""
     next_offer_tokens: int = 0
-    """No block can be offered before this many tokens are computed. Comparing with it is all an idle step costs."""
+    """No block can be offered before this many tokens are computed. An idle step costs only one comparison with it."""
     max_blocks: int = UNLIMITED
-    """Blocks per group to offer at once. Cut by refusals, so that a full tier costs O(1) a step. 0: a store evicted
-    another block of the same request, so the tier is smaller than the prefix, and offers end."""
+    """Number of blocks per group to offer at once. Rejections reduce it, so that a full cache costs O(1) per step. 0: a
+    store evicted another block of the same request, so the cache is smaller than the prefix, and offers end."""
     touched_at: int = 0
-    """What ``Turnover`` had counted when the request's prefix was touched last."""
+    """The count of ``Turnover`` when the request's prefix was last touched."""
 
     def __post_init__(self) -> None:
         self._compute_nothing_yet()
@@ -122,32 +129,33 @@ class Request:
 
     @property
     def limits(self) -> RequestLimits:
-        """Those of now: a session's next part may bring media, and an adapter may get other weights meanwhile."""
+        """The current limits. They can change, because a session's next part may contain media, and an adapter may get
+        other weights."""
         self._leave_out()
         return self.asked
 
     @property
     def max_load_tokens(self) -> int:
-        """Tokens of the request that may be loaded."""
+        """Number of tokens of the request that may be loaded."""
         most = self.limits.max_load_tokens
         return self.of_engine.num_tokens if most is None else most
 
     @property
     def ready_tokens(self) -> int:
-        """Tokens that are surely computed by the steps so far, whatever step is next.
+        """Number of tokens that the steps so far have certainly computed, whatever the next step is.
 
-        The last token may have been generated just now, and what follows it may be drafts that were rejected.
+        The last token may have just been generated, and rejected drafts may follow it.
         """
         if self.last_scheduled is None or self.of_engine.num_prompt_tokens != self.num_prompt_tokens:
             return 0
         return max(self.offered_tokens, min(self.last_scheduled.done_tokens, self.of_engine.num_tokens - 1))
 
     def extend_keys(self) -> None:
-        """Adds the keys of blocks that became full.
+        """Append the keys of blocks that became full.
 
-        The next part of a session's input may have come. The engine has put it in place of the last token that it
-        generated, whose block may have had a key already, and whose position an asynchronous step may even have
-        computed. So keys are made anew, and what was computed is ready only as far as later steps show.
+        If the next part of a session's input has arrived, the engine has replaced the last generated token by it. The
+        block of that token may already have a key, and an asynchronous step may even have computed its position. So all
+        keys are computed again, and computed tokens count as ready only after later steps confirm them.
         """
         hashes = self.of_engine.block_hashes
         if self.of_engine.num_prompt_tokens == self.num_prompt_tokens:
@@ -162,14 +170,14 @@ class Request:
 
     @property
     def is_prefilled_elsewhere(self) -> bool:
-        """Whether another connector gets the prompt's KV from the engine that computes it. That connector takes the
-        mark away when it begins, so a request that fails there is looked up at its next admission."""
+        """Whether another connector fetches the prompt's KV from the engine that computes it. That connector removes
+        this mark when it begins. So if it fails, the request is looked up at its next admission."""
         params = self.of_engine.kv_transfer_params
         return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
     def enter(self, epoch: Epoch) -> None:
-        """The request is to be admitted anew, and has nothing on the device: its keys are those of ``epoch``. If they
-        are others, nothing was offered under them yet."""
+        """Use the keys of ``epoch``, because the request will be admitted again and has no blocks on the GPU. If these
+        keys are different, no block has been offered under them yet."""
         if epoch.seed != self.epoch.seed:
             self.groups = tuple(Keys(own.group, gpu_block_ids=own.gpu_block_ids) for own in self.groups)
             self._compute_nothing_yet()
@@ -178,7 +186,7 @@ class Request:
         self.hit.possible, self.hit.unknown = UNKNOWN, None
 
     def forget_computed(self) -> None:
-        """Nothing that was computed so far may be offered until a step has computed more."""
+        """Offer none of the tokens computed so far until a step has computed more."""
         self.last_scheduled, self.offered_tokens = None, 0
 
     def set_gpu_blocks(self, block_ids: BlockIds) -> None:
@@ -186,7 +194,8 @@ class Request:
             own.gpu_block_ids = list(ids)
 
     def lose_gpu_blocks(self) -> None:
-        """The request was preempted. It waits to be admitted anew, and no longer for a load in flight."""
+        """Forget the request's GPU blocks, because it was preempted. It waits for its next admission, and no longer for
+        a load in flight."""
         self.set_gpu_blocks(((),) * len(self.groups))
         self.forget_computed()
         hit = self.hit
@@ -197,10 +206,11 @@ class Request:
     def begin_offers(self, hit_tokens: int) -> None:
         """Begin to offer blocks: the request was admitted with ``hit_tokens``.
 
-        Block level offers only what the request computes from here on, and a block in which the hit ends is offered
-        whole. If the request computed blocks before a preemption and they were not accepted, they are offered too,
-        although the engine's own cache kept them and they are a hit by now. Request level offers every block once,
-        those of the hit too, so nothing changes: what a resumed request computes again was offered before.
+        Block level offers only the blocks that the request computes after the hit, and offers the block in which the
+        hit ends as a whole. Blocks that the request computed before a preemption and that were not accepted are also
+        offered, although the engine's own cache may have kept them, so that they are a hit. Request level offers every
+        block once, including the hit, so nothing changes: blocks that a resumed request computes again have already
+        been offered.
         """
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for own in self.groups:
@@ -210,7 +220,8 @@ class Request:
         self.wait_for_next_block()
 
     def wait_for_next_block(self) -> None:
-        """Nothing can be offered before the next block is full. States come when the engine names them."""
+        """Set ``next_offer_tokens`` to the end of the next block, because no block can be offered before that. States
+        are offered when the engine names them."""
         self.next_offer_tokens = UNLIMITED
         for own in self.groups:
             end = (own.next_block + 1) * own.group.block_tokens
@@ -231,6 +242,7 @@ class Request:
                 own.next_block = UNLIMITED
 
     def _leave_out(self) -> None:
-        """For good. The reason may go: a session whose grammar refuses a token is none any more when vLLM ends it."""
+        """Leave the request out for good, even if the reason disappears later: when a grammar rejects a token of a
+        session and vLLM ends it, it no longer looks like a session."""
         if self.leaves_out is not None and self.leaves_out(self.of_engine):
             self.asked, self.leaves_out = _NOTHING, None

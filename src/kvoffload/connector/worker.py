@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's worker side: starts transfers, waits for them, reports their ends. One per rank, on its own
+"""The connector's worker side: it starts transfers, waits for them, and reports their ends. One per rank, on its own
 thread."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvoffload.logs import RateLimitedLog
 logger = logging.getLogger(__name__)
 
 _MOST_POLLS = 100
-"""For the end of a load that the host has waited for. A handler should know it at once."""
+"""Limit on the polls for the end of a load that the host has waited for. A handler should report it at once."""
 
 
 class OffloadingConnectorWorker:
     """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
-    In every step, call ``start_step`` before the forward pass and ``end_step`` after it was submitted, also when there
-    is no forward pass. Nothing here raises into the engine: a transfer that a handler refuses is reported as failed.
-    Where a handler cannot say which transfers ended, they have failed once it has waited for them. Until it can do
-    that, they have not ended: they may still write.
+    In every step, even without a forward pass, call ``start_step`` before the forward pass and ``end_step`` after it
+    was submitted. No method raises into the engine: a transfer that a handler rejects is reported as failed. If a
+    handler cannot tell which transfers ended, they count as failed once it has waited for them. Until the wait
+    succeeds, they have not ended, because they may still write.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -32,18 +32,18 @@ class OffloadingConnectorWorker:
         self._flushes_on_host = False
         self._is_suspended = False
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
-        # Those of transfers so far, by the types of source and destination: a type has one medium.
+        # The handlers of transfers so far, by the types of source and destination, because each type has one medium.
         self._handlers_by_type: dict[tuple[type, type], OffloadingHandler] = {}
         self._log = RateLimitedLog(logger)
         self._waiting_stores: list[TransferJob] = []
         self._open: dict[OffloadingHandler, dict[int, None]] = {}
         """Transfers that each handler has started and not returned yet."""
         self._doubtful: set[int] = set()
-        """Transfers of which a flush failed: their blocks may have been used meanwhile."""
-        # For engines whose workers report loads, by request.
+        """Transfers whose flush failed, so that their blocks may have been used meanwhile."""
+        # The following attributes are for engines whose workers report loads by request.
         self._loads: dict[str, TransferJob] = {}
-        """The newest load of each request id, until it ends. An engine may use an id again while a load of the id's
-        earlier request runs. Nobody waits for that load any more, so its end is not reported here."""
+        """The newest load of each request id, until it ends. An engine may use an id again while a load of the earlier
+        request with this id runs. Nobody waits for that load, so its end is not reported."""
         self._results: list[TransferResult] = []
         self._undefined_loads: set[int] = set()
         """Loads within this step that failed."""
@@ -56,11 +56,12 @@ class OffloadingConnectorWorker:
     def register_kv_caches(
         self, spec: OffloadingSpec, kv_caches: CanonicalKVCaches, flushes_on_host: bool = False
     ) -> None:
-        """Once, when the KV cache has been allocated. Its tensors are kept alive until ``shutdown``.
+        """Create the handlers for the KV cache. Call it once, after the cache has been allocated. The handlers keep its
+        tensors alive until ``shutdown``.
 
-        ``flushes_on_host``: a flush returns when its transfers have ended, instead of making the device's compute wait
-        for them. For engines where something else than that compute writes GPU blocks: the host, or the network card of
-        another connector.
+        ``flushes_on_host``: a flush returns when its transfers have ended, instead of letting the GPU's compute wait
+        for them. Engines need this if GPU blocks are also written by the host, or by the network card of another
+        connector.
 
         Raises ``LayoutError`` for tensors that do not fit the layout of ``spec``, and for the layout of another rank.
         """
@@ -76,13 +77,13 @@ class OffloadingConnectorWorker:
     def start_step(self, meta: ConnectorMeta) -> None:
         """Start the final stores, flush, then start the loads. Other stores wait until ``end_step``.
 
-        The compute that is submitted next finds the loads within this step ended, or the next report names them as
-        undefined.
+        Either the loads within this step end before the compute that is submitted next, or the next report lists them
+        as undefined.
         """
-        # Stores of a step that had no ``end_step``: the compute they read has been submitted since, and a flush below
-        # may name them.
+        # Start the stores of a step that had no ``end_step``: the compute whose results they read has been submitted
+        # since, and the flush below may name them.
         self.end_step()
-        # A flush may name these too. What they read was computed by steps that have been submitted.
+        # The flush may also name these. The steps that computed their blocks have been submitted.
         for job in meta.final_stores:
             self._start(job)
         if meta.flush_job_ids:
@@ -105,7 +106,7 @@ class OffloadingConnectorWorker:
         self._waiting_stores += meta.stores
 
     def _await(self, job_ids: set[int]) -> None:
-        """Let the compute that is submitted from now on wait for these transfers. A failure must be known now."""
+        """Let the compute that is submitted next wait for these transfers, and record failures at once."""
         for handler, open_ids in self._open.items():
             own = open_ids.keys() & job_ids
             if not own:
@@ -123,27 +124,29 @@ class OffloadingConnectorWorker:
         self._undefined_loads |= {each.job_id for each in self._results if each.job_id in job_ids and not each.success}
 
     def end_step(self) -> None:
-        """Starts this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
+        """Start this step's stores. The forward pass that writes their blocks, if any, has been submitted."""
         stores, self._waiting_stores = self._waiting_stores, []
         for job in stores:
             self._start(job)
 
     def suspend(self) -> None:
-        """The engine is about to unmap its KV cache. Returns when no transfer uses it; those that are asked for until
-        ``resume`` fail. Idempotent. Raises what a handler raises: the memory must stay then."""
+        """Wait until no transfer uses the KV cache, because the engine is about to unmap it. Transfers requested before
+        ``resume`` fail. Idempotent. Raises the exception of a handler that fails; the engine must then keep the memory
+        mapped."""
         self.end_step()
         for handler, open_ids in self._open.items():
             handler.wait(tuple(open_ids))
         self._is_suspended = True
 
     def resume(self) -> None:
-        """The KV cache is mapped again, with other bytes and perhaps at other addresses. Idempotent."""
+        """Allow transfers again, because the KV cache is mapped again, with other bytes and perhaps at other addresses.
+        Idempotent."""
         handlers = dict.fromkeys(self._handlers.values())
         if self._is_suspended and all(self._guard("take_addresses", handler.take_addresses) for handler in handlers):
             self._is_suspended = False
 
     def get_report(self) -> WorkerReport:
-        """The transfers that ended on this rank since the last call."""
+        """Return the transfers that ended on this rank since the last call."""
         self._poll()
         results, self._results = self._results, []
         undefined, self._undefined_loads = frozenset(self._undefined_loads), set()
@@ -152,7 +155,7 @@ class OffloadingConnectorWorker:
     def take_load_outcome(self) -> LoadOutcome:
         """Return the loads that ended on this rank since the last call, for engines whose workers report loads.
 
-        Independent of ``get_report``, which returns them too.
+        It is independent of ``get_report``, which also returns them.
         """
         self._poll()
         outcome = LoadOutcome(frozenset(self._loaded_request_ids), self._failed_loads)
@@ -160,7 +163,7 @@ class OffloadingConnectorWorker:
         return outcome
 
     def shutdown(self) -> None:
-        """Waits for transfers that run. Idempotent."""
+        """Wait for running transfers, and release the handlers. Idempotent."""
         self._waiting_stores = []
         handlers, self._handlers, self._handlers_by_type = self._handlers, {}, {}
         self._open.clear()
@@ -184,7 +187,7 @@ class OffloadingConnectorWorker:
             handler.transfer_async(job.job_id, (job.source, job.destination))
             self._open.setdefault(handler, {})[job.job_id] = None
         except Exception:  # noqa: BLE001 - this is the boundary
-            # The boundary between a broken handler and the engine's step: the transfer failed, the step goes on.
+            # If a handler is broken, the transfer fails but the engine's step continues.
             ends = f"{job.source.medium()} to {job.destination.medium()}"
             self._log.exception(f"transfer {job.job_id} from {ends} could not be started")
             self._end(TransferResult(job.job_id, success=False))
@@ -209,7 +212,7 @@ class OffloadingConnectorWorker:
                     self._end(result)
 
     def _guard(self, name: str, call: Callable[..., object], *args: object) -> bool:
-        """Whether the handler's ``call`` returned."""
+        """Call the handler, and return whether ``call`` returned without an exception."""
         try:
             call(*args)
         except Exception:  # noqa: BLE001 - the boundary between a broken handler and the engine's step
