@@ -105,7 +105,7 @@ class LeastManager(OffloadingManager):
 def test_a_manager_that_has_no_options_knows_and_tells_nothing() -> None:
     manager, context, asked = LeastManager(), ReqContext("r"), keys(1, 2, 3, 4)
     assert manager.lookup_prefix(asked, context) == [True, None, False]
-    assert manager.peek(asked, context) == [None] * 4, "it may have them"
+    assert manager.where(asked, context) == [None] * 4, "it may have them"
     assert manager.holds(asked) == [False] * 4
     assert manager.explain(asked, context) == [Loss(Miss.NEW)] * 4
     assert [*manager.take_events()] == [*manager.weighed(context)] == []

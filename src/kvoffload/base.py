@@ -330,15 +330,13 @@ class OffloadingManager(ABC):
         for. If so, its last lookups would get the same answers again."""
         return False
 
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each of ``keys``, in order and up to the first ``False``, whether a lookup may eventually find it;
-        ``None``: not known (yet). Unlike a lookup, a peek reads nothing from tiers, makes no request wait and does not
-        count as a use of a block. It answers ``False`` only if a lookup would do the same."""
-        return [None] * len(keys)
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return for each of ``keys`` whether a lookup may eventually find it; ``None``: not known (yet).
 
-    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Peek at each of ``keys`` alone, so the answers continue after a ``False``."""
-        return [self.peek([key], req_context)[0] for key in keys]
+        Unlike a lookup, the call reads nothing from tiers, makes no request wait and does not count as a use of a
+        block. It answers ``False`` only if a lookup would do the same.
+        """
+        return [None] * len(keys)
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

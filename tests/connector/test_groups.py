@@ -75,10 +75,6 @@ class Tier:
     def ask_each(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         return [self.ask([key])[0] for key in keys]
 
-    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return which blocks are present, as far as is known."""
-        return [self.answers[get_offload_group_idx(key)][get_offload_block_hash(key)[0]] is True for key in keys]
-
 
 def needed_tokens(group: GroupGeometry, computed: int, hit: int) -> list[int]:
     """Return the tokens whose KV a request with a hit of ``hit`` tokens needs, and the tokens from which this KV was
@@ -157,8 +153,7 @@ def test_the_hit_is_the_longest_that_trying_all_finds(case: Case) -> None:
 @settings(max_examples=by_size(quick=100, thorough=2000))
 @given(cases())
 def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(case: Case) -> None:
-    """The test works as the scheduler side does: first with peeks, for which blocks in a tier count as present, then
-    with lookups."""
+    """The test works as the scheduler side does: first with ``where``, then with lookups."""
     groups, answers, computed, most = case
     anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
     possible = find_hit(groups, anywhere.keys, anywhere.ask, computed, most)
@@ -175,9 +170,7 @@ def test_a_search_that_knows_what_is_anywhere_asks_for_no_attention_behind_it(ca
 def test_a_part_of_a_hit_ends_where_all_states_are(case: Case) -> None:
     groups, answers, computed, most = case
     anywhere = Tier([[answer is not False for answer in blocks] for blocks in answers])
-    possible, ends = possible_hit(
-        groups, anywhere.keys, anywhere.ask, anywhere.ask_each, anywhere.holds, computed, most
-    )
+    possible, ends = possible_hit(groups, anywhere.keys, anywhere.ask_each, computed, most)
     assert possible is not None
     states = [group for group in groups if group.kind is GroupKind.SINGLE_STATE]
     if possible == computed or not states:
@@ -270,7 +263,7 @@ def test_states_that_a_tier_must_be_asked_for_are_asked_for_in_one_step(blocks: 
     tier = SlowTier([[block < blocks for block in range(64)], states])
     asked = []
     while True:
-        hit, _ = possible_hit(groups, tier.keys, tier.ask, tier.ask_each, tier.holds, 0, 64 * 4)
+        hit, _ = possible_hit(groups, tier.keys, tier.ask_each, 0, 64 * 4)
         asked.append(tier.end_step())
         if hit is not None:
             break

@@ -138,17 +138,22 @@ def test_a_block_that_is_missing_is_in_no_hit_whatever_is_answered_after_it() ->
     assert rig.ask(rig.arrive(Request("r", 4 * BT + 1))) == (BT, True)
 
 
+def test_an_answer_for_too_few_blocks_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    monkeypatch.setattr(rig.manager, "holds", lambda keys: [True])
+    assert GuardedManager(rig.manager).holds([key(1), key(2)]) == [False, False]
+
+
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
         ("lookup_prefix", []),
         ("lookup_prefix", [True]),
         ("lookup_prefix", None),
-        ("peek", [True]),
+        ("where", [True]),
         ("on_new_request", None),
         ("prepare_store", []),
         ("prepare_load", None),
-        ("holds", [True]),
     ],
 )
 def test_what_is_no_answer_is_a_miss_too(

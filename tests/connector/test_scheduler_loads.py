@@ -11,7 +11,6 @@ from tests.connector.rig import FULL, SLIDING, STATE, Request, Rig, key
 from kvoffload.base import ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK, BoundaryState, LoadOutcome, TransferJob
-from kvoffload.connector.requests import UNKNOWN
 from kvoffload.errors import TransferError
 
 
@@ -419,35 +418,6 @@ def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
     assert stats.get(("load_blocks", "full_attention"), 0) == 2 * last_group
 
 
-@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, SLIDING)])
-def test_of_blocks_that_no_tier_knows_of_yet_one_is_peeked_at_in_each_step(
-    groups: tuple[KVGroupLayout, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(groups=groups)
-    rig.store_prefix(12)
-    request = rig.arrive(Request("r", 15))
-    peeked: list[int] = []
-    is_known = [False]
-    find, look = rig.manager.lookup_prefix, rig.manager.peek
-
-    def peek(keys: Any, context: ReqContext) -> Any:
-        peeked.append(len(keys))
-        return look(keys, context) if is_known[0] else [None] * len(keys)
-
-    def lookup_prefix(keys: Any, req_context: ReqContext, ends: Any = None) -> Any:
-        return find(keys, req_context) if is_known[0] else [None] * len(keys)
-
-    monkeypatch.setattr(rig.manager, "peek", peek)
-    monkeypatch.setattr(rig.manager, "lookup_prefix", lookup_prefix)
-    assert rig.ask(request) == (None, False)
-    assert sum(peeked) > 1
-    peeked.clear()
-    assert rig.ask(request) == (None, False)
-    assert peeked == [1]
-    is_known[0] = True
-    assert rig.ask(request) == (12, True)
-
-
 def test_hit_tokens_are_counted_once_an_admission() -> None:
     rig = Rig()
     rig.store_prefix(8)
@@ -491,10 +461,3 @@ def test_whoever_promotes_a_part_of_a_hit_knows_where_it_may_end(monkeypatch: py
     request = rig.arrive(Request("r", 17))
     assert rig.ask(request) == (16, True)
     assert known == [{key(1), key(3)}] * 2, "for attention, and for the state"
-    assert rig.scheduler._requests["r"].hit.possible == UNKNOWN
-
-
-def test_a_manager_that_does_not_say_what_it_holds_breaks_no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = with_a_stored_state()
-    monkeypatch.setattr(rig.manager, "holds", lambda keys: [])
-    assert rig.ask(rig.arrive(Request("r", 17))) == (16, True)

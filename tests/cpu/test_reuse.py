@@ -23,7 +23,7 @@ def test_a_request_counts_a_key_once_however_it_asks() -> None:
     first = announced(reuse, "a")
     for _ in range(5):
         reuse.looked_up([key(1)], first)
-        reuse.peeked(keys(1, 2), first)
+        reuse.looked_up(keys(1, 2), first)
     assert reuse.offered(keys(1, 2), first) == []
     assert reuse.offered(keys(1, 2), first) == []
     assert (reuse.count(key(1)), reuse.count(key(2))) == (1, 1)
@@ -58,7 +58,6 @@ def test_interleaved_retries_do_not_inflate() -> None:
 def test_a_context_never_announced_counts_each_lookup_and_no_offer() -> None:
     reuse = ReuseFilter(2)
     stranger = ReqContext("stranger")
-    reuse.peeked(keys(1), stranger)
     assert reuse.offered(keys(1), stranger) == []
     assert reuse.count(key(1)) == 0
     reuse.looked_up([key(1)], stranger)
@@ -115,7 +114,7 @@ def test_off_at_zero_and_one() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from(["new", "end", "look", "peek", "offer"]), st.integers(0, 4)),
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["new", "end", "look", "offer"]), st.integers(0, 4)),
         max_size=60,
     )
 )
@@ -145,8 +144,6 @@ def test_equals_a_plain_oracle(steps: list[tuple[str, str, int]]) -> None:
                 memory[name].add(one)
             if what == "look":
                 reuse.looked_up([one], context)
-            elif what == "peek":
-                reuse.peeked([one], context)
             else:
                 assert reuse.offered([one], context) == ([one] if counts.get(one, 0) >= 2 else [])
         assert {k: reuse.count(k) for k in counts} == counts
@@ -172,19 +169,6 @@ def test_a_cold_prefix_of_any_length_is_stored_at_its_second_request() -> None:
         manager.on_request_finished(context)
     assert manager.get_stats()[("reuse_filtered_blocks",)] == 80
     manager.check_invariants()
-
-
-def test_requests_whose_peeks_find_nothing_are_counted_before_they_offer() -> None:
-    """Two that come together, as of a model with states: the first one's offer is the second that asks."""
-    manager = CPUOffloadingManager(4, store_threshold=2)
-    contexts = [ReqContext("a"), ReqContext("b")]
-    for context in contexts:
-        manager.on_new_request(context)
-        for _ in range(3):
-            assert manager.peek(keys(1, 2), context) == [False]
-    output = manager.prepare_store(keys(1, 2), contexts[0])
-    assert output is not None
-    assert output.keys_to_store == keys(1)
 
 
 def test_a_filtered_block_that_is_here_is_neither_counted_nor_evicted() -> None:

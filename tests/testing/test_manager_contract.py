@@ -44,25 +44,25 @@ class LoadsInAnyOrder(Manager):
         return CPULoadStoreSpec(sorted(super().prepare_load(keys, req_context).block_ids.tolist()))
 
 
-class PeekDenies(Manager):
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return [False]
+class WhereDenies(Manager):
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return [False] * len(keys)
 
 
-class PeekFindsAll(Manager):
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+class WhereFindsAll(Manager):
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [True] * len(keys)
 
 
-class PeekBegins(Manager):
-    has_peeked = False
+class WhereBegins(Manager):
+    has_been_asked = False
 
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        self.has_peeked = True
-        return super().peek(keys, req_context)
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        self.has_been_asked = True
+        return super().where(keys, req_context)
 
     def has_pending_work(self) -> bool:
-        return self.has_peeked
+        return self.has_been_asked
 
 
 class StoresAgain(Manager):
@@ -157,9 +157,9 @@ def failures(make: type[Manager]) -> set[str]:
     return failures_of(Contract)
 
 
-READY, PEEK = (
+READY, WHERE = (
     "test_a_block_is_ready_after_its_store",
-    "test_a_peek_denies_nothing_that_a_lookup_finds_and_changes_nothing",
+    "test_where_denies_nothing_that_a_lookup_finds_and_changes_nothing",
 )
 HERE, PINNED = "test_what_is_here_is_not_stored_again", "test_a_pinned_block_is_not_evicted"
 LARGER, FAILED = "test_a_store_larger_than_the_tier_is_refused", "test_a_failed_store_leaves_nothing"
@@ -176,12 +176,12 @@ def test_a_right_manager_passes() -> None:
     ("make", "tests"),
     [
         (FindsAll, {READY}), (FindsWhatIsInFlight, {READY}), (LooksOn, {READY}), (LoadsInAnyOrder, {READY}),
-        (PeekDenies, {PEEK}), (PeekFindsAll, {PEEK}), (PeekBegins, {PEEK}), (StoresAgain, {HERE}),
+        (WhereDenies, {WHERE}), (WhereFindsAll, {WHERE}), (WhereBegins, {WHERE}), (StoresAgain, {HERE}),
         (StoresAPart, {LARGER}), (PinsNothing, {PINNED, LATE}), (KeepsPins, {PINNED, LATE}),
         (KeepsWhatFailed, {FAILED}), (TouchesTailFirst, {HEAD}), (TouchesNothing, {HEAD}),
         (AnnouncesNothing, {EVENTS}), (AnnouncesTwice, {EVENTS}), (KeepsAtReset, {EVENTS, LATE}),
         (GivesSlotsInUse, {LATE}), (NeedsKeys, {NONE}), (OneEnd, {TWICE}),
-        (IsUnsound, {READY, PEEK, HERE, PINNED, LARGER, FAILED, HEAD, EVENTS, LATE, NONE}),
+        (IsUnsound, {READY, WHERE, HERE, PINNED, LARGER, FAILED, HEAD, EVENTS, LATE, NONE}),
     ],
 )  # fmt: skip
 def test_wrong_managers_fail(make: type[Manager], tests: set[str]) -> None:

@@ -268,7 +268,7 @@ def _plan_as_before(manager, earlier, plans) -> None:
 
     planner = manager._planner
 
-    def plan(survey, key, ends, so_far=NOTHING):
+    def plan(survey, key, ends, so_far=NOTHING, tokens_ahead=None):
         total = sum(num_blocks for _, num_blocks in survey)
         here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
         if so_far.num_paid is not None:
@@ -300,8 +300,8 @@ def _compare_plans(manager, earlier, plans) -> None:
     planner = manager._planner
     make = planner.plan
 
-    def plan(survey, key, ends, so_far=NOTHING):
-        found = make(survey, key, ends, so_far)
+    def plan(survey, key, ends, so_far=NOTHING, tokens_ahead=None):
+        found = make(survey, key, ends, so_far, tokens_ahead)
         if any(place.is_below or place.is_arriving for place, _ in survey):
             plans[kind_of(found, survey, key, ends, so_far)] += 1
         return found

@@ -34,10 +34,10 @@ class Asking(Parts):
         self.num_polls += 1
 
 
-def test_a_lookup_takes_in_ended_jobs_and_a_peek_does_not() -> None:
+def test_a_lookup_takes_in_ended_jobs_and_where_does_not() -> None:
     parts = Asking()
     request = parts.request("r")
-    assert parts.lookups.peek(request, keys(1, 2, 20)) == [True, True, False]
+    assert parts.lookups.where(request, keys(1, 2, 20)) == [True, True, False]
     assert (parts.num_polls, len(parts.promotions)) == (0, 0)
     assert parts.lookups.ask(request, keys(1, 2, 20), None) == [None, None, False]
     assert (parts.num_polls, list(parts.waits.promoted)) == (1, keys(1, 2))

@@ -223,8 +223,8 @@ def test_a_block_that_another_request_stores_is_found_though_the_tier_has_not_an
     rig.gate.open_gate("contains")
 
 
-@pytest.mark.parametrize("peeks", [False, True])
-def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_answered(peeks: bool) -> None:
+@pytest.mark.parametrize("asks_where", [False, True])
+def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_answered(asks_where: bool) -> None:
     """The read's end is noticed while the waiting request asks.
 
     That request must not get the answer ``None`` forever.
@@ -241,8 +241,8 @@ def test_a_block_that_another_request_promotes_is_found_though_a_tier_has_not_an
         assert manager.lookup_prefix(blocks, request) == [None, None, None]
     manager.on_schedule_end()
     rig.clock.advance(3.1)
-    if peeks:
-        manager.peek(blocks, waiting_request)
+    if asks_where:
+        manager.where(blocks, waiting_request)
     assert manager.lookup_prefix(blocks, waiting_request) == [True, True, True]
     manager.check_invariants()
 

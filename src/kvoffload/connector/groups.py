@@ -241,81 +241,127 @@ def hit_unit_tokens(groups: tuple[GroupGeometry, ...]) -> int:
 # ------------------------------------------------------------------------------------------------------ the longest hit
 
 AskBlocks = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
-"""Returns lookup answers for the keys of consecutive blocks, up to and including the first ``False``."""
-
+"""Returns the answers for the keys of consecutive blocks: one for each, or up to and including the first ``False``."""
 
 _NOT_ASKED = object()
+_FIRST_PART = 64
+"""The number of blocks in the first call of a search that starts no reads. A prompt that is nowhere costs one such
+call."""
+_GROWTH = 16
+"""Each further call asks for so many times as many blocks."""
 
 
 class _GroupAnswers:
-    """The lookup answers for one group's blocks in this search. No block is asked for twice."""
+    """The answers for one group's blocks in this search. No block is asked for twice."""
 
-    __slots__ = ("_are_any", "_ask", "_keys", "_known", "group")
+    __slots__ = ("_ask", "_first_part", "_keys", "_known", "group")
 
-    def __init__(self, group: GroupGeometry, keys: Sequence[OffloadKey], ask: AskBlocks) -> None:
+    def __init__(self, group: GroupGeometry, keys: Sequence[OffloadKey], ask: AskBlocks, first_part: int) -> None:
         self.group = group
         self._keys = keys
         self._ask = ask
+        self._first_part = first_part
+        """The number of blocks in the first call; later calls ask for more."""
         self._known: list[object] = [_NOT_ASKED] * len(keys)
         """The answer for each block: ``True``, ``False`` or ``None``."""
-        self._are_any = False
 
     def first_missing(self, blocks: range) -> int | None:
         """Return the first block of ``blocks`` that is a miss. "Not yet" is not a miss, and lookups continue after it,
         so that all blocks that must be read from tiers are asked for in the same step."""
-        known = self._known
-        block = blocks.start
+        known, block, most = self._known, blocks.start, self._first_part
         while block < blocks.stop:
             if (answer := known[block]) is not _NOT_ASKED:
                 if answer is False:
                     return block
                 block += 1
                 continue
-            stop = blocks.stop
-            if self._are_any:
-                stop = next((b for b in range(block, stop) if known[b] is not _NOT_ASKED), stop)
-            self._are_any = True
+            stop = min(blocks.stop, block + most)
+            most *= _GROWTH
+            stop = next((at for at in range(block, stop) if known[at] is not _NOT_ASKED), stop)
             answers = self._ask(self._keys[block:stop])[: stop - block]
             known[block : block + len(answers)] = answers
-            if answers and answers[-1] is False:  # only the last one can be
-                return block + len(answers) - 1
+            if False in answers:
+                return block + answers.index(False)
             block = stop
         return None
 
     def any_deferred(self, blocks: range) -> bool:
         return None in self._known[blocks.start : blocks.stop]
 
-    def longest_with_state(self, hits: range, ask_each: AskBlocks) -> int:
-        """Return the longest of ``hits`` (in descending order) whose state is present or "not yet"; 0 if there is none.
-        Asks for all states in one call."""
-        size, known = self.group.block_tokens, self._known
-        blocks = [tokens // size - 1 for tokens in hits]
+    def each(self, blocks: Sequence[int]) -> list[object]:
+        """Return the answers for ``blocks``. Asks for all new ones in one call."""
+        known = self._known
         new = [block for block in blocks if known[block] is _NOT_ASKED]
-        for block, answer in zip(new, ask_each([self._keys[block] for block in new]) if new else ()):
+        for block, answer in zip(new, self._ask([self._keys[block] for block in new]) if new else ()):
             known[block] = answer
-        return next((tokens for tokens, block in zip(hits, blocks) if known[block] is not False), 0)
+        return [known[block] for block in blocks]
 
 
 def find_hit(
     groups: Sequence[GroupGeometry],
     keys: Sequence[Sequence[OffloadKey]],
-    ask: AskBlocks,
+    look_up: AskBlocks,
     computed_tokens: int,
     max_tokens: int,
-    *,
-    ask_each: AskBlocks | None = None,
 ) -> int | None:
     """Return the longest good hit in tokens, including the ``computed_tokens`` that are already on the GPU.
 
     ``keys[g]`` lists the keys of the request's full blocks in group g. The hit is at most ``max_tokens``. Returns
     ``computed_tokens`` if no block can be added, and ``None`` if a block of the longest hit is "not yet": ask again in
-    a later step. With ``ask_each``, which reads nothing from tiers and answers for each block alone, all states are
-    asked for in one call.
+    a later step.
     """
+    answers = [_GroupAnswers(group, own, look_up, max(len(own), 1)) for group, own in zip(groups, keys, strict=True)]
+    return _longest_hit(answers, keys, computed_tokens, max_tokens, is_pure=False)
+
+
+def possible_hit(
+    groups: Sequence[GroupGeometry],
+    keys: Sequence[Sequence[OffloadKey]],
+    where: AskBlocks,
+    computed_tokens: int,
+    max_tokens: int,
+) -> tuple[int | None, set[OffloadKey] | None]:
+    """Return the longest hit of a hybrid model, counting blocks in any tier, and the blocks after which it could be
+    cut off.
+
+    ``where`` (``OffloadingManager.where``) answers for each block alone. The blocks (``ends`` of
+    ``OffloadingManager.lookup_prefix``) are ``None`` without states and without a hit.
+    """
+    answers = [_GroupAnswers(group, own, where, _FIRST_PART) for group, own in zip(groups, keys, strict=True)]
+    hit = _longest_hit(answers, keys, computed_tokens, max_tokens, is_pure=True)
+    if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
+        return hit, None
+    # The last block of full attention of this hit, and of each shorter one whose states are present. Windows count as
+    # present.
     unit = hit_unit_tokens(tuple(groups))
-    bound = min(max_tokens, *(group.longest_hit(len(own)) for own, group in zip(keys, groups, strict=True)))
+    ends: Sequence[int] = range(computed_tokens // unit * unit + unit, hit, unit)
+    for each in answers:
+        if each.group.kind is _SINGLE_STATE:
+            states = each.each([tokens // each.group.block_tokens - 1 for tokens in ends])
+            ends = [tokens for tokens, state in zip(ends, states) if state is True]
+    found: set[OffloadKey] = set()
+    for group, own in zip(groups, keys, strict=True):
+        if group.kind is _FULL_ATTENTION:
+            # The last of ``blocks_to_find`` of each hit, computed directly, because a long prompt may have one hit for
+            # each 16 tokens.
+            size, ahead = group.block_tokens, group.lookahead_tokens - 1
+            found.update([own[(tokens + ahead) // size] for tokens in (*ends, hit)])
+    return hit, found
+
+
+def _longest_hit(
+    answers: Sequence[_GroupAnswers],
+    keys: Sequence[Sequence[OffloadKey]],
+    computed_tokens: int,
+    max_tokens: int,
+    *,
+    is_pure: bool,
+) -> int | None:
+    """Return the hit as ``find_hit`` does. ``is_pure``: questions start no reads, so all states are asked for in one
+    call."""
+    unit = hit_unit_tokens(tuple(each.group for each in answers))
+    bound = min(max_tokens, *(each.group.longest_hit(len(own)) for own, each in zip(keys, answers, strict=True)))
     hit = bound // unit * unit
-    answers = [_GroupAnswers(group, own, ask) for group, own in zip(groups, keys, strict=True)]
 
     def shrink(hit: int, of: _GroupAnswers) -> int:
         # Shorter hits need blocks that start no later. So the first missing block rules out every hit that reaches it,
@@ -334,62 +380,19 @@ def find_hit(
     windowed = [each for each in answers if each.group.kind is not _FULL_ATTENTION]
     before = -1
     # Until the answers for attention are known, the possible length of a hit is unknown.
-    at_once = not any(full.any_deferred(full.group.blocks_to_find(computed_tokens, hit)) for full in answers)
+    at_once = is_pure and not any(
+        full.any_deferred(full.group.blocks_to_find(computed_tokens, hit)) for full in answers
+    )
     while hit > computed_tokens and hit != before:
         before = hit
         for each in windowed:
-            if at_once and ask_each is not None and each.group.kind is _SINGLE_STATE:
-                hit = each.longest_with_state(range(hit, computed_tokens, -unit), ask_each)
+            if at_once and each.group.kind is _SINGLE_STATE:
+                hits = range(hit, computed_tokens, -unit)
+                states = each.each([tokens // each.group.block_tokens - 1 for tokens in hits])
+                hit = next((tokens for tokens, state in zip(hits, states) if state is not False), 0)
             else:
                 hit = shrink(hit, each)
     if hit <= computed_tokens:
         return computed_tokens
     is_deferred = any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers)
     return None if is_deferred else hit
-
-
-def possible_hit(
-    groups: Sequence[GroupGeometry],
-    keys: Sequence[Sequence[OffloadKey]],
-    peek: AskBlocks,
-    peek_each: AskBlocks,
-    holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
-    computed_tokens: int,
-    max_tokens: int,
-) -> tuple[int | None, set[OffloadKey] | None]:
-    """Return the longest hit of a hybrid model, counting blocks in any tier (``find_hit``), and the positions where it
-    could be cut off.
-
-    ``peek`` and ``peek_each`` read nothing from tiers. The positions (``ends`` of ``OffloadingManager.lookup_prefix``)
-    are ``None`` without states and without a hit.
-    """
-    hit = find_hit(groups, keys, peek, computed_tokens, max_tokens, ask_each=peek_each)
-    if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
-        return hit, None
-    return hit, _hit_ends(groups, keys, holds, computed_tokens, hit)
-
-
-def _hit_ends(
-    groups: Sequence[GroupGeometry],
-    keys: Sequence[Sequence[OffloadKey]],
-    holds: Callable[[Sequence[OffloadKey]], Sequence[bool]],
-    computed_tokens: int,
-    hit_tokens: int,
-) -> set[OffloadKey]:
-    """Return the positions where a hit of ``hit_tokens`` could be cut off: for each shorter hit whose state is present
-    (``holds``), and for this one, the last block of full attention. It assumes that windows are present."""
-    unit = hit_unit_tokens(tuple(groups))
-    ends: Sequence[int] = range(computed_tokens // unit * unit + unit, hit_tokens, unit)
-    for group, own in zip(groups, keys, strict=True):
-        if group.kind is _SINGLE_STATE:
-            found = holds([own[tokens // group.block_tokens - 1] for tokens in ends])
-            # If a manager does not answer for a state, the state counts as missing.
-            ends = [tokens for tokens, is_there in zip(ends, found, strict=False) if is_there]
-    found_ends: set[OffloadKey] = set()
-    for group, own in zip(groups, keys, strict=True):
-        if group.kind is _FULL_ATTENTION:
-            # The last of ``blocks_to_find`` of each hit, computed directly, because a long prompt may have one hit for
-            # each 16 tokens.
-            size, ahead = group.block_tokens, group.lookahead_tokens - 1
-            found_ends.update([own[(tokens + ahead) // size] for tokens in (*ends, hit_tokens)])
-    return found_ends

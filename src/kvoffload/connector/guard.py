@@ -82,9 +82,8 @@ class GuardedManager(Boundary, OffloadingManager):
     lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
     reads_ahead = guarded(OffloadingManager.reads_ahead, lambda: False, bool)
     is_waiting = guarded(OffloadingManager.is_waiting, lambda *_: False, _a(bool))
-    peek = guarded(OffloadingManager.peek, lambda keys, *_: [None] * len(keys), up_to_a_miss)
-    peek_each = guarded(
-        OffloadingManager.peek_each,
+    where = guarded(
+        OffloadingManager.where,
         lambda keys, *_: [None] * len(keys),
         lambda found, keys, *_: [None if answer is None else bool(answer) for answer in _for_each(found, keys)],
     )

@@ -15,7 +15,6 @@ from kvoffload.base import (
     NextUse,
     OffloadingManager,
     OffloadKey,
-    ReqContext,
     get_offload_group_idx,
 )
 from kvoffload.config import GroupKind
@@ -31,7 +30,7 @@ from kvoffload.connector.groups import (
 )
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.observer import Observer
-from kvoffload.connector.requests import UNKNOWN, Request
+from kvoffload.connector.requests import Request
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
@@ -106,7 +105,7 @@ class Hits:
                 hit.wait_s += self._clock() - since_s
             if self._observer is not None:
                 self._observer.answered(request)
-        hit.computed_tokens, hit.is_answered, hit.possible, hit.unknown = computed_tokens, True, UNKNOWN, None
+        hit.computed_tokens, hit.is_answered = computed_tokens, True
         hit.within_step = tokens > computed_tokens and self._short_loads.fits(
             sum(len(group.gpu_blocks_for_hit(computed_tokens, tokens)) for group in self._geometry), is_alone
         )
@@ -150,45 +149,20 @@ class Hits:
     def _search(
         self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
     ) -> int | None:
-        """Do the same as ``search``, but do not wait for another request's load."""
-        hit = request.hit
-        if hit.load_failed:
+        """Do the same, but wait for no other request's load."""
+        if request.hit.load_failed:
             return computed_tokens
         request.extend_keys()
         most = min(most, computed_tokens + request.max_load_tokens)
         keys = [own.keys for own in request.groups]
-        ask: AskBlocks = functools.partial(look_up, req_context=request.context)
+        ask = functools.partial(look_up, req_context=request.context)
         if self._is_hybrid:
-            if hit.possible == UNKNOWN and not self._is_unknown(request):
-                peek: AskBlocks = functools.partial(self._peek, request, self._manager.peek)
-                each: AskBlocks = functools.partial(self._peek, request, self._manager.peek_each)
-                holds = self._manager.holds
-                hit.possible = possible_hit(self._geometry, keys, peek, each, holds, computed_tokens, most)
-            tokens, ends = hit.possible
+            where: AskBlocks = functools.partial(self._manager.where, req_context=request.context)
+            tokens, ends = possible_hit(self._geometry, keys, where, computed_tokens, most)
             most = most if tokens is None else min(most, tokens)
-            if ends is not None:  # other people's managers may not support it
-                ask = functools.partial(look_up, req_context=request.context, ends=ends)
+            if ends is not None:  # other managers may not know this argument
+                ask = functools.partial(ask, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
-
-    def _is_unknown(self, request: Request) -> bool:
-        """Return whether the place of a block is still unknown after it was unknown before. If so, the search looks at
-        no other block, because peeking at all blocks of a long prompt takes milliseconds."""
-        hit = request.hit
-        if hit.unknown is not None and self._manager.peek([hit.unknown], request.context) == [None]:
-            return True
-        hit.unknown = None
-        return False
-
-    @staticmethod
-    def _peek(
-        request: Request,
-        peek: Callable[[Sequence[OffloadKey], ReqContext], Sequence[bool | None]],
-        keys: Sequence[OffloadKey],
-    ) -> Sequence[bool | None]:
-        answers = peek(keys, request.context)
-        if request.hit.unknown is None and None in answers:
-            request.hit.unknown = keys[answers.index(None)]
-        return answers
 
     def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
         """Return whether another request is already loading at least half of these blocks.

@@ -15,8 +15,6 @@ from kvoffload.connector.limits import RequestLimits
 
 UNLIMITED = 1 << 60
 _NOTHING = RequestLimits(max_offload_tokens=0, max_load_tokens=0)
-UNKNOWN: tuple[None, None] = None, None
-"""``Hit.possible`` before the search for it."""
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 
 
@@ -70,12 +68,7 @@ class Hit:
     is_answered: bool = False
     """The engine has an answer, but has not yet reported the GPU blocks that it allocated because of it."""
     wait_s: float = 0.0
-    """Seconds during which questions had no answer, since the last admission."""
-    possible: tuple[int | None, set[OffloadKey] | None] = UNKNOWN
-    """While a lookup has no answer: the largest possible number of tokens of the hit, and the positions where it may
-    end (``possible_hit``)."""
-    unknown: OffloadKey | None = None
-    """While ``possible`` is not known: a block whose place is unknown."""
+    """How long questions had no answer since the last admission."""
     awaited_job_id: int | None = None
     """Another request's load for which this request waited, once, instead of loading the same blocks itself."""
     within_step: bool = False
@@ -183,7 +176,6 @@ class Request:
             self._compute_nothing_yet()
             self.stored = set()
         self.epoch = epoch
-        self.hit.possible, self.hit.unknown = UNKNOWN, None
 
     def forget_computed(self) -> None:
         """Offer none of the tokens computed so far until a step has computed more."""

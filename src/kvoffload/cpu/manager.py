@@ -505,32 +505,13 @@ class CPUOffloadingManager(OffloadingManager):
         """Return whether ``block`` has been in flight for so long that no request waits for it."""
         return block.pins < 0 and self.slots.age_s(block.block_id) >= self._max_wait_s
 
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        answers: list[bool | None] = []
-        for first in range(0, len(keys), _RUN):
-            blocks = self.slots.get_all(keys[first : first + _RUN])
-            if None in blocks:
-                answers += [True] * blocks.index(None)
-                answers.append(False)
-                break
-            answers += [True] * len(blocks)
-        self.count_peek(keys[: len(answers)], req_context)
-        return answers
-
-    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        self.count_peek(keys, req_context)
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [block is not None for block in self.slots.get_all(keys)]
 
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Count that the request has looked up ``keys``, in host memory or in a lower tier."""
         if self._filter is not None:
             self._filter.looked_up(keys, req_context)
-
-    def count_peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Count that the request has peeked at ``keys``, in host memory or in a lower tier. It need not look up blocks
-        that are nowhere, but it has asked for them all the same."""
-        if self._filter is not None:
-            self._filter.peeked(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Mark a prefix as just used. An announced request uses each block only once: if it has already stored or

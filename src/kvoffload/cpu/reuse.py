@@ -20,18 +20,17 @@ class ReuseFilter:
 
         on_new_request(ctx)          announces the request
         looked_up(keys, ctx)         for every lookup, whatever its answers
-        peeked(keys, ctx)            for every peek, whatever its answers
         offered(keys, ctx)           in prepare_store; only the returned keys are stored
         on_request_finished(ctx)     forgets the request, but keeps its counts
 
-    *An announced request* raises a key's count by one when it first looks the key up, peeks at it or offers it for
-    storing. Its later calls for that key do not count, so retries do not inflate the count. A new prefix of any length
-    that fits the tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
+    *An announced request* raises a key's count by one when it first looks the key up or offers it for storing. Its
+    later calls for that key do not count, so retries do not inflate the count. A new prefix of any length that fits the
+    tracker is stored at the ``threshold``-th request, although its lookups stop at the first miss.
 
     *A request that reads no cache* (``ReqContext.reads_cache``) does not count. Its offers are stored if enough other
     requests have asked for the keys.
 
-    *A request that was never announced* counts with each of its lookups, and with none of its peeks and offers.
+    *A request that was never announced* counts with each of its lookups, and with none of its offers.
 
     The tracker keeps the ``max_tracker_size`` most recently counted keys. For each announced request the filter
     remembers its counted keys until the request finishes. When a request's set exceeds twice the tracker's size (and
@@ -85,18 +84,13 @@ class ReuseFilter:
         self._counted_by.pop(req_context.req_id, None)
 
     def looked_up(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        if req_context.req_id in self._counted_by:
-            self.peeked(keys, req_context)
-            return
-        for key in keys:
-            self._raise_count(key)
-
-    def peeked(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         counted = self._counted_by.get(req_context.req_id)
-        if counted is None or counted.issuperset(keys):  # a request that waits asks again in each step
-            return
-        for key in keys:
-            self._count_once(key, counted)
+        if counted is None:
+            for key in keys:
+                self._raise_count(key)
+        elif not counted.issuperset(keys):  # a request that waits asks again in each step
+            for key in keys:
+                self._count_once(key, counted)
 
     def offered(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Collection[OffloadKey]:
         """Count the offer. Returns, in order, the ``keys`` that enough requests have asked for."""

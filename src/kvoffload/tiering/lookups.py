@@ -106,21 +106,10 @@ class Lookups:
             and all(told.is_kept for told in wait.told.values())
         )
 
-    def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say which of ``keys`` are anywhere, up to the first ``False``. A block on its way counts as present.
-
-        Only the tiers and the reuse filter notice the call.
-        """
-        if self._waits.is_over(request):
-            return self._primary.peek(keys, request.context)
-        answers = self._places.peek(request, keys)
-        self._primary.count_peek(keys[: len(answers)], request.context)
-        return answers
-
-    def peek_each(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The same for each of ``keys`` alone."""
-        answers = self._primary.peek_each(keys, request.context)
-        return answers if self._waits.is_over(request) else self._places.peek_each(request, keys, answers)
+    def where(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Say for each of ``keys`` whether it is anywhere; ``None``: not known yet. Only the tiers notice the call."""
+        answers = self._primary.where(keys, request.context)
+        return answers if self._waits.is_over(request) else self._places.where(request, keys, answers)
 
     def end(self, request: Request) -> None:
         """The request has ended."""

@@ -140,11 +140,8 @@ class TieringOffloadingManager(OffloadingManager):
     def is_waiting(self, req_context: ReqContext) -> bool:
         return self._lookups.is_waiting(self._request(req_context))
 
-    def peek(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return self._lookups.peek(self._request(req_context), keys)
-
-    def peek_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return self._lookups.peek_each(self._request(req_context), keys)
+    def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return self._lookups.where(self._request(req_context), keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)

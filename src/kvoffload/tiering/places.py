@@ -67,15 +67,7 @@ class Places:
     def __repr__(self) -> str:
         return f"Places(tiers={[tier.name for tier in self._tiers]})"
 
-    def peek(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say which of ``keys`` are anywhere, up to the first that is nowhere. ``None`` means not known yet."""
-        segments, is_end = self._where(request, keys)
-        answers: list[bool | None] = []
-        for place, num_blocks in segments:
-            answers += [None if place.is_unknown else True] * num_blocks
-        return [*answers, False] if is_end else answers
-
-    def peek_each(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
+    def where(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
         """Say for each of ``keys`` whether it is anywhere. ``answers`` says which are in host memory."""
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts

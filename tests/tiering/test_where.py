@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that a request that peeks at a block and then looks it up has asked for it once."""
+"""Test ``where``, which reads nothing, beside the lookups of the same and of other requests."""
 
 from __future__ import annotations
 
@@ -27,33 +27,21 @@ def test_what_one_request_found_is_not_taken_for_what_another_finds(monkeypatch:
     rig = Rig(16)
     asked = asked_of_tier(rig, monkeypatch)
     first, second = rig.start("a"), rig.start("b")
-    assert rig.manager.peek(prefix(1), first) == [False]
+    assert rig.manager.where(prefix(1), first) == [False]
     rig.below(prefix(1))
     assert rig.ask(prefix(1), second) == [None]
     assert asked == keys(0, 0)
 
 
-def test_a_promotion_that_failed_since_the_peek_is_a_miss() -> None:
+def test_a_promotion_that_failed_since_then_is_a_miss() -> None:
     rig = Rig(16)
     rig.below(prefix(2))
     context = rig.start("r")
     assert rig.ask(prefix(2), context) == [None, None]
     rig.step()
-    assert rig.manager.peek(prefix(2), context) == [True, True]
+    assert rig.manager.where(prefix(2), context) == [True, True]
     rig.tier.finish(success=False)
     assert rig.ask(prefix(2), context) == [False]
-
-
-def test_the_reuse_filter_counts_what_a_request_peeks_at() -> None:
-    rig = Rig(16, primary_options={"store_threshold": 2})
-    rig.below(prefix(1))
-    contexts = [rig.start("a"), rig.start("b")]
-    for context in contexts:
-        assert rig.manager.peek(prefix(3), context) == [True, False]
-        rig.manager.peek(prefix(3), context)
-    output = rig.manager.prepare_store(prefix(3), contexts[0])
-    assert output is not None
-    assert output.keys_to_store == prefix(2), "the third block was offered once, and nobody peeked at it"
 
 
 def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +63,8 @@ def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monk
     assert asked == [keys(2)], "no tier is asked for nothing"
 
 
-def test_what_another_request_peeked_at_gives_no_patience_back() -> None:
-    """A request that may not load from the tier peeks last in each step. The other request must not wait forever."""
+def test_what_another_request_asked_for_gives_no_patience_back() -> None:
+    """A request that may not load from the tier asks last in each step. The other request must not wait forever."""
     rig = Rig(max_wait_s=10.0)
     rig.tier.medium = "STORAGE"
     rig.tier.answers |= dict.fromkeys(prefix(2))
@@ -84,7 +72,7 @@ def test_what_another_request_peeked_at_gives_no_patience_back() -> None:
     rig.manager.on_new_request(other)
     for _ in range(10):
         assert rig.ask(prefix(2), waiting) == [None, None]
-        assert rig.manager.peek(prefix(2), other) == [False]
+        assert rig.manager.where(prefix(2), other) == [False] * 2
         rig.step()
         rig.clock.advance(1.0)
     assert rig.ask(prefix(2), waiting) == [False]
