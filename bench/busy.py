@@ -166,9 +166,10 @@ def measure(
     with make(case.policy) as server:
         for document in documents:
             server.serve([Ask(0.0, document)])
-        server.set_speed(TOKENS_PER_S, case.disk)
+        server.set_speed(TOKENS_PER_S, 0.0)  # so that the disk has written these prompts when the requests arrive
         for _ in range(_PROMPTS_TO_MEASURE):
             server.serve([Ask(0.0, tokens(LONGEST))])
+        server.set_speed(TOKENS_PER_S, case.disk)
         asks, at_s = [], 0.0
         for document in chance.choices(documents, k=num_requests):
             asks.append(Ask(at_s, document + tokens(8)))

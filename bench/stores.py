@@ -69,15 +69,16 @@ class Link:
 
 
 class Linked(StoreWrapper):
-    """A store behind a ``Link``, which its reads and writes share."""
+    """A store behind a ``Link``, which its reads and writes share. A store writes no block that it has."""
 
     def __init__(self, inner: BlockStore, link: Link) -> None:
         super().__init__(inner)
         self._link = link
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
+        here = self.inner.contains(keys)
         answers = self.inner.write(keys, blocks)
-        self._link.move(sum(block.nbytes for block in blocks))
+        self._link.move(sum(block.nbytes for block, is_here in zip(blocks, here, strict=True) if not is_here))
         return answers
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
