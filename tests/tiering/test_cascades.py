@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.tiering.rig import Memory, content, keys
 
-from kvoffload.base import ReqContext
+from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
 from kvoffload.tiering.cascades import Cascades
@@ -56,6 +56,23 @@ def test_a_block_is_pinned_once_per_tier_until_each_job_has_ended() -> None:
     assert parts.primary.slots.num_busy == 0
     assert parts.cascades.outcomes == {"ok": 4, "failed": 0, "dropped": 0}
     assert parts.fakes[1].blocks == {key: content(key) for key in keys(1, 2)}
+
+
+def test_a_block_that_a_tier_holds_is_touched_and_not_written_again() -> None:
+    parts = Parts()
+    fake, touched = parts.fakes[1], list[OffloadKey]()
+    fake.holds = lambda names: [name in fake.blocks for name in names]  # type: ignore[method-assign]
+    fake.touch = lambda names, context: touched.extend(names)  # type: ignore[method-assign]
+    fake.blocks.update({key: content(key) for key in keys(1, 3)})
+    parts.reserve(1, 2, 3, 4)
+    parts.publish(1, 2, 3, 4)
+    assert parts.cascades.submit(parts.tiers, keys(1, 2, 3, 4), REQUEST) == []
+    assert [list(job.keys) for job in parts.jobs.in_flight.values()] == [keys(1, 2, 3, 4), keys(2, 4)]
+    assert touched == keys(1, 3)
+    parts.finish()
+    assert parts.cascades.outcomes == {"ok": 6, "failed": 0, "dropped": 0}
+    assert parts.cascades.submit(parts.tiers[1:], keys(1, 2), REQUEST) == []
+    assert not parts.jobs.in_flight
 
 
 def test_a_block_being_written_is_parked_and_cascaded_once_it_is_ready() -> None:

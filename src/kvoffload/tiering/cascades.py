@@ -67,17 +67,24 @@ class Cascades:
         return {("tier_dropped_blocks", name): count for name, count in self._dropped.items()}
 
     def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-        """Submits ready blocks to each of ``tiers``, as one job per tier: the head of them, as far as its backlog has
-        room. Returns those that a tier did not take."""
+        """Submit ready blocks to each of ``tiers``, as one job per tier, and return those that a tier did not take.
+
+        A tier takes as many leading blocks as its backlog has room for. The blocks that it holds already, because they
+        were computed again, only count as used.
+        """
         not_taken: list[OffloadKey] = []
         for tier in tiers if keys else ():
-            taken = keys[: max(self._max_backlog(tier) - self.num_pinned[tier], 0)]
-            if len(taken) < len(keys):
-                dropped = keys[len(taken) :]
+            held = tier.holds(keys)
+            if present := [key for key, is_held in zip(keys, held) if is_held]:
+                tier.touch(present, context)
+            missing = [key for key, is_held in zip(keys, held) if not is_held] if present else keys
+            taken = missing[: max(self._max_backlog(tier) - self.num_pinned[tier], 0)]
+            if len(taken) < len(missing):
+                dropped = missing[len(taken) :]
                 self._dropped[tier.name] += len(dropped)
                 not_taken += dropped
-                if not taken:
-                    continue
+            if not taken:
+                continue
             slots = self._primary.prepare_read(taken, context).slots
             self.num_pinned[tier] += len(taken)
             job = TierJob(tier, context, taken, slots, is_promotion=False)
