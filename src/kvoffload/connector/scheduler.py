@@ -256,7 +256,7 @@ class OffloadingConnectorScheduler:
             own.states.clear()  # refused ones too: later the engine may write over them
         self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
-        self._ahead.step(self._epochs, tokens)
+        self._ahead.step(self._epochs, tokens, queued_tokens)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
 

@@ -38,7 +38,7 @@ all of them."""
 
 PROBE_INTERVAL_S = 5.0
 """Time without a read after which a tier whose blocks are declined is measured again."""
-PROBE_BYTES = 64 << 20
+PROBE_BYTES = 16 << 20
 """Bytes read to measure a tier: all that may be outstanding from one that was never measured, and the most of a later
 probe."""
 PROBE_S = 1.0
@@ -142,7 +142,7 @@ class LoadPlanner:
         enough to read until the next step: a request before it may come to need the tier.
         """
         tokens_per_s = self._prefill.tokens_per_s
-        queued_tokens = self._prefill.queued_tokens + (tokens_ahead or 0)
+        queued_tokens = self._prefill.queued_tokens if tokens_ahead is None else tokens_ahead
         queue_s = 0.0 if tokens_per_s is None else queued_tokens / tokens_per_s
         # Each token is charged for the blocks of all weighed groups.
         share = tokens * self._bytes_per_token / self._block_bytes if tokens else 1.0
@@ -239,8 +239,8 @@ class LoadPlanner:
         speed = self._links[tier].speed
         assert speed is not None
         _log.warning(
-            "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: loading from it does "
-            "not pay. Give it a faster device, or remove it.",
+            "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: only requests that "
+            "queue in the engine load from it. Give it a faster device, or remove it.",
             self._links[tier].name,
             1e-6 * self._block_bytes / speed.block_s,
             1e-6 * self._bytes_per_token / self._compute_s(1),
