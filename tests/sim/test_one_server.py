@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import Machine, simulate
 from kvoffload.sim.config import SimConfig
-from kvoffload.sim.disk import Contents
+from kvoffload.sim.disk import Contents, SimDisk
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.report import moved_blocks
 from kvoffload.sim.synthetic import synthesize
@@ -237,3 +238,24 @@ def test_a_device_that_is_said_to_be_gigantic_has_room_for_everything() -> None:
     large = simulate(trace, SimConfig(10, 1 << 20, gpu_blocks=100_000))
     gigantic = simulate(trace, SimConfig(10, 1 << 20, gpu_blocks=1 << 60))
     assert (gigantic.servers, gigantic.ttft_s) == (large.servers, large.ttft_s)
+
+
+def test_requests_that_queue_are_looked_up_again_only_for_a_reason(
+    trace_of: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty prompts queue for a busy server, and the disk has their blocks. More steps need no more lookups."""
+    asked = Counter[int]()
+    lookup = SimDisk.lookup
+
+    def counted(disk: SimDisk, *args: Any) -> bool | None:
+        asked[chunk] += 1
+        return lookup(disk, *args)
+
+    monkeypatch.setattr(SimDisk, "lookup", counted)
+    trace = trace_of([[100 * number + at for at in range(20)] for number in (*range(120), *range(30))])
+    trace = replace(trace, times_s=np.repeat([0.0, 10_000.0], (120, 30)))
+    for chunk in (64, 32):
+        config = SimConfig(800, 2**20, disk_blocks=4000, chunk_tokens=chunk, prefill_tokens_per_s=400.0)
+        result = simulate(trace, config)
+        assert result.disk_hit_blocks > 500
+    assert asked[32] < 1.3 * asked[64], asked

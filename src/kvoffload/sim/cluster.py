@@ -402,6 +402,7 @@ class _Replay:
             block_tokens=trace.block_tokens,
             duration_s=max(self._end_s - begin_s, 1e-9) if len(trace) else 0.0,
             arriving_s=float(trace.times_s[-1]) - begin_s if len(trace) else 0.0,
+            answering_s=max(float(self._first_token_s.max()) - begin_s, 0.0) if len(trace) else 0.0,
             ttft_s=quantiles(self._ttfts),
             handover_s=quantiles(self._handovers),
             stored_blocks=index.num_stored - index.num_evicted if index else 0,

@@ -202,6 +202,10 @@ class SimDisk(SecondaryTierManager):
                 absent.popitem(last=False)
         return False
 
+    def take_news(self) -> Collection[OffloadKey]:
+        """Nothing: each lookup has its final answer at once."""
+        return ()
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
 

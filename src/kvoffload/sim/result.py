@@ -79,6 +79,8 @@ class Result:
     """From the first arrival to the last token."""
     arriving_s: float
     """From the first arrival to the last arrival."""
+    answering_s: float
+    """From the first arrival to the last first token."""
     ttft_s: dict[str, float]
     """Time to first token: mean, p50, p90, p99, max."""
     handover_s: dict[str, float]
@@ -187,8 +189,14 @@ class Result:
 
     @property
     def utilisation(self) -> float:
-        """The share of the time in which the busiest server computed prompts, or had requests waiting for room."""
-        return min(max(server.busy_s for server in self.servers) / max(self.duration_s, 1e-9), 1.0)
+        """The share of the time in which the busiest server computed prompts, or had requests waiting for room.
+
+        The time ends with the last first token: after that a server only decodes, however much it was behind. It
+        includes a gap after the last arrival. If all requests arrive at once, it ends with the last token.
+        """
+        seconds = max(self.answering_s, self.arriving_s * self.requests / max(self.requests - 1, 1))
+        busy_s = max(server.busy_s for server in self.servers)
+        return min(busy_s / max(seconds if self.arriving_s else self.duration_s, 1e-9), 1.0)
 
     @property
     def is_overloaded(self) -> bool:
