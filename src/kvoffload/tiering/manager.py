@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane of tiering: one primary tier, any number of tiers below it, and the cascades down to them."""
+"""The control plane of tiering: host memory, any number of tiers below it, and the transfers between them."""
 
 from __future__ import annotations
 
@@ -41,27 +41,28 @@ _log = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Keeps blocks in host memory and in the tiers below it, and promotes them again. All bytes pass through the
-    primary tier; every call is on the scheduler's thread and does no I/O.
+    """Keeps blocks in host memory and in the tiers below it, and reads them back into host memory. All bytes pass
+    through host memory (the primary tier). Every call runs on the scheduler's thread and does no I/O.
 
     ``lookup_prefix`` equals the loop of ``lookup``, except with ``block_worth``, which weighs the blocks of a call
     together.
 
-    Eight laws hold (``docs/design/0006-tiering.md``). Every stored block is cascaded to every tier. A miss that a tier
-    can serve is promoted once, whoever asks. Tiers that want whole requests get them. A tier is informed of a request's
-    end after its last job. A failed promotion is a miss. No request waits longer than ``max_wait_s``. What a waiting
-    request hit stays until it loads. A slot under I/O is not used for another block.
+    It obeys eight rules (``docs/design/0006-tiering.md``). Every stored block is written to every tier. If a tier can
+    serve a miss, the block is read once, however many requests ask for it. Tiers that want whole requests get them. A
+    tier is informed of a request's end after the request's last job. A failed read is a miss. No request waits longer
+    than ``max_wait_s``. Blocks that a waiting request has hit stay until it loads them. A slot under I/O is not used
+    for another block.
 
-    ``promotion_share`` (of the primary tier's blocks) bounds what waiting requests may claim, one or all of them.
-    ``cascade`` has a mode for each secondary tier (default ``"on_store"`` for all, which is
-    write-through). ``"on_evict"``, write-back, needs a cache policy that can name its next victims
-    (``CachePolicy.next_victims``), and is ``"on_store"`` without one. With ``block_worth``, blocks of lower tiers are
-    promoted only where that is expected to be faster than computing them (``load_policy="cost"``); without it all are
-    (``"always"``). ``clock`` gives seconds and never goes back.
-    Raises ``ConfigError`` for a ``cascade`` that does not fit the tiers.
+    ``promotion_share`` limits the share of host memory's blocks that waiting requests may claim, one request or all of
+    them together. ``cascade`` lists a mode for each secondary tier (default: ``"on_store"`` for all, which is
+    write-through). ``"on_evict"`` (write-back) requires a cache policy that can name its next victims
+    (``CachePolicy.next_victims``); otherwise it behaves like ``"on_store"``. With ``block_worth``, blocks of lower
+    tiers are read only if that is expected to be faster than computing them (``load_policy="cost"``); without it, all
+    of them are (``"always"``). ``clock`` returns seconds and never goes back. Raises ``ConfigError`` for a ``cascade``
+    that does not fit the tiers.
 
-    A context that was never announced by ``on_new_request`` is a new block-level request, and like any other is
-    remembered until ``on_request_finished``.
+    A context that was never announced by ``on_new_request`` counts as a new block-level request, and is remembered
+    until ``on_request_finished`` like any other.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._waits = Waits(primary_tier.slots, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
-            # Nothing is weighed. Memory of a simulation has no bytes.
+            # Nothing is weighed. The memory of a simulation contains no bytes.
             block_worth = BlockWorth(max(1, primary_tier.kv_view.nbytes // primary_tier.num_blocks))
         self._planner = LoadPlanner(names, block_worth, clock)
         self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._on_reserved)
@@ -115,7 +116,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.on_request_finished(req_context)
         request = self._requests.pop(req_context.req_id, None)
         if request is None:
-            return  # it ended before, or was never announced: tiers are informed of each end once
+            return  # it has already ended or was never announced; tiers are informed of each end once
         if self._promotions.queue:
             self._promotions.submit(request.context)
         self._waits.end(request)
@@ -145,7 +146,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary_tier.prepare_load(keys, req_context)
-        # Pinned now: no claims are needed any more.
+        # The blocks are pinned, so claims are no longer needed.
         request = self._request(req_context)
         if (wait := request.wait) is not None:
             end_s = self._clock() if wait.answered_s is None else wait.answered_s
@@ -215,11 +216,11 @@ class TieringOffloadingManager(OffloadingManager):
         return [*self.primary_tier.take_events(), *(event for tier in self._tiers for event in tier.take_events())]
 
     def reset_cache(self) -> None:
-        """Forgets every block of the primary tier; the tiers below keep theirs. The connector asks for other keys from
-        then on, unless the tiers' blocks are to be used again.
+        """Forget every block in host memory; the tiers below keep theirs. The connector then asks for other keys,
+        unless the tiers' blocks may be used again.
 
-        Tiers are drained first, each until its own deadline. Slots that an unfinished job may still touch
-        stay reserved until it ends.
+        The tiers are drained first, each until its own deadline. Slots that an unfinished job may still access stay
+        reserved until it ends.
         """
         for tier in self._tiers:
             tier.drain_jobs()
@@ -293,7 +294,7 @@ class TieringOffloadingManager(OffloadingManager):
             verdict = verdicts.get(key)
             if verdict is None and loss is None and closed and self.primary_tier.slots.get(key) is None:
                 verdict = next((miss for tier, miss in closed if any(tier.holds([key]))), None)
-            # A promotion fails for a reason that the tier may have found out meanwhile.
+            # The tier may have found out the reason for a failed promotion meanwhile.
             is_known = verdict is Miss.PROMOTION_FAILED and loss and loss.miss not in (Miss.NEW, Miss.EVICTED)
             if verdict is not None and not is_known:
                 losses[at] = Loss(verdict)
@@ -308,7 +309,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.shutdown()
 
     def check_invariants(self) -> None:
-        """Recomputes every count from scratch. For tests: O(everything)."""
+        """Recompute every count from scratch. For tests: O(everything)."""
         self.primary_tier.check_invariants()
         self._promotions.check_invariants()
         requests = self._requests.values()
@@ -326,7 +327,7 @@ class TieringOffloadingManager(OffloadingManager):
     # ------------------------------------------------------------------------------------------------- job ends
 
     def _poll(self) -> None:
-        """Takes in the jobs that have ended."""
+        """Process the jobs that have ended."""
         if self._jobs.in_flight:
             self._take_in(self._jobs.take_finished())
 
@@ -349,13 +350,13 @@ class TieringOffloadingManager(OffloadingManager):
         self._planner.end_poll()
 
     def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
+        """Inform write-back that host memory reserved ``num_blocks`` slots and evicted these blocks for them."""
         if self._write_back is not None:
             self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
-        """Writes of ``keys`` into the primary tier have ended: what is ready answers those that wait, and what was
-        stored is cascaded."""
+        """Record the end of writes of ``keys`` into host memory: ready blocks answer the requests that wait for them,
+        and stored blocks are written to the tiers."""
         if self._waits.claimed or self._waits.watched:
             blocks = self.primary_tier.slots.get_all(keys)
             self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
@@ -370,7 +371,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _split_by_mode(
         self, cascade: Sequence[CascadeMode] | None
     ) -> tuple[tuple[GuardedTier, ...], tuple[GuardedTier, ...]]:
-        """The tiers that get blocks when they are stored, and those that get them before they are evicted."""
+        """Return the tiers that get blocks when they are stored, and the tiers that get blocks before they are
+        evicted."""
         if cascade is None:
             return self._tiers, ()
         if len(cascade) != len(self._tiers) or not {*cascade} <= {*get_args(CascadeMode)}:
@@ -390,7 +392,7 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def _close_if_done(self, request: Request) -> None:
-        """Informs the tiers of the request's end, once nothing more can be submitted for it."""
+        """Inform the tiers of the request's end, once nothing more can be submitted for it."""
         if not request.is_ending or request.open_work:
             return
         request.is_ending = False

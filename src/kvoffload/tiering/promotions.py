@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promotions: loads from lower tiers into slots of the primary tier. Scheduler thread only."""
+"""Promotions: reads from lower tiers into slots of host memory. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 
 _READ_AT = 1024
-"""This many blocks of a long prefix are read while slots of the rest are being reserved."""
+"""This many blocks of a long prefix are read while slots for the rest are being reserved."""
 
 OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
 
 
 class Promotions:
-    """Reserves a primary slot per block at once, gathers a step's loads into jobs, and publishes what arrives.
+    """Reserves a slot for each block at once, gathers a step's reads into jobs, and publishes the blocks that arrive.
 
-    A slot stays reserved until the tier has reported the end of its job, whoever still wants the block: memory that a
-    late read may write to is never reused. ``on_reserved`` is called after each reservation. A promotion that no
-    request waits for, a probe, belongs to ``probe_context``.
+    A slot stays reserved until the tier has reported the end of its job, even if no request needs the block, because
+    memory that a late read may write to must not be reused. ``on_reserved`` is called after each reservation. A
+    promotion that no request waits for, a probe, belongs to ``probe_context``.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Promotions:
         self._on_reserved = on_reserved
         self.probe_context = ReqContext("kvoffload:probe")
         self._probed: set[GuardedTier] = set()
-        """The tiers that know of it."""
+        """The tiers that know ``probe_context``."""
         self.queue: dict[tuple[int, str], TierJob] = {}
-        """Loads to submit, by tier and request. Others only read it."""
+        """Jobs to submit, by tier and request. Other code only reads it."""
         self._job_of: dict[OffloadKey, TierJob] = {}
-        """Of every block that is being promoted, queued or read."""
+        """The job of every block that is being promoted, queued or in progress."""
         waits.promoted = self._job_of.keys()
         self.refused = Counter({miss.label: 0 for miss in REFUSALS})
         self.outcomes = Counter({"ok": 0, "failed": 0})
@@ -64,7 +64,7 @@ class Promotions:
         return len(self._job_of)
 
     def place_of(self, key: OffloadKey) -> Place:
-        """Where a block that is being written comes from: a tier, or the device, which is as good as here."""
+        """Return the source of a block that is being written: a tier, or the GPU, which counts as host memory."""
         job = self._job_of.get(key)
         return HERE if job is None else _place(job.tier.index, job.is_overdue)
 
@@ -73,10 +73,9 @@ class Promotions:
     def begin(
         self, sources: Sequence[tuple[GuardedTier, int]], wait: Wait, keys: Sequence[OffloadKey], start: int, stop: int
     ) -> int:
-        """Reserves slots for ``keys[start:stop]``, as many of the head as fit, and queues their loads, so many from
-        each of ``sources`` in turn. The request waits for each block that is begun. Returns where that ends; why the
-        next block was refused is its verdict.
-        """
+        """Reserve slots for the head of ``keys[start:stop]``, as many as fit, and queue their reads, with the given
+        number of blocks from each of ``sources`` in turn. The request waits for each of these blocks. Returns the end
+        of the reserved head. The reason why the next block was rejected becomes its verdict."""
         turns = [tier for tier, num_blocks in sources for _ in range(num_blocks)] if len(sources) > 1 else []
         request = wait.request
         hits = wait.hits
@@ -86,12 +85,12 @@ class Promotions:
             if room <= 0:
                 self._refuse(request, keys[at], Miss.PROMOTION_SHARE)
                 break
-            # What is certain to find a slot is reserved in one go, and what may find one, block by block.
+            # Blocks that are certain to find a slot are reserved in one call, and the others one by one.
             count = max(1, min(self._certain_room(hits), room, stop - at, most))
             portion = keys[at : at + count]
             slots = self._reserve(portion, request.context, hits)
             if slots is None and count > 1:
-                most = 1  # a transfer from before a reset still has the slot of one of them
+                most = 1  # a transfer from before a reset still uses the slot of one of them
                 continue
             if slots is None:
                 self._refuse(request, portion[0], Miss.NO_ROOM)
@@ -112,7 +111,7 @@ class Promotions:
         return at
 
     def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Wait) -> None:
-        """Promotes ``keys``, for which no request waits, if there is room beside what ``asking`` was answered."""
+        """Promote ``keys``, for which no request waits, if there is room in addition to the hits of ``asking``."""
         keys = keys[: self._waits.room_beside(())]
         slots = self._reserve(keys, self.probe_context, asking.hits) if keys else None
         if slots is not None:
@@ -131,7 +130,7 @@ class Promotions:
                 self._submit(name)
             job = self.queue[name] = TierJob(tier, context, is_promotion=True)
         assert isinstance(job.keys, list)
-        job.keys += keys  # a copy for each block of a long prefix would take seconds
+        job.keys += keys  # copying the list for each block of a long prefix would take seconds
         job.slots += slots
         if wait is not None and wait.plan is not None and wait.is_planned(keys):
             job.portion_s = min(job.portion_s, wait.plan.portion_s)
@@ -139,19 +138,19 @@ class Promotions:
         self._planner.link(tier.index).begin(len(keys))
 
     def _certain_room(self, hits: Collection[OffloadKey]) -> int:
-        """Blocks that are certain to find a slot, if none of ``hits`` is evicted."""
+        """Return the number of blocks that are certain to find a slot without evicting any of ``hits``."""
         slots, claimed = self._primary.slots, self._waits.claimed
         return slots.num_free + slots.num_idle - sum(key not in claimed for key in hits)
 
     def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
-        if request.verdicts.get(key) not in REFUSALS:  # a request that waits for others asks again in each step
+        if request.verdicts.get(key) not in REFUSALS:  # a request that waits for other blocks asks again in each step
             self.refused[verdict.label] += 1
         self._waits.refuse(request, [key], verdict)
 
     def _reserve(
         self, keys: Sequence[OffloadKey], context: ReqContext, hits: Collection[OffloadKey]
     ) -> list[int] | None:
-        """A slot for each of ``keys``, none of them that of one of ``hits``."""
+        """Reserve a slot for each of ``keys`` without evicting any of ``hits``, and return the slots."""
         # A reservation inserts its last key first. Reversed, the first key is inserted first and gets the slot of the
         # first victim, as if the keys came one by one.
         reserved = self._primary.prepare_write(keys[::-1], context, hits)
@@ -165,7 +164,7 @@ class Promotions:
     # ------------------------------------------------------------------------------------------ submit, and end
 
     def submit(self, context: ReqContext | None = None) -> None:
-        """Submits what is queued, for all requests or one of them."""
+        """Submit the queued jobs of all requests or of one request."""
         for name in [name for name, job in self.queue.items() if context is None or job.req_context is context]:
             self._submit(name)
 
@@ -184,7 +183,7 @@ class Promotions:
                 self.end(job)
 
     def end(self, job: TierJob) -> None:
-        """Publishes what arrived. The rest is a miss, for good, for each request that waited for it."""
+        """Publish the blocks that arrived. The others are permanent misses for each request that waited for them."""
         self.outcomes["ok"] += len(job.succeeded)
         self.outcomes["failed"] += len(job.failed)
         link = self._planner.link(job.tier.index)
@@ -194,15 +193,15 @@ class Promotions:
         if job.failed:
             self._primary.complete_write(job.failed, job.req_context, success=False)
         if job.is_stale:
-            return  # only its slots are left of it
+            return  # only its slots remain
         for key in job.keys:
             del self._job_of[key]
         self._waits.arrived(job.succeeded, job.tier.name, job.ended_s)
         self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 
     def reset(self) -> None:
-        """No request waits any more, and what is queued is not begun. The primary tier forgets the blocks; the slots of
-        jobs in flight are given back when those end."""
+        """Drop the queued jobs, because all waits have ended. Host memory forgets the blocks, and the slots of jobs in
+        flight are freed when those jobs end."""
         for job in self.queue.values():
             self._primary.complete_write(job.keys, job.req_context, success=False)
             self._planner.link(job.tier.index).drop(len(job.keys))
@@ -210,12 +209,12 @@ class Promotions:
         self._job_of.clear()
 
     def close(self) -> None:
-        """Informs the tiers that there are no more probes. Idempotent."""
+        """Inform the tiers that there are no more probes. Idempotent."""
         while self._probed:
             self._probed.pop().on_request_finished(self.probe_context)
 
     def check_invariants(self) -> None:
-        """Every promotion is queued or in a job, once, and its slot is reserved for it alone."""
+        """Check that every promotion is queued or in a job, once, and that its slot is reserved for it alone."""
         submitted = [job for job in self._jobs.in_flight.values() if job.is_promotion]
         queued = Counter(job.tier.index for job in self.queue.values() for _ in job.keys)
         reading = Counter(job.tier.index for job in submitted for _ in job.keys)

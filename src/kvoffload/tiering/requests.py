@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request, one wait, and the answers that a request was told. Scheduler thread only.
+"""The records of a request, of a wait, and of the answers given to a request. Scheduler thread only.
 
 A *request* waits from its first answer ``None`` until it loads, runs, ends or has used up its time budget. Its ``Wait``
-has its claims and its plan. ``Waits`` alone writes it.
+contains its claims and its plan. ``Waits`` alone writes it.
 """
 
 from __future__ import annotations
@@ -20,134 +20,139 @@ from kvoffload.tiering.tier_jobs import GuardedTier
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request, from ``on_new_request`` (or its first call) until its tiers are informed of its end."""
+    """One request, from ``on_new_request`` (or its first call) until the tiers are informed of its end."""
 
     context: ReqContext
     budget_s: float
-    """Seconds that it may still wait for answers. Every wait uses some of them."""
+    """Number of seconds that it may still wait for answers. Every wait uses some of them."""
     has_given_up: bool = False
-    """It had no time left for a block that might have come."""
+    """Whether its time ran out for a block that might have arrived."""
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
-    """Why blocks that may be somewhere are misses for this request. Some of them may be found by now. ``Waits`` alone
-    writes them."""
+    """The reasons why blocks that may exist are misses for this request. Some of these blocks may have been found
+    since. ``Waits`` alone writes them."""
     open_work: int = 0
-    """Blocks between ``prepare_store`` and ``complete_store``, and parked cascades: each may still become a job."""
+    """Number of blocks between ``prepare_store`` and ``complete_store``, plus parked cascades. Each may still become a
+    job."""
     is_ending: bool = False
-    """It asks no more, but its tiers are not informed of that yet: something begun for it may still become a job."""
+    """Whether it has ended, but its tiers are not informed yet, because open work may still become a job."""
 
 
 @dataclass(slots=True, eq=False)
 class Told:
-    """The answers that a request was told for some blocks. They hold until an event marks its wait as dirty."""
+    """The answers that a request got for some blocks. They stay valid until an event marks its wait as dirty."""
 
     keys: list[OffloadKey]
     answers: list[bool | None]
-    """Up to the first ``False``."""
+    """The answers, up to and including the first ``False``."""
     is_kept: bool
-    """An event will tell if they change. Otherwise the request is looked up again each time that it asks."""
+    """Whether an event will report any change. Otherwise the request is looked up again each time it asks."""
     watched: OffloadKey | None = None
-    """The first block with the answer ``None`` that the request does not claim, because no tier has answered or it may
-    claim no more."""
+    """The first block with the answer ``None`` that the request does not claim, because no tier has answered or because
+    it has reached the limit of claims."""
     missing: OffloadKey | None = None
-    """The block with the answer ``False``: the request is looked up again if somebody stores or promotes it."""
+    """The block with the answer ``False``. The request is looked up again if another request stores or promotes this
+    block."""
     waited: tuple[int, ...] = ()
     """The tiers whose answers the request waits for."""
     is_open: bool = False
-    """The request waits for ``watched``."""
+    """Whether the request waits for ``watched``."""
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """What a request was told since it asked first in a step; from its first ``None`` on, one wait, to its end."""
+    """The answers to a request since its first question in a step. From the first ``None`` on, it is one wait, until
+    the wait ends."""
 
     request: Request
     began_s: float = 0.0
     """Start of the wait, moved forward by any time in which it had all answers."""
     answered_s: float | None = None
-    """Since when it has all answers. From then on it waits for the engine."""
+    """The time since which it has all answers, and waits only for the engine."""
     claims: dict[OffloadKey, bool] = field(default_factory=dict)
-    """Blocks that it claims, each with whether it is ready. Until the wait begins: those that were ready in this
-    step."""
+    """The blocks that it claims, and whether each is ready. Until the wait begins, these are the blocks that were ready
+    in this step."""
     is_ahead: bool = False
-    """The request's turn has not come, so that its time in the engine's queue does not count as waiting."""
+    """Whether the request's turn has not come, so that its time in the engine's queue does not count as waiting."""
     is_dirty: bool = False
-    """Something has happened to a block that it waits for or claims, so its answers may have changed."""
+    """Whether an event has concerned a block that it waits for or claims, so that its answers may have changed."""
     told: dict[OffloadKey, Told] = field(default_factory=dict)
-    """By the first key of each question."""
+    """The answers by the first key of each question."""
     num_open: int = 0
-    """Claimed blocks that are not ready, and open ``Told``."""
+    """Number of claimed blocks that are not ready, plus the number of open ``Told``."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
-    """Blocks that were promoted while it waits for them, with the tier that they came from."""
+    """Blocks that were promoted while it waited for them, with their tiers."""
     chosen: list[Chosen] = field(default_factory=list)
     """The reads that its plans began."""
     lost: set[OffloadKey] = field(default_factory=set)
-    """Blocks that arrived for it and were evicted again: promoting them once more would be a loop."""
+    """Blocks that arrived for it and were evicted again. Promoting them again would cause a loop."""
     declined: set[OffloadKey] = field(default_factory=set)
-    """Blocks that are not loaded in this wait, wherever a question begins."""
+    """Blocks that this wait does not load, wherever a question begins."""
     plan: Plan | None = None
-    """The last one that was made for it; ``None``: nothing was weighed."""
+    """The last plan made for it; ``None``: nothing was weighed."""
     planned: Sequence[OffloadKey] = ()
-    """The blocks that it was made for, ..."""
+    """The blocks for which the plan was made."""
     marks: Sequence[Segment] = ()
-    """... and where those of them were known to be that are not on their way."""
+    """The known places of those blocks that are not in flight."""
     num_paid: int = 0
-    """Leading ones of them that pay for no wait (``SoFar``)."""
+    """Number of leading blocks of the plan that do not pay for a wait (``SoFar``)."""
     planned_s: float = 0.0
-    """Since when it waits by a plan, ..."""
+    """The time at which it began to wait by a plan."""
     expected_s: float = 0.0
-    """... and how long that was expected to take."""
+    """The expected duration of that wait."""
     deadline_s: float | None = None
-    """From then on it takes what has arrived, unless that has earned it more time; ``None``: it has no plan."""
+    """The time at which it takes the blocks that have arrived, unless they have earned it more time; ``None``: it has
+    no plan."""
     due_s: float = inf
-    """When to see whether its reads are late."""
+    """The time at which to check whether its reads are late."""
 
     def __repr__(self) -> str:
         return f"Wait({self.request.context.req_id!r}, open={self.num_open}, claims={len(self.claims)})"
 
     @property
     def has_begun(self) -> bool:
-        """From its first ``None`` to its end."""
+        """Whether the wait has begun (with its first ``None``) and not ended."""
         return self.request.wait is self
 
     def waited_s(self, now_s: float) -> float:
-        """How long it has waited for answers."""
+        """Return the number of seconds that it has waited for answers."""
         if not self.has_begun or self.is_ahead:
             return 0.0
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
 
     @property
     def hits(self) -> Collection[OffloadKey]:
-        """Blocks that it was answered ``True`` in this step, while it has not begun. In order."""
+        """The blocks with the answer ``True`` in this step, in order, until the wait begins."""
         return () if self.has_begun else self.claims.keys()
 
     @property
     def is_open(self) -> bool:
-        """Whether some answer is ``None``, or was when its request asked last."""
+        """Whether some answer is ``None``, or was ``None`` when its request last asked."""
         return bool(self.num_open) or any(told.watched is not None for told in self.told.values())
 
     def is_late(self, now_s: float) -> bool:
-        """Whether it waited for answers beyond its deadline."""
+        """Return whether it has waited for answers beyond its deadline."""
         waited_until_s = now_s if self.answered_s is None else self.answered_s
         return self.deadline_s is not None and waited_until_s >= self.deadline_s
 
     def is_planned(self, keys: Sequence[OffloadKey]) -> bool:
-        """Whether a plan was made for these blocks, or for some of them: the engine's own cache grows and shrinks."""
-        return keys[0] in self.planned or keys[-1] in self.planned  # mostly the first one, which is found at once
+        """Return whether a plan was made for these blocks or some of them, because the engine's own cache grows and
+        shrinks."""
+        return keys[0] in self.planned or keys[-1] in self.planned  # usually the first key, which is found at once
 
     def stop_of(self, keys: Sequence[OffloadKey]) -> int:
-        """The first of ``keys`` that is declined."""
+        """Return the index of the first declined key of ``keys``, or their number."""
         if not self.declined or not self.has_begun:
             return len(keys)
         return next((at for at, key in enumerate(keys) if key in self.declined), len(keys))
 
     def unclaimed(self, told: Told) -> list[OffloadKey]:
-        """The blocks of ``told`` with the answer ``None`` that it does not claim."""
+        """Return the blocks of ``told`` with the answer ``None`` that it does not claim."""
         return [key for key, answer in zip(told.keys, told.answers) if answer is None and key not in self.claims]
 
     def num_open_of(self, keys: Sequence[OffloadKey]) -> int:
-        """How many of ``keys`` have the answer ``None``."""
+        """Return how many of ``keys`` have the answer ``None``."""
         unclaimed = {key for told in self.told.values() for key in self.unclaimed(told)}
         return sum(not self.claims.get(key, True) or key in unclaimed for key in keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of secondary tiers, which are guarded: whatever a tier raises becomes a miss."""
+"""The jobs of secondary tiers, and a guard that turns every exception of a tier into a miss."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _log = logging.getLogger(__name__)
 
 
 def _for_each(answers: Sequence[bool], keys: Sequence[OffloadKey]) -> list[bool]:
-    """Blocks without an answer are not held."""
+    """Return the answers, with ``False`` for each missing one."""
     found = [bool(answer) for answer in answers[: len(keys)]]
     return found + [False] * (len(keys) - len(found))
 
 
 class GuardedTier(Boundary):
-    """A secondary tier with the same calls, none of which raises.
+    """Wraps a secondary tier with the same calls, none of which raises.
 
-    A lookup that raises is ``False``; a submit that raises took no job; a poll that raises found nothing. The first
-    exception of each call is logged with its traceback, later ones are only counted (``faults``).
+    A lookup that raises is ``False``, a submit that raises takes no job, and a poll that raises finds nothing. The
+    first exception of each call is logged with its traceback; later ones are only counted (``faults``).
     """
 
     def __init__(self, index: int, tier: SecondaryTierManager) -> None:
@@ -52,27 +52,29 @@ class GuardedTier(Boundary):
         return self.lookup_prefix((key,), req_context)[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """A tier from which the request may not load is not asked."""
+        """Ask the tier, unless the request may not load from it."""
         return self._lookup_prefix(keys, req_context) if self.allows(req_context) else [False]
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._lookup_each(keys, req_context) if self.allows(req_context) else [False] * len(keys)
 
     def allows(self, req_context: ReqContext) -> bool:
-        """Whether the request may load from the tier."""
+        """Return whether the request may load from the tier."""
         allowed = req_context.load_tiers
         return allowed is None or allowed.allows(self.inner.medium, self.inner.locality)
 
     def submit(self, job: JobMetadata) -> bool:
-        """Whether the tier took ``job``. One that it did not take never appears in ``get_finished_jobs``."""
+        """Submit ``job``, and return whether the tier took it. A job that it did not take never appears in
+        ``get_finished_jobs``."""
         return (self._submit_load(job) if job.is_promotion else self._submit_store(job)) is True
 
     def wants_whole_request(self, req_context: ReqContext) -> bool:
-        """Announces the request."""
+        """Announce the request, and return whether the tier wants all of its blocks."""
         return self._on_new_request(req_context).policy is OffloadPolicy.REQUEST_LEVEL
 
     def get_finished_jobs(self) -> list[JobResult]:
-        """Without what is no result: a job that ended in another way keeps its slots, which may still be written."""
+        """Return the finished jobs. Invalid results are dropped: such a job keeps its slots, which may still be
+        written."""
         return [result for result in self._get_finished_jobs() if self._is_result(result)]
 
     def _is_result(self, result: object) -> bool:
@@ -123,8 +125,8 @@ class GuardedTier(Boundary):
 
 
 class TierJob(JobMetadata):
-    """A job of ``tier`` as the manager knows it: gathered in a step, then the tier's until it ends, once. It has no id
-    before its submit. ``succeeded`` and ``failed`` are filled at its end."""
+    """The manager's record of a job of ``tier``. The job is gathered in a step, and then belongs to the tier until it
+    ends, once. It gets its id when it is submitted. ``succeeded`` and ``failed`` are filled at its end."""
 
     __slots__ = ("ended_s", "failed", "is_stale", "num_dropped", "portion_s", "succeeded", "tier")
 
@@ -140,27 +142,28 @@ class TierJob(JobMetadata):
         super().__init__(0, [*keys], [*slots], is_promotion, req_context)
         self.tier = tier
         self.portion_s = math.inf
-        """While it is gathered: of a promotion, how long one read may take. It is cut into such jobs."""
+        """While a promotion is gathered: the longest permitted duration of one read. The promotion is cut into such
+        jobs."""
         self.is_stale = False
-        """Begun before a reset of the primary tier."""
+        """Whether it began before a reset of host memory."""
         self.succeeded: Sequence[OffloadKey] = ()
         self.failed: Sequence[OffloadKey] = ()
         self.num_dropped = 0
-        """Keys among ``failed`` that the tier never tried."""
+        """Number of keys in ``failed`` that the tier never tried."""
         self.ended_s: float | None = None
-        """When it ended, if its tier knows."""
+        """The time at which it ended, if the tier knows it."""
 
 
 class TierJobs:
     """Submits jobs to tiers and collects their ends. Each job that a tier took ends exactly once.
 
-    A result for a job that has ended, belongs to another tier or was never submitted is ignored: a slot freed on its
-    account could still be written to.
+    Ignores results for jobs that have ended, belong to another tier or were never submitted, because a slot freed by
+    such a result could still be written to.
     """
 
     def __init__(self) -> None:
         self.in_flight: dict[int, TierJob] = {}
-        """By id. Others only read it."""
+        """Jobs by id. Other code only reads it."""
         self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
 
@@ -168,10 +171,10 @@ class TierJobs:
         return f"TierJobs(in_flight={len(self.in_flight)})"
 
     def submit(self, job: TierJob) -> bool:
-        """Submits a job to its tier. ``False``: the tier did not take it, and it has failed."""
+        """Submit a job to its tier. Returns ``False`` if the tier did not take it, so that it has failed."""
         self._last_id += 1
         job.job_id, job.keys = self._last_id, tuple(job.keys)
-        # Recorded first: a tier may finish a job, and be polled, within its own submit.
+        # Recorded first, because a tier may finish a job, and be polled, within its own submit.
         self.in_flight[job.job_id] = job
         self._num_by_tier[job.tier] += 1
         if job.tier.submit(job):
@@ -180,8 +183,9 @@ class TierJobs:
         return False
 
     def take_finished(self, tiers: Iterable[GuardedTier] = ()) -> list[TierJob]:
-        """Jobs that ended since the last call. Asks tiers that have a job, and those of ``tiers``: a tier may have
-        ended a job that counts as failed because its submit raised, and reports pending work until it is asked."""
+        """Return the jobs that ended since the last call. Asks all tiers that have a job, and ``tiers``: if a submit
+        raised, its job counts as failed, but the tier may have finished it anyway, and reports pending work until it is
+        asked."""
         finished: list[TierJob] = []
         for tier in {
             **{tier: None for tier, num_jobs in self._num_by_tier.items() if num_jobs},
@@ -195,7 +199,7 @@ class TierJobs:
         return finished
 
     def mark_stale(self) -> None:
-        """The primary tier was reset: the blocks of all jobs in flight are forgotten."""
+        """Mark all jobs in flight as stale, because a reset of host memory has forgotten their blocks."""
         for job in self.in_flight.values():
             job.is_stale = True
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The waits of requests and their claims. Scheduler thread only.
 
-A reverse index has, for each block, the waits that claim it or wait for a tier's answer to it. An event that concerns a
-block marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any other gets
-its last answers. ``Waits`` alone writes a ``Wait``; others report what happened.
+A reverse index lists, for each block, the waits that claim it or wait for a tier's answer about it. An event that
+concerns a block marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any
+other request gets its last answers. ``Waits`` alone writes a ``Wait``; other parts report events.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from kvoffload.tiering.segments import Segment
 
 
 class Waits:
-    """Which requests wait, for which blocks, and for how long they still may.
+    """Records which requests wait, for which blocks, and for how long they may continue to wait.
 
-    A block is *claimed* while a waiting request has hit it or has it promoted, and while its promotion is in flight,
-    even if no request waits for it any more. Each request that waits for a shared block claims it; it counts once.
-    At most ``most_claimed`` blocks are claimed, by one request or by all of them. A claimed block that is ready is
-    *held*: one pin protects it, however many requests claim it. So each wait makes progress: blocks that a request has
-    hit stay until it has its whole prefix or meets the limit, beyond which the answer is ``False``. If a running
-    request's store finds no other room, the newest claims give way, because waiting requests must never starve running
-    ones.
+    A block is *claimed* while a waiting request has hit it or is promoting it, and while its promotion is in flight,
+    even if no request waits for it any longer. Each request that waits for a shared block claims it, but the block
+    counts once. At most ``most_claimed`` blocks are claimed, by one request or by all of them. A claimed block that is
+    ready is *held*: one pin protects it, however many requests claim it. So each wait makes progress: blocks that a
+    request has hit stay until it has its whole prefix or reaches the limit. Beyond the limit, the answer is ``False``.
+    If a running request's store finds no other room, the newest claims give way, because waiting requests must never
+    starve running ones.
 
     A request has one time budget for its whole life, and each wait for answers uses some of it. Once it has its
-    answers, it waits for the engine, which costs nothing. Its claims end all the same when the wait has lasted as long
-    as the budget was, and it may wait for answers again.
+    answers, it waits for the engine, which costs none of the budget. But its claims end when the wait has lasted as
+    long as the budget, and the request may then wait for answers again.
     """
 
     def __init__(self, slots: SlotTable, share: float, clock: Callable[[], float]) -> None:
-        # Rounded up, or little could be promoted into a tiny tier. One block is left for running requests, unless the
-        # share says that all may be claimed, or there is only one.
+        # Rounded up, because otherwise little could be promoted into a tiny cache. One block is left for running
+        # requests, unless the share permits claims on all blocks, or there is only one block.
         num_blocks, left = slots.num_blocks, 0 if share >= 1 else 1
         self.most_claimed = max(1, min(ceil(num_blocks * share), num_blocks - left))
         self._slots = slots
@@ -49,24 +49,25 @@ class Waits:
         self.claimed: Collection[OffloadKey] = self._claims.keys()
         """The claimed blocks, in the order of the claims; `in` is O(1)."""
         self.promoted: Collection[OffloadKey] = ()
-        """Blocks whose promotions are in flight, which are claimed with or without a wait. ``Promotions`` has them."""
+        """Blocks whose promotions are in flight, which are claimed with or without a wait. ``Promotions`` owns this
+        collection."""
         self._held: OrderedDict[OffloadKey, None] = OrderedDict()
-        """The claimed blocks that are ready, each of which has one pin, in the order in which they were pinned."""
+        """The claimed blocks that are ready, in the order in which they were pinned. Each has one pin."""
         self._waiting: dict[Request, Wait] = {}
         self._asking: dict[Request, Wait] = {}
-        """Of requests that asked in this step and do not wait."""
+        """The records of requests that asked in this step and do not wait."""
         self._watchers: dict[OffloadKey, dict[Told, Wait]] = {}
-        """Each block that some request watches, with the answers that an event about it may change."""
+        """Each watched block, with the answers that an event about it may change."""
         self._with_news: dict[Wait, None] = {}
-        """Waits that watch a block about which something became known since the last step."""
+        """Waits that watch a block about which there has been news since the last step."""
         self._looked_s = 0.0
-        """When the last step ended."""
+        """The time at which the last step ended."""
         self._due_s = inf
         """Before this time, no wait becomes as long as its request's budget."""
         self.lengths = Histogram("promotion_wait_seconds")
-        """How long the waits that have ended were."""
+        """The lengths of the waits that have ended."""
         self.num_expired = 0
-        """Requests that gave up blocks because they had waited too long."""
+        """Number of requests that gave up blocks because they had waited too long."""
 
     def __repr__(self) -> str:
         return f"Waits({len(self._waiting)} requests, {len(self._claims)} of {self.most_claimed} blocks claimed)"
@@ -75,11 +76,11 @@ class Waits:
 
     @property
     def watched(self) -> Collection[OffloadKey]:
-        """Blocks that requests watch, of which some tier may have to find out whether it has them."""
+        """The watched blocks, about which some tier may have to ask its store."""
         return self._watchers.keys()
 
     def of(self, request: Request) -> Wait:
-        """Return its wait, or a record that may become one in this step."""
+        """Return the request's wait, or a record that may become one in this step."""
         if request.wait is not None:
             return request.wait
         wait = self._asking.get(request)
@@ -88,19 +89,19 @@ class Waits:
         return wait
 
     def is_over(self, request: Request) -> bool:
-        """Whether ``request`` has no time left: it may neither begin to wait nor go on."""
+        """Return whether ``request`` has used up its time, so that it may neither begin nor continue to wait."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
         return waited_s >= request.budget_s
 
     def room_beside(self, hits: Collection[OffloadKey]) -> int:
-        """How many unclaimed blocks may be promoted beside ``hits``, which a request will claim when it begins to
-        wait."""
+        """Return how many unclaimed blocks may be promoted in addition to ``hits``, which a request will claim when it
+        begins to wait."""
         return max(0, self.most_claimed - len(self._claims) - sum(key not in self._claims for key in hits))
 
-    # ------------------------------------------------------------------------------------- what a request is told
+    # ------------------------------------------------------------------------------------- a request's answers
 
     def begin(self, wait: Wait) -> None:
-        """The request waits from now on, if it does not yet, and its hits of this step become claims."""
+        """Begin the wait, if it has not begun yet. The request's hits of this step become claims."""
         if wait.has_begun:
             return
         request, now_s = wait.request, self._clock()
@@ -115,7 +116,7 @@ class Waits:
         self._set_deadline(wait, now_s)
 
     def look_ahead(self, wait: Wait) -> None:
-        """The request is looked up before its turn, as if it had just arrived. The wait begins, so its hits are
+        """Prepare to look up a request before its turn, as if it had just arrived. The wait begins, so its hits are
         claimed."""
         if wait.has_begun:
             self._plan_anew(wait)
@@ -124,7 +125,8 @@ class Waits:
         wait.is_ahead = True
 
     def take_turn(self, wait: Wait) -> None:
-        """The request's turn has come. Its blocks that have not arrived are weighed as if it had just arrived."""
+        """Note that the request's turn has come. Its blocks that have not arrived are weighed as if it had just
+        arrived."""
         wait.is_ahead = False
         wait.began_s = self._clock()
         self._due_s = min(self._due_s, wait.began_s + wait.request.budget_s)
@@ -139,8 +141,9 @@ class Waits:
         wait.is_dirty = True
 
     def found(self, wait: Wait, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """The answers for blocks that are here, ready or on their way, up to the first that is not. Those of a wait
-        that has begun are claimed as far as the limit allows. It begins with the first that is not ready."""
+        """Return the answers for blocks that are in host memory, ready or in flight, up to the first one that is not.
+        If the wait has begun, these blocks are claimed as far as the limit allows. The first block that is not ready
+        begins the wait."""
         answers: list[bool | None] = []
         claimed: list[OffloadKey] = []
         for key, block in zip(keys, self._slots.get_all(keys), strict=True):
@@ -160,8 +163,8 @@ class Waits:
         return answers
 
     def _claim(self, wait: Wait, key: OffloadKey, is_ready: bool) -> bool:
-        """Claims a block that is here, which the caller then holds, or on its way; ``False`` beyond the limit, which
-        leaves it unprotected."""
+        """Claim a block that is ready (which the caller then holds) or in flight. Returns ``False`` beyond the limit,
+        which leaves the block unprotected."""
         if key in wait.claims:
             return True
         claim = self._claims.get(key)
@@ -176,14 +179,14 @@ class Waits:
         return True
 
     def _hold(self, keys: Iterable[OffloadKey]) -> None:
-        """Pins those of ``keys``, which are claimed and ready, that are not held yet."""
+        """Pin the ``keys``, which are claimed and ready, unless they are already held."""
         new = [key for key in keys if key not in self._held]
         self._slots.pin(new)
         self._held.update(dict.fromkeys(new))
 
     def give_way(self, num_blocks: int) -> None:
-        """A running request's store lacks room for so many blocks: the newest claims end whose blocks only they
-        protect. For the requests that wait for these blocks, they were evicted."""
+        """Make room for ``num_blocks`` blocks of a running request's store: end the newest claims on blocks that only
+        claims protect. For the requests that wait for these blocks, this is an eviction."""
         given: list[OffloadKey] = []
         for key in reversed(self._held):
             block = self._slots.get(key)
@@ -194,8 +197,8 @@ class Waits:
         self.left(given)
 
     def promote(self, keys: Sequence[OffloadKey], wait: Wait | None) -> None:
-        """Promotions of ``keys`` begin, for ``wait`` or, with ``None``, for nobody. The caller checked the limits, and
-        that no request claims them yet."""
+        """Claim ``keys``, whose promotions begin, for ``wait`` or (with ``None``) for no request. The caller has
+        checked the limits, and that no request claims these blocks yet."""
         for key in keys:
             self._claims[key] = {} if wait is None else {wait: None}
         if wait is not None:
@@ -203,7 +206,7 @@ class Waits:
             self._add_open(wait, len(keys), self._clock())
 
     def restart(self, wait: Wait) -> None:
-        """The request asks again in a later step, and is looked up again. It waits for no tier's answer that it does
+        """Start a new lookup, because the request asks again in a later step. It stops waiting for answers that it does
         not ask for in this step."""
         wait.is_dirty = False
         for told in wait.told.values():
@@ -211,7 +214,7 @@ class Waits:
             self._unwatch(wait, told)
 
     def tell(self, wait: Wait, told: Told) -> None:
-        """The request is told these answers."""
+        """Record the answers that the request gets."""
         if not wait.has_begun:
             return
         answers, claims = told.answers, wait.claims
@@ -230,7 +233,8 @@ class Waits:
         if before is not None:
             self._unwatch(wait, before)
         if before is not None and before.watched == told.watched is not None and not wait.num_open:
-            # A tier had an answer to this block while nobody asked, and has none now. That gives no time back.
+            # A tier had an answer for this block while nobody asked, and has lost it since. The time in between still
+            # counts.
             wait.answered_s = None
         self._watch(wait, told)
 
@@ -243,7 +247,7 @@ class Waits:
             self._add_open(wait, 1, self._clock())
 
     def _unwatch(self, wait: Wait, told: Told) -> None:
-        """The request does not wait for the watched block any more."""
+        """Stop waiting for the watched block."""
         for key in {told.watched, told.missing} - {None}:
             assert key is not None
             watchers = self._watchers.get(key)
@@ -254,7 +258,8 @@ class Waits:
             self._add_open(wait, -1, self._clock())
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
-        """A plan was made for ``keys``, of which ``marks`` are not begun. Its times count from ``seen_s``."""
+        """Record a plan made for ``keys``. ``marks`` are the places of blocks that are not in flight. The plan's times
+        count from ``seen_s``."""
         if wait.plan is None:
             wait.num_paid = plan.num_paid
         wait.plan, wait.planned, wait.marks = plan, keys, marks
@@ -262,7 +267,7 @@ class Waits:
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
         elif wait.declined:
-            wait.declined.difference_update(keys)  # an ask before: this one may wait for them
+            wait.declined.difference_update(keys)  # by an earlier question; this one may wait for them
 
     def _set_deadline(self, wait: Wait, seen_s: float) -> None:
         if wait.plan is None:
@@ -270,20 +275,21 @@ class Waits:
         if wait.deadline_s is None:
             wait.planned_s, wait.expected_s = self._clock(), wait.plan.wait_s
         wait.deadline_s = seen_s + wait.plan.deadline_s
-        wait.due_s = seen_s  # at the next ask: its reads begin when the step ends
+        wait.due_s = seen_s  # at the next question, because its reads begin when the step ends
 
     def look_again(self, wait: Wait, seconds: float) -> None:
-        """Nothing is to be planned before so many seconds have passed, or an answer has come."""
+        """Make no new plan before ``seconds`` have passed or an answer has come."""
         wait.due_s = self._clock() + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
-        """Until when tiers have kept the request waiting: until now. With ``is_news`` an answer came since the last
-        step. It may have come at once, so the time since that step counts as the engine's."""
+        """Return the time until which tiers have kept the request waiting, usually the current time. With ``is_news``,
+        an answer has come since the last step. It may have come at once, so the time since that step counts as the
+        engine's."""
         now_s = self._clock() if wait.answered_s is None else wait.answered_s
         return max(min(now_s, self._looked_s), wait.began_s) if is_news else now_s
 
     def decline(self, wait: Wait, keys: Sequence[OffloadKey], stop: int) -> None:
-        """Load none of ``keys[stop:]`` in this wait, and end its claims on them."""
+        """Decline ``keys[stop:]`` for this wait, and end its claims on them."""
         wait.declined.difference_update(keys[:stop])
         declined = keys[stop:]
         wait.declined.update(declined)
@@ -299,7 +305,7 @@ class Waits:
         self._add_open(wait, -num_open, self._clock())
 
     def _add_open(self, wait: Wait, count: int, now_s: float) -> None:
-        """More answers are ``None`` than before, or with a negative ``count`` fewer."""
+        """Add ``count`` (which may be negative) to the number of answers that are ``None``."""
         if not count:
             return
         if wait.answered_s is not None:
@@ -311,12 +317,14 @@ class Waits:
                 wait.due_s += paused_s
         wait.num_open += count
         if not wait.num_open:
-            wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived before it was asked for
+            wait.answered_s = max(
+                now_s, wait.began_s
+            )  # its last block may have arrived earlier
 
-    # --------------------------------------------------------------------------- what happens to claimed blocks
+    # --------------------------------------------------------------------------- events of claimed blocks
 
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
-        """Blocks became ready: promoted from ``source``, or stored; at ``ended_s``, if that is known."""
+        """Record that blocks became ready, promoted from ``source`` or stored, at ``ended_s`` if that time is known."""
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         claimed = [key for key in keys if key in self._claims]
         for key in claimed:
@@ -330,7 +338,8 @@ class Waits:
         self._drop_unclaimed(claimed)
 
     def news(self, keys: Iterable[OffloadKey]) -> None:
-        """More may be known about ``keys``, or they come or are here: the waits that watch them are dirty."""
+        """Mark the waits that watch ``keys`` as dirty, because more may be known about these blocks, or because they
+        are in flight or ready."""
         watchers = self._watchers
         for key in keys if watchers else ():
             if (waits := watchers.get(key)) is not None:
@@ -339,12 +348,12 @@ class Waits:
                     self._with_news[wait] = None
 
     def doubt(self, wait: Wait) -> None:
-        """A tier cannot tell whether it knows more of the blocks that the request waits for."""
+        """Mark the wait as dirty if it waits for answers, because a tier cannot tell whether it has news."""
         wait.is_dirty |= any(told.watched is not None for told in wait.told.values())
 
     def left(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
-        """Blocks were evicted, or did not arrive: no request claims them any more. With a ``verdict`` they are misses
-        for each request that waited for them. A block that had arrived for a wait is not promoted for it again."""
+        """End all claims on blocks that were evicted or did not arrive. With a ``verdict``, they are misses for each
+        request that waited for them. A block that had arrived for a wait is not promoted for it again."""
         if not self._claims:
             return
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
@@ -368,11 +377,11 @@ class Waits:
         self._slots.unpin(released)
 
     def refuse(self, request: Request, keys: Iterable[OffloadKey], verdict: Miss) -> None:
-        """These blocks are misses for the request, as long as nobody brings them."""
+        """Make these blocks misses for the request, until another request stores or promotes them."""
         request.verdicts.update(dict.fromkeys(keys, verdict))
 
     def _drop_unclaimed(self, keys: Iterable[OffloadKey]) -> None:
-        """Ends the claims on those of ``keys`` that no request claims and that are not being promoted."""
+        """End the protection of those ``keys`` that no request claims and that are not being promoted."""
         released: list[OffloadKey] = []
         for key in keys:
             if not self._claims[key] and key not in self.promoted:
@@ -385,7 +394,7 @@ class Waits:
     # ------------------------------------------------------------------------------------------------------- ends
 
     def end(self, request: Request) -> None:
-        """Ends the wait and its claims, if it waits. Its hits of this step become no claims."""
+        """End the request's wait and its claims, if it waits. Its hits of this step do not become claims."""
         wait = request.wait
         if wait is None:
             self._asking.pop(request, None)
@@ -400,9 +409,9 @@ class Waits:
         del self._waiting[request]
 
     def expire(self, request: Request, key: OffloadKey | None = None) -> None:
-        """End the wait for good, because ``request`` has no time left.
+        """End the wait for good, because ``request`` has used up its time.
 
-        The blocks that it waited for are misses, and so is the block ``key``, which is on its way. A request that gives
+        The blocks that it waited for are misses, and so is the block ``key``, which is in flight. A request that gives
         up any block counts once.
         """
         given_up = [] if key is None else [key]
@@ -417,9 +426,9 @@ class Waits:
         request.budget_s = 0.0
 
     def end_step(self, next_unanswered: Callable[[Request, Told], OffloadKey | None]) -> None:
-        """Ends the waits that have lasted as long as their requests' budgets. ``next_unanswered`` names the first block
-        that a request still waits for: an engine may not ask for many steps, and time counts until the answer is
-        there."""
+        """End the waits that have lasted as long as their requests' budgets. ``next_unanswered`` returns the first
+        block that a request still waits for. It is needed because an engine may not ask for many steps, but time counts
+        only until the answer arrives."""
         self._asking.clear()
         now_s = self._looked_s = self._clock()
         if not self._waiting:
@@ -448,16 +457,15 @@ class Waits:
                 self.end(request)
 
     def reset(self) -> None:
-        """The cache was reset: every wait ends, and no block is claimed. Until a request asks again, nothing is on its
-        way to it."""
+        """End every wait and every claim, because the cache was reset. No block is in flight to a request until it asks
+        again."""
         self._asking.clear()
         for request in list(self._waiting):
             self.end(request)
         self._claims.clear()
 
     def check_invariants(self, requests: Collection[Request]) -> None:
-        """Recomputes the claims from ``requests``, all there are, the promotions in flight, and the blocks that are
-        here."""
+        """Recompute the claims from all ``requests``, the promotions in flight, and the blocks in host memory."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
         assert {*self.promoted} <= self._claims.keys()
         ready = [block for block in self._slots.get_all(self._claims) if block is not None and block.is_ready]
