@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam for tiers below the primary one: ``SecondaryTierManager``, and the records of its jobs."""
+"""The interface of tiers below host memory: ``SecondaryTierManager``, and the records of its jobs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvoffload.base import OffloadingEvent, OffloadKey, ReqContext, RequestOfflo
 from kvoffload.metrics import Stats
 
 CascadeMode = Literal["on_store", "on_evict"]
-"""When blocks are cascaded to a tier: as soon as they are stored (write-through), or shortly before the primary tier
-evicts them (write-back)."""
+"""The time at which blocks are written to a tier: as soon as they are stored in host memory (write-through), or shortly
+before host memory evicts them (write-back)."""
 
 
 class JobMetadata:
-    """Blocks to move between the primary tier and one secondary tier.
+    """Blocks to move between host memory and one secondary tier.
 
-    ``block_ids[i]`` is the primary slot of ``keys[i]``. The slots belong to the tier from ``submit_*`` until the
-    job is returned by ``get_finished_jobs``: they are neither evicted nor reused before, however long that takes.
+    ``block_ids[i]`` is the slot of ``keys[i]`` in host memory. The slots belong to the tier from ``submit_*`` until
+    ``get_finished_jobs`` returns the job. Until then, they are neither evicted nor reused, however long that takes.
     """
 
     __slots__ = ("is_overdue", "is_promotion", "job_id", "keys", "req_context", "slots")
@@ -39,12 +39,13 @@ class JobMetadata:
         self.job_id = job_id
         self.keys = keys
         self.slots: list[int] = block_ids if isinstance(block_ids, list) else block_ids.tolist()
-        """``block_ids``, of which an array is made only for tiers that want one."""
+        """The ``block_ids`` as a list. An array is made only for tiers that want one."""
         self.is_promotion = is_promotion
         self.req_context = req_context
         self.is_overdue = False
-        """Set by the tier when a call for the job has run for longer than it may. From then on no further request waits
-        for the job's blocks, and no other read is expected to end later because of it. It still ends, however late."""
+        """Set by the tier when a call for the job has run longer than its time limit. After that, no further request
+        waits for the job's blocks, and other reads are expected as if this job did not exist. The job still ends,
+        however late."""
 
     def __repr__(self) -> str:
         direction = "to the primary tier" if self.is_promotion else "to the tier"
@@ -57,20 +58,20 @@ class JobMetadata:
 
 @dataclass(slots=True)
 class JobResult:
-    """The end of a job. With ``successful_keys=None``, ``success`` is the outcome of all of its keys; otherwise those
-    keys succeeded and the others failed."""
+    """The end of a job. With ``successful_keys=None``, ``success`` is the outcome of all of its keys; otherwise the
+    listed keys succeeded and the others failed."""
 
     job_id: int
     success: bool
     successful_keys: Collection[OffloadKey] | None = None
     ended_s: float | None = field(default=None, compare=False)
-    """When the last byte was moved, by the manager's clock; ``None``: the tier does not know. The tier's speed is
-    measured by it, and otherwise by when its result is taken."""
+    """The time at which the last byte was moved, by the manager's clock; ``None``: the tier does not know. It is used
+    to measure the tier's speed; without it, the time at which the result is taken is used."""
     num_dropped: int = field(default=0, compare=False)
-    """Keys that did not succeed because the tier never tried: too many waited, or writing was off."""
+    """Number of keys that the tier never tried, because too many waited or writing was off."""
 
     def succeeded(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Those of ``keys``, which are the job's, that succeeded, in order."""
+        """Return the successful ones of ``keys``, which are the job's keys, in order."""
         if self.successful_keys is None:
             return [*keys] if self.success else []
         good = set(self.successful_keys)
@@ -78,10 +79,10 @@ class JobResult:
 
 
 class SecondaryTierManager(ABC):
-    """A tier below host memory. Every method runs on the scheduler thread and returns at once: no I/O, no waiting
-    (``drain_jobs`` alone excepted).
+    """A tier below host memory. Every method except ``drain_jobs`` runs on the scheduler's thread and returns at once,
+    without I/O and without waiting.
 
-    Called by ``TieringOffloadingManager``::
+    ``TieringOffloadingManager`` calls these methods::
 
         on_new_request                       once per request
         lookup* / touch                      while it waits, while it runs
@@ -91,16 +92,16 @@ class SecondaryTierManager(ABC):
         drain_jobs                           before primary memory is reused or unmapped
         shutdown                             last
 
-    ``primary_kv_view`` is the primary tier's memory, two-dimensional (num_blocks, block_bytes), format ``B``.
+    ``primary_kv_view`` is the host memory, with the shape (num_blocks, block_bytes) and the format ``B``.
     """
 
     medium: str | None = None
-    """``CPU`` or ``STORAGE``, for requests that choose their tiers; ``None``: it is not known."""
+    """``CPU`` or ``STORAGE``, for requests that choose their tiers; ``None`` if it is not known."""
     locality: str | None = None
-    """``LOCAL`` or ``REMOTE``; ``None``: it is not known."""
+    """``LOCAL`` or ``REMOTE``; ``None`` if it is not known."""
     max_backlog_blocks: int | None = None
-    """Blocks of stores that have not ended, which stay pinned in the primary tier; the manager drops more. ``None``: a
-    quarter of the primary tier, but at least 64."""
+    """Maximum number of blocks in unfinished stores, which stay pinned in host memory. The manager drops further
+    blocks. ``None``: a quarter of host memory, but at least 64 blocks."""
 
     def __init__(self, primary_kv_view: memoryview, tier_type: str) -> None:
         if primary_kv_view.ndim != 2:
@@ -109,15 +110,16 @@ class SecondaryTierManager(ABC):
         self.tier_type = tier_type
         assert primary_kv_view.shape is not None
         self.block_bytes = primary_kv_view.shape[1]
-        """Bytes of one block."""
+        """Number of bytes of one block."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """``True``: a load should succeed. ``False``: not here. ``None``: not known yet; ask again in the next step."""
+        """Return ``True`` if a load should succeed, ``False`` if the tier does not have the block, and ``None`` if this
+        is not known yet: ask again in the next step."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """``lookup`` of ``keys``, of which there is one at least, in order up to and including the first ``False``. A
-        tier overrides this only to be faster: a long prompt has thousands of blocks."""
+        """Look up ``keys`` (at least one) in order, up to and including the first ``False``. A tier overrides this only
+        to be faster, because a long prompt has thousands of blocks."""
         answers: list[bool | None] = []
         for key in keys:
             answers.append(self.lookup(key, req_context))
@@ -126,79 +128,81 @@ class SecondaryTierManager(ABC):
         return answers
 
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """``lookup`` of each of ``keys``. A tier overrides this only to be faster."""
+        """Look up each of ``keys``. A tier overrides this only to be faster."""
         return [self.lookup(key, req_context) for key in keys]
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
-        """Copies blocks from their (pinned) primary slots into the tier. May drop them: that is a failed job. May begin
-        when the step ends."""
+        """Copy blocks from their (pinned) slots in host memory to the tier. The tier may drop them, which counts as a
+        failed job. It may start when the step ends."""
 
     @abstractmethod
     def submit_load(self, job: JobMetadata) -> None:
-        """Copies blocks from the tier into their (reserved) primary slots."""
+        """Copy blocks from the tier to their (reserved) slots in host memory."""
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended since the last call, each once."""
+        """Return the jobs that ended since the last call, each once."""
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request arrives. Returns whether this tier wants all of its blocks."""
+        """Register a new request, and return whether this tier wants all of its blocks."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """No more submits for this request; its jobs may still be in flight."""
+        """Note the end of a request. No submit follows for it, but its jobs may still be in flight."""
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        """Blocks of a prefix, head to tail, were used."""
+        """Note that the blocks of a prefix were used, from head to tail."""
 
     def on_schedule_end(self) -> None:
-        """The step is decided."""
+        """Note the end of a step, which has now been decided."""
 
     def has_pending_work(self) -> bool:
-        """Whether more steps are needed before all jobs have been returned. Jobs that hang do not count, or an idle
-        engine would step for ever."""
+        """Return whether more steps are needed until all jobs have been returned. Jobs that hang do not count, because
+        an idle engine would otherwise step forever."""
         return False
 
     def drain_jobs(self) -> None:
-        """Returns once no I/O touches primary memory any more, or after the tier's own deadline. ``get_finished_jobs``
-        still returns the jobs that ended.
+        """Wait until no I/O accesses host memory, or until the tier's own deadline. ``get_finished_jobs`` still returns
+        the jobs that ended.
 
-        The default waits for nothing, which is safe: slots of unfinished jobs stay reserved.
+        The default does not wait. That is safe, because slots of unfinished jobs stay reserved.
         """
 
     def call_on_progress(self, call: Callable[[], None]) -> None:
-        """From now on ``call`` is called whenever ``lookup`` or ``get_finished_jobs`` may know more, for callers that
-        wait for that instead of stepping. Any thread may make the call, which returns soon.
+        """Register ``call``, which the tier calls whenever ``lookup`` or ``get_finished_jobs`` may know more. It serves
+        callers that wait instead of stepping. Any thread may make the call, which returns soon.
 
-        The default never makes it, for tiers that cannot tell: callers that wait also ask now and then.
+        The default never makes it, for tiers that cannot tell. Callers that wait also ask at intervals.
         """
 
     def take_news(self) -> Collection[OffloadKey] | None:
-        """Returns blocks about which ``lookup`` may know more since the last call. Each block that it answered with
-        ``None`` is among them once it has another answer, or must be asked for again. Blocks of ``submit_store`` need
-        not be.
+        """Return the blocks about which ``lookup`` may know more since the last call. They include each block with the
+        answer ``None`` once its answer has changed or it must be asked for again. They need not include blocks of
+        ``submit_store``.
 
-        The default, ``None``, is for tiers that cannot tell: waiting requests ask them again in each step.
+        The default, ``None``, is for tiers that cannot tell. Waiting requests ask them again in each step.
         """
         return None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events of blocks that appeared in or left this tier since the last call. Only some engines ever call it: a
-        tier that records events does so only if it was built with ``enable_events``, or bounds them."""
+        """Return the events of blocks that appeared in this tier or left it since the last call. Only some engines ever
+        call this, so a tier records events only if it was created with ``enable_events``, or limits their number."""
         return ()
 
     def get_stats(self) -> Stats:
-        """Current metric values."""
+        """Return the current values of the tier's metrics."""
         return {}
 
     def is_readable(self) -> bool:
-        """Whether its blocks are looked up and loaded now. ``False``: its circuit breaker is open, say."""
+        """Return whether its blocks can be looked up and loaded. The answer is ``False``, for example, while its
+        circuit breaker is open."""
         return True
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Which blocks are known to be here; the losses of the others are recorded by now. Asks for nothing."""
+        """Return for each block whether it is known to be in the tier, without asking the store. The losses of the
+        other blocks have been recorded when this returns."""
         return [False] * len(keys)
 
     def shutdown(self) -> None:
-        """Drains, then releases threads and files. Idempotent."""
+        """Drain the tier, then release threads and files. Idempotent."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads of one tier: which are outstanding, how fast earlier ones were, and when a new one would be done."""
+"""The reads of one tier: the outstanding ones, the speed of earlier ones, and the expected end of a new one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from kvoffload.tiering.speeds import AnswerEstimator, LinkSpeedEstimator
 from kvoffload.tiering.worth import Pace
 
 LATE = 1.25
-"""A read is late once it has taken this many times as long as expected: estimates of calm reads differ by less."""
+"""A read is late once it has taken this many times as long as expected. Estimates of undisturbed reads differ by
+less."""
 _ORDER = 7
-"""Reads whose times, each from the end of the one before, say whether a tier ends them one by one. Of a tier that reads
-several side by side the first one takes as long as all."""
+"""Number of reads whose times, each measured from the end of the previous read, show whether a tier ends reads one by
+one. If a tier reads several in parallel, the first one takes as long as all of them."""
 
 
 class Link:
-    """Measures one tier by its own reads. Times are those of ``clock``; one thread.
+    """Measures one tier by its own reads. It uses the time of ``clock``, and one thread.
 
-    Each job: ``begin`` (queued), ``submit``, ``end``; or ``drop`` before its submit. A read that its tier calls overdue
-    is skipped: no request waits for its blocks, and the reads behind it are expected as if it did not exist. It is no
-    sample once a later read has ended, or has begun while all others were overdue. The link notices that a read is
-    overdue once that read is the oldest, so no call lists all reads.
+    The calls for each job are ``begin`` (queued), ``submit`` and ``end``, or ``drop`` before its submit. A read that
+    its tier reports as overdue is skipped: no request waits for its blocks, and the reads after it are expected as if
+    it did not exist. It does not count as a sample once a later read has ended, or has begun while all others were
+    overdue. The link notices that a read is overdue once that read is the oldest, so no call lists all reads.
     """
 
     def __init__(self, name: str, expected: Pace | None, clock: Callable[[], float]):
@@ -34,38 +35,39 @@ class Link:
         self.estimator = LinkSpeedEstimator(clock, expected)
         self.answers = AnswerEstimator()
         self._ratios: deque[float] = deque(maxlen=_ORDER)
-        """How many times as long as expected the last reads took."""
+        """The ratios of actual to expected time for the last reads."""
         self.num_outstanding = 0
-        """Blocks of reads that were begun and have not ended, overdue ones included."""
+        """Number of blocks of reads that were begun and have not ended, including overdue ones."""
         self._num_skipped = 0
-        """Blocks of overdue reads among them."""
+        """Number of these blocks that belong to overdue reads."""
         self._due: OrderedDict[JobMetadata, int] = OrderedDict()
         """Reads that the tier has not ended, oldest first, with their numbers."""
         self._overdue: dict[JobMetadata, int] = {}
         """The same for reads that were the oldest when they were found to be overdue."""
         self._busy_since_s = self._last_end_s = 0.0
-        """Since when the tier has been reading, or when it last ended a read. And when the last read ended."""
+        """The time since which the tier has been reading, or at which it last ended a read; and the time at which the
+        last read ended."""
         self._num_ended = 0
-        """Blocks read since then."""
+        """Number of blocks read since then."""
         self._num_reads = self._first_counted = 0
-        """Reads so far, and the number of the oldest whose time counts even if it is overdue."""
+        """Number of reads so far, and the number of the oldest read whose time counts even if it is overdue."""
 
     def __repr__(self) -> str:
         return f"Link({self.name!r}, {self.estimator.speed}, outstanding={self.num_outstanding})"
 
     @property
     def speed(self) -> Pace | None:
-        """``None``: it was never measured, and nothing was expected."""
+        """The tier's pace; ``None`` if it was never measured and no pace was expected."""
         return self.estimator.speed
 
     @property
     def num_due(self) -> int:
-        """Blocks that were begun and have not ended, without those of overdue reads."""
+        """Number of blocks that were begun and have not ended, without the blocks of overdue reads."""
         self._oldest()
         return self.num_outstanding - self._num_skipped
 
     def _oldest(self) -> JobMetadata | None:
-        """The oldest read that is not overdue."""
+        """Return the oldest read that is not overdue."""
         while self._due:
             read = next(iter(self._due))
             if not read.is_overdue:
@@ -81,15 +83,15 @@ class Link:
         self.num_outstanding -= num_blocks
 
     def submit(self, read: JobMetadata) -> None:
-        """A promotion's job comes into the hands of the tier."""
+        """Note that a promotion's job was submitted to the tier."""
         self._num_reads += 1
         if self._oldest() is None:
             self._busy_since_s, self._num_ended, self._first_counted = self._clock(), 0, self._num_reads
         self._due[read] = self._num_reads
 
     def end(self, read: JobMetadata, num_read: int, ended_s: float | None) -> None:
-        """A read has ended, at ``ended_s`` if the tier knows when; ``num_read`` of its blocks arrived. ``measure``
-        takes the sample, since reads whose ends are seen together were read side by side."""
+        """Note the end of a read, at ``ended_s`` if the tier knows the time; ``num_read`` of its blocks arrived.
+        ``measure`` adds the sample, because reads that are seen to end together were read in parallel."""
         self.num_outstanding -= len(read.keys)
         number = self._due.pop(read, None)
         if number is None:
@@ -106,7 +108,8 @@ class Link:
         self._last_end_s = end_s
 
     def measure(self) -> bool:
-        """Call once all reads that have ended were recorded. Returns whether they show the tier's speed."""
+        """Add a sample of the reads that have ended, after all of them were recorded. Returns whether they show the
+        tier's speed."""
         if self._last_end_s <= self._busy_since_s:
             return False
         num_ended = self._num_ended
@@ -117,18 +120,18 @@ class Link:
 
     @property
     def _reading_since_s(self) -> float:
-        """Since when the oldest read is under way."""
+        """Return the time since which the oldest read has been in progress."""
         return max(self._busy_since_s, self._last_end_s)
 
     def _expected_s(self, read: JobMetadata) -> float:
-        """How long ``read``, the oldest, takes before it is late."""
+        """Return the time that ``read``, the oldest, may take before it is late."""
         assert self.speed is not None
         usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
         return usual * max(self.speed.seconds(len(read.keys)), 1e-9)
 
     def slowdown(self) -> float:
-        """How many times as long as expected its blocks seem to take now: more than 1 while the oldest read is late,
-        which is expected to be late by as much again."""
+        """Return the current ratio of actual to expected time per block. It exceeds 1 while the oldest read is late,
+        because that read is expected to be late by the same amount again."""
         oldest = self._oldest()
         if oldest is None or self.speed is None:
             return 1.0
@@ -138,15 +141,15 @@ class Link:
         return (2 * elapsed_s - usual_s) / max(self.speed.seconds(len(oldest.keys)), 1e-9)
 
     def late_s(self) -> float:
-        """When the oldest read will be late, from now; ``inf``: nothing is read."""
+        """Return the number of seconds until the oldest read is late; ``inf`` if there are no reads."""
         oldest = self._oldest()
         if oldest is None or self.speed is None:
             return inf
         return LATE * self._expected_s(oldest) - (self._clock() - self._reading_since_s)
 
     def queue_s(self) -> float:
-        """Until all blocks that are due have arrived. A read that is late already is expected to be late by as much
-        again, and the blocks queued after it to take as many times as long."""
+        """Return the number of seconds until all due blocks have arrived. A late read is expected to be late by the
+        same amount again, and the blocks queued after it are expected to be slower by the same factor."""
         num_due, oldest = self.num_due, self._oldest()
         if not num_due or self.speed is None:
             return 0.0
@@ -157,7 +160,8 @@ class Link:
         return abs(self.speed.seconds(num_due) - elapsed_s)
 
     def check_invariants(self, num_outstanding: int, num_reading: int) -> None:
-        """``num_outstanding``: blocks of promotions under way. The tier reads ``num_reading`` of them."""
+        """Check the counts: ``num_outstanding`` blocks are being promoted, and the tier reads ``num_reading`` of
+        them."""
         assert self.num_outstanding == num_outstanding
         assert sum(len(read.keys) for read in (*self._due, *self._overdue)) == num_reading
         assert self._num_skipped == sum(len(read.keys) for read in self._overdue)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which blocks of a hit are loaded, and from where: ``plan``, a pure function of a survey and of speeds."""
+"""Decide which blocks of a hit to load, and from where: ``plan`` is a pure function of a survey and of speeds."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kvoffload.tiering.segments import HERE, Place, Segment, joined, side_by_sid
 from kvoffload.tiering.worth import Choice, Pace, Run, assign, choose
 
 LEAST_GAIN = 0.1
-"""A load must be at least 10 % faster than recomputing: a request waits only if that saves this share of computing the
-blocks that are not there. Estimates have errors, a tie gains nothing, and while it waits the engine takes others before
-it, which no estimate knows of."""
+"""A load must be at least 10% faster than computing: a request waits only if that saves this share of computing the
+missing blocks. Estimates contain errors, a tie gains nothing, and while the request waits, the engine admits others
+before it, which no estimate includes."""
 RISK_SHARE = 0.05
 RISK_S = 0.04
-"""The time budget of a wait: it may fall behind computing by this share of computing the prompt, and so many seconds.
-Whatever a tier does, no first token comes later by more than that and ``FIRST_READ``."""
+"""The time budget of a wait: it may fall behind computing by this share of computing the prompt plus this number of
+seconds. Whatever a tier does, the first token is never later by more than this budget and ``FIRST_READ``."""
 FIRST_READ = 1.25
-"""By this factor the first read of a wait may be slower than expected: its latency and queue, and one block, which
-counts no more than computing it."""
+"""The first read of a wait may be slower than expected by this factor. It covers latency, queue and one block, which
+counts at most as much as computing it."""
 _LEAST_READ_S = RISK_S / 16
-"""A read is no shorter, however little a request has left."""
+"""The least duration of a read, however little of its budget a request has left."""
 PORTION_S = 0.1
-"""A promotion is cut into jobs of about this duration, so that a request can use what arrived by its deadline, and a
-tier that has become slower is noticed soon."""
+"""A promotion is cut into jobs of about this duration, so that a request can use the blocks that arrive by its
+deadline, and a slower tier is noticed soon."""
 FOREVER = 1e12
 """Seconds of computing a block while the engine's speed is not known: any load is worth it."""
 
 Declined = Literal["slow", "busy", "unmeasured", "late"]
-"""Why a block of a lower tier is not loaded: its tier is slower than computing; it would be fast enough, but for its
-queue; nothing is known of it; it did not arrive by the deadline."""
+"""The reason why a block of a lower tier is not loaded: its tier is slower than computing; the tier's queue is too
+long; the tier was never measured; the block did not arrive by the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class LinkState:
     """One tier at the time of a plan."""
 
     pace: Pace | None
-    """Of further blocks, its queue included; ``None``: it was never measured."""
+    """The pace of further blocks, including its queue; ``None``: it was never measured."""
     queue_s: float = 0.0
-    """Until all that is outstanding has arrived."""
+    """Seconds until all outstanding blocks have arrived."""
     room_blocks: int = 0
-    """Blocks that may be read from it while it was never measured."""
+    """Number of blocks that may be read from it before it has been measured."""
     is_idle: bool = False
-    """Nothing is outstanding."""
+    """Whether no reads are outstanding."""
     reason: Declined = "unmeasured"
-    """Why blocks of it are declined now, if they are."""
+    """The reason that applies if its blocks are declined."""
     portion_s: float = PORTION_S
-    """How long one read takes, ..."""
+    """The duration of one read."""
     answer_s: float | None = None
-    """... and an answer to whether it has a block; ``None``: it never gave one."""
+    """The time in which it answers whether it has a block; ``None``: it has never answered."""
     found_share: float = 0.5
-    """How often it then had the block."""
+    """The share of answers that were positive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +67,22 @@ class Speeds:
 
     block_compute_s: float
     queue_s: float
-    """Of the engine: prompts of running requests come first."""
+    """The engine's queue, because prompts of running requests come first."""
     links: tuple[LinkState, ...]
-    """By tier."""
+    """The state of each tier."""
 
 
 class SoFar(NamedTuple):
-    """How long a request has waited when a plan is made for it."""
+    """The waiting time of a request when a plan is made for it."""
 
     num_blocks: int = 0
-    """The blocks of its prompt, as far as it asked. If the survey has more, these count."""
+    """Number of blocks of its prompt that it has asked for. If the survey contains more, that number counts."""
     spent_s: float = 0.0
-    """It has waited for its blocks, ..."""
+    """The time that it has waited for its blocks."""
     granted_s: float = 0.0
-    """... and may for so long whatever comes, by the plan before."""
+    """The time that the previous plan allowed it to wait in any case."""
     num_paid: int | None = None
-    """Each leading block that is here beyond this number pays for the wait. At the first plan so many were here, less
+    """Each leading block in host memory beyond this number pays for the wait. It is the number at the first plan, minus
     the blocks in host memory behind the blocks that are read. ``None``: this is the first plan."""
 
 
@@ -95,55 +95,57 @@ class Chosen(NamedTuple):
     tier: int
     num_blocks: int
     seconds: dict[int, float]
-    """Until they are here, from this tier or from any other that has all of them."""
+    """Seconds until they are in host memory, from this tier and from each other tier that has all of them."""
     computing_s: float
 
 
 class Plan(NamedTuple):
-    """How much of a range of blocks is loaded, and from where."""
+    """The decision for a range of blocks: how many to load, and from where."""
 
     stop: int
-    """Blocks to load, from the first one on."""
+    """Number of blocks to load, from the first one on."""
     wait_s: float = 0.0
-    """Until all of them are expected in host memory."""
+    """Seconds until all of them are expected in host memory."""
     deadline_s: float = math.inf
-    """From now. Blocks that have not arrived by then are computed, unless others have arrived that pay for the wait."""
+    """Seconds until the deadline. Blocks that have not arrived by then are computed, unless other arrived blocks pay
+    for a longer wait."""
     declined: tuple[tuple[int, Declined, Sequence[int], tuple[int, ...]], ...] = ()
-    """Blocks that are in a tier and are not loaded: the tier, the reason, the blocks, and all tiers that have them."""
+    """Blocks in a tier that are not loaded: the tier, the reason, the blocks, and all tiers that have them."""
     segments: tuple[Segment, ...] = ()
     """The first ``stop`` blocks with their sources."""
     num_paid: int = 0
     """As in ``SoFar``."""
     is_lost: bool = False
-    """It ends a wait before all that was planned has come."""
+    """Whether it ends a wait before all planned blocks have arrived."""
     chosen: tuple[Chosen, ...] = ()
     portion_s: float = math.inf
-    """No read takes longer than this."""
+    """Limit on the duration of each read."""
 
 
 class _Budget(NamedTuple):
-    """How long a wait may still last, in seconds from now."""
+    """The remaining time of a wait, in seconds from now."""
 
     answers_s: float
-    """For answers: the time that arrived blocks have earned, and the time that every wait may lose."""
+    """For answers: the time that arrived blocks have earned, plus the time that every wait may lose."""
     reads_s: float
-    """For reads: no more than they can bring, of a short prompt."""
+    """For reads: for a short prompt, at most the time that they can save."""
     rest_s: float
-    """For a block without which the blocks in host memory are useless, such as a state."""
+    """For a block, such as a state, without which the blocks in host memory are useless."""
     portion_s: float
-    """For one read: a quarter of the rest, whatever has been earned."""
+    """For one read: a quarter of the remaining time, whatever has been earned."""
 
 
 def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None = None, so_far: SoFar = NOTHING) -> Plan:
-    """The number of leading blocks for which the first token comes earliest (``worth.choose``), and their sources.
+    """Return the number of leading blocks for which the first token comes earliest (``worth.choose``), and their
+    sources.
 
-    With ``ends``, which rise, a part of the hit is of use only if it has that many blocks; all of it always is. Blocks
-    in host memory are never declined.
+    With ``ends`` (in ascending order), a part of the hit is useful only if its number of blocks is one of them; the
+    whole hit is always useful. Blocks in host memory are never declined.
 
-    A wait must not cost more than it may bring, so it has a time budget (``RISK_SHARE``): it falls behind computing by
-    no more than that. Each leading block that has arrived pays for the time that computing it would take, and so do
-    blocks in host memory behind the blocks that are read. Blocks that are expected later than that are not read, even
-    if all of them would save time: a tier that stops before the end would make the whole wait useless.
+    A wait must not cost more than it can gain, so it has a time budget (``RISK_SHARE``), by which it may fall behind
+    computing. Each leading block that has arrived adds the time that computing it would take to the budget, and so do
+    blocks in host memory behind the blocks that are read. Blocks that are expected later are not read, even if all of
+    them together would save time, because a tier that stops before the end would make the whole wait useless.
     """
     total = sum([num_blocks for _, num_blocks in survey])
     here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
@@ -154,7 +156,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     if here == total:
         return Plan(total, 0.0, budget.rest_s, (), tuple(survey), num_paid=num_paid)
     useful = None if ends is None else [*ends[: bisect_left(ends, total)], total]
-    # The first read may take its latency, and one block if the tier is faster than computing, whatever that costs.
+    # The first read may take its latency, plus one block if the tier is faster than computing, whatever that costs.
     begins = not any(place.is_arriving for place, _ in survey)
     pace = _first_read(survey, speeds.links)
     latency_s = pace.first_s if begins else 0.0
@@ -206,7 +208,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
 
 
 def _budget(num_blocks: int, here: int, num_paid: int, speeds: Speeds, so_far: SoFar) -> _Budget:
-    """For a prompt of ``num_blocks``, of which the first ``here`` are in host memory."""
+    """Return the budget for a prompt of ``num_blocks`` blocks, whose first ``here`` blocks are in host memory."""
     compute_s = num_blocks * speeds.block_compute_s
     risk_s = RISK_SHARE * compute_s + RISK_S
     earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * speeds.block_compute_s
@@ -221,8 +223,8 @@ def _budget(num_blocks: int, here: int, num_paid: int, speeds: Speeds, so_far: S
 
 
 def _first_read(survey: Sequence[Segment], links: Sequence[LinkState]) -> Pace:
-    """How the first block comes that may have to be read: from the fastest of the tiers that have it, or of those that
-    must find out."""
+    """Return the pace of the first block that may have to be read: the pace of the fastest tier that has it or must ask
+    its store."""
     head = next((place for place, _ in survey if place.is_below), HERE)
     paces = [links[tier].pace for tier in head.tiers or head.unknown]
     return min([pace for pace in paces if pace is not None], default=Pace())
@@ -232,15 +234,15 @@ class _Option(NamedTuple):
     """One way to load a hit."""
 
     waited: tuple[int, ...]
-    """The tiers whose answers it waits for. It takes them to have all blocks that they do not know of."""
+    """The tiers whose answers it waits for. It assumes that they have all blocks whose presence they do not know."""
     runs: list[Run]
-    """The survey, each run with its source."""
+    """The runs of the survey, each with its source."""
     choice: Choice
 
 
 class _Options:
-    """The ways to load the blocks of a survey. Sources are the tiers, by number, then the blocks that arrive from each
-    of them already, then host memory."""
+    """The ways to load the blocks of a survey. Sources are the tiers by number, followed by the blocks that are already
+    arriving from each of them, and then host memory."""
 
     def __init__(
         self, survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None, so_far: SoFar, slack_s: float
@@ -248,12 +250,12 @@ class _Options:
         self._survey, self._speeds, self._ends, self._slack_s = survey, speeds, ends, slack_s
         links = speeds.links
         self._begun = 2 * len(links) if so_far.num_paid is None else len(links)
-        """The first source that needs no new wait. For a request that waits already that is the first arriving one, for
-        another one host memory."""
+        """The first source that needs no new wait. If the request already waits, this is the first arriving source;
+        otherwise it is host memory."""
         self._answer_s = [0.0 if link.answer_s is None else abs(link.answer_s - so_far.spent_s) for link in links]
         answered = {tier for segment in survey for tier in segment.place.tiers if segment.place.is_below}
         self._late = {tier for segment in survey for tier in segment.place.unknown} - answered
-        """Tiers that have answered for no block."""
+        """Tiers that have not answered for any block."""
         arriving = [0] * len(links)
         for place, num_blocks in survey:
             if place.is_arriving and not place.is_overdue:
@@ -261,7 +263,7 @@ class _Options:
         self._paces = [self._pace(tier) for tier in range(len(links))]
         for link, num_blocks in zip(links, arriving):
             block_s = 0.0 if link.pace is None else link.pace.block_s
-            # The blocks of a read come together, at its end.
+            # The blocks of a read arrive together, at its end.
             first_s = min(max(link.queue_s - num_blocks * block_s, 0.0) + link.portion_s, link.queue_s)
             self._paces.append(Pace(first_s, (link.queue_s - first_s) / num_blocks if num_blocks else 0.0))
         self._paces.append(Pace())
@@ -273,7 +275,8 @@ class _Options:
         return pace
 
     def unknown(self) -> list[tuple[float, int]]:
-        """Tiers that must find out about some blocks, and how long that takes. The first to answer comes first."""
+        """Return the tiers that must ask their stores about some blocks, with the expected times of their answers,
+        earliest first."""
         tiers = {tier for segment in self._survey for tier in segment.place.unknown}
         return sorted((self._answer_s[tier] if tier in self._late else 0.0, tier) for tier in tiers)
 
@@ -299,8 +302,9 @@ class _Options:
         return assign(runs, self._paces)
 
     def unmeasured(self, block: int) -> int | None:
-        """A tier that was never measured and has this block, as another one has: it is measured with it in the
-        background, which costs computing one block. Otherwise nobody would ever know which of them is faster."""
+        """Return a tier that was never measured and that has this block, as another tier does. It is measured with this
+        block in the background, at the cost of computing one block. Otherwise, nothing would ever show which tier is
+        faster."""
         links, at = self._speeds.links, 0
         for place, num_blocks in self._survey:
             at += num_blocks
@@ -312,7 +316,7 @@ class _Options:
         return None
 
     def choose(self, waited: tuple[int, ...]) -> _Option:
-        """The best choice, or the blocks that are on their way already if waiting for more gains too little."""
+        """Return the best choice, or only the blocks in flight if waiting for more gains too little."""
         runs = self._runs(waited)
         pick = partial(
             choose,
@@ -332,7 +336,7 @@ class _Options:
         return _Option(waited, runs, best)
 
     def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
-        """The reads that ``segments`` begin."""
+        """Return the reads that ``segments`` begin."""
         counts, others, links = Counter[int](), dict[int, set[int]](), self._speeds.links
         for place, source, num_blocks in side_by_side(self._survey, segments):
             if place.is_below and source.tiers:
@@ -350,7 +354,7 @@ class _Options:
         )
 
     def sources(self, option: _Option, stop: int) -> tuple[Segment, ...]:
-        """The first ``stop`` blocks, each run from one source."""
+        """Return the first ``stop`` blocks, with one source for each run."""
         found: list[tuple[Place, int]] = []
         for place, sources, num_blocks in side_by_side(self._survey, option.runs):
             num_blocks = min(num_blocks, stop)
@@ -362,7 +366,7 @@ class _Options:
 
 
 def _from(place: Place, tier: int) -> Place:
-    """``tier`` as the source of blocks in ``place``: it has them, or is waited for."""
+    """Return ``tier`` as the source of blocks in ``place``: either it has them, or its answer is awaited."""
     return Place((tier,)) if tier in place.tiers else Place((), (tier,))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier asks of a store that must be asked which blocks it has. Scheduler thread only."""
+"""Ask a store which blocks it has, for tiers whose store does not list its blocks. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRu
 from kvoffload.tiering.stores.base import BlockStore
 
 _FIRST_CHUNK = 8
-"""Keys that are asked for first. Of a new prompt nearly all are missing."""
+"""Number of keys in the first chunk. Nearly all blocks of a new prompt are missing."""
 _GROWTH = 4
-"""Each chunk is this many times as large as the one before."""
+"""Each chunk is this many times as large as the previous one."""
 _MOST_IN_CHUNKS = 1024
-"""Blocks of a prefix that one thread asks for. It would take long for more, and a slow store would seem to hang."""
+"""Maximum number of blocks of a prefix that one thread asks for. With more, a slow store would seem to hang."""
 _SLICE = 256
-"""Keys of one call, where no chunks are."""
+"""Number of keys in one call without chunks."""
 _MAX_ASKING = 262_144
-"""Keys without an answer, at some 100 bytes each. Beyond them a block is a miss."""
+"""Maximum number of keys without an answer, at about 100 bytes each. Beyond this limit, a block is a miss."""
 _MAX_SKIPPED = 65_536
-"""Keys that are remembered as skipped. All are forgotten beyond it, which costs a question in chunks."""
+"""Maximum number of keys remembered as skipped. Beyond this limit, all are forgotten, which costs a question in
+chunks."""
 
 
 class Questions:
-    """Asks the store for unknown blocks, once for all of a step, and records the answers in ``index``.
+    """Asks the store for unknown blocks, once for all questions of a step, and records the answers in ``index``.
 
-    The blocks of one group that a request looks up in a step are taken for a prefix, head first. An I/O thread asks for
-    them in growing chunks, and stops after the chunk with the first missing block: a new prompt costs a question or a
-    few, not one for each of its blocks. What comes after is *skipped*: unknown as before. A skipped block that is
-    looked up again, whoever needs it despite the hole, is asked for at once, without chunks. So a store may have holes,
-    and each block that it has is found. If the first 1,024 are present, all threads ask for the rest at once.
+    The blocks of one group that a request looks up in a step count as a prefix, head first. An I/O thread asks for them
+    in growing chunks, and stops after the chunk with the first missing block. So a new prompt costs one or a few
+    questions, not one for each of its blocks. The following blocks are *skipped*: they stay unknown. If a request needs
+    a skipped block despite the hole and looks it up again, the store is asked at once, without chunks. So a store may
+    have holes, and each of its blocks is found. If the first 1,024 are present, all threads ask for the rest at once.
     """
 
     def __init__(self, store: BlockStore, index: PresenceIndex, runner: TierRunner, reads: StoreHealth) -> None:
@@ -41,11 +42,11 @@ class Questions:
         self._runner = runner
         self._reads = reads
         self._asking: set[OffloadKey] = set()
-        """Keys that were answered ``None``, and that the store has not answered."""
+        """Keys with the answer ``None`` that the store has not answered yet."""
         self._prefixes: dict[tuple[str, int], list[OffloadKey]] = {}
-        """Keys of this step, by request and group."""
+        """The keys of this step, by request and group."""
         self._at_once: list[OffloadKey] = []
-        """Keys of this step that are no prefix."""
+        """The keys of this step that do not belong to a prefix."""
         self._skipped: set[OffloadKey] = set()
 
     def __repr__(self) -> str:
@@ -53,23 +54,24 @@ class Questions:
 
     @property
     def are_open(self) -> bool:
-        """A key is to be asked for, or the store has not answered yet."""
+        """Whether a question waits to be asked, or the store has not answered yet."""
         return bool(self._asking or self._index.to_refresh)
 
     def is_asking_all(self, keys: Collection[OffloadKey]) -> bool:
-        """Whether the store is being asked for each of ``keys``, or will be when the step ends."""
+        """Return whether the store is being asked for each of ``keys``, or will be when the step ends."""
         return self._asking.issuperset(keys)
 
     def asked_of(self, keys: Collection[OffloadKey] | None) -> list[OffloadKey]:
-        """Those of ``keys``, or all blocks, that the store has not answered for."""
+        """Return the blocks among ``keys`` (or all blocks) that the store has not answered for."""
         return [*self._asking] if keys is None else [key for key in keys if key in self._asking]
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
-        """Answers for ``keys`` are not waited for."""
+        """Stop waiting for the answers about ``keys``."""
         self._asking.difference_update(keys)
 
     def ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """The answer for ``key``, which is unknown. ``None``: the store is being asked; ``False``: for too much."""
+        """Return the answer for ``key``, which is unknown: ``None`` if the store is being asked, or ``False`` if too
+        many questions are open."""
         if key in self._asking:
             return None
         if len(self._asking) >= _MAX_ASKING:
@@ -83,7 +85,8 @@ class Questions:
         return None
 
     def submit(self) -> None:
-        """The step ends: asks the store for all that was asked for, and for blocks whose absence is to be refreshed."""
+        """Send the step's questions to the store, including questions about absent blocks that are due to be checked
+        again."""
         at_once = [*self._at_once, *self._index.take_to_refresh()]
         self._at_once.clear()
         for keys in self._prefixes.values():
@@ -120,7 +123,7 @@ class Questions:
         self._runner.submit(IoTask(IoQueue.LOOKUP, len(keys), ask, keys, on_result), slice_keys)
 
     def _go_on(self, rest: Sequence[OffloadKey], is_present_before: bool) -> None:
-        """With the ``rest`` of a prefix, which was not asked for."""
+        """Continue with the ``rest`` of a prefix, which the store was not asked for."""
         if rest and is_present_before:
             self._asking.update(rest)
             self._submit([*rest], _SLICE, self._contains)
@@ -130,15 +133,16 @@ class Questions:
         self._skipped.update(rest)
 
     def _contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """In an I/O thread. The store's answers, which are foreign: an array, say, or too few."""
+        """Return the store's answers. They come from foreign code, so they may be an array, for example, or too few.
+        Runs in an I/O thread."""
         found = [bool(is_present) for is_present in self._store.contains(keys)]
         if len(found) != len(keys):
             raise ValueError(f"{len(found)} answers for {len(keys)} blocks")
         return found
 
     def _ask_in_chunks(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """In an I/O thread. The answers for ``keys`` up to the end of the chunk with the first missing block, and for
-        1,024 at most."""
+        """Return the answers for ``keys`` up to the end of the chunk with the first missing block, but at most 1,024
+        answers. Runs in an I/O thread."""
         answers, size = list[bool](), _FIRST_CHUNK
         keys = keys[:_MOST_IN_CHUNKS]
         while len(answers) < len(keys):

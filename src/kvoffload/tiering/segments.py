@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: where consecutive blocks of a hit are, as surveyed or as planned, and what is done with lists of them."""
+"""Segments: the places of consecutive blocks of a hit, as surveyed or as planned, and operations on lists of them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ T = TypeVar("T")
 
 
 class Place(NamedTuple):
-    """Where a block of a hit is. Tiers are numbers, in the configured order."""
+    """The place of a block of a hit. Tiers are numbers, in the configured order."""
 
     tiers: tuple[int, ...] = ()
-    """Those that have it, or the one that it is being promoted from. None: host memory, or on its way there from the
-    device, unless some are ..."""
+    """The tiers that have it, or the tier from which it is being promoted. If both this and ``unknown`` are empty, the
+    block is in host memory, or in flight from the GPU."""
     unknown: tuple[int, ...] = ()
-    """... those that do not know yet whether they have it."""
+    """The tiers that do not know yet whether they have it."""
     is_arriving: bool = False
-    """It is being promoted already, ..."""
+    """Whether it is already being promoted."""
     is_overdue: bool = False
-    """... by a read that is overdue."""
+    """Whether the read that promotes it is overdue."""
 
     @property
     def is_unknown(self) -> bool:
-        """No tier is known to have it, and some may."""
+        """Whether no tier is known to have it, but some may."""
         return bool(self.unknown) and not self.tiers
 
     @property
     def is_below(self) -> bool:
-        """It may have to be promoted."""
+        """Whether it may have to be promoted."""
         return not self.is_arriving and bool(self.tiers or self.unknown)
 
 
@@ -40,14 +40,15 @@ HERE = Place()
 
 
 class Segment(NamedTuple):
-    """Consecutive blocks of a hit in one place. In a plan: from one source, or from a tier that is waited for."""
+    """Consecutive blocks of a hit in one place. In a plan, the place is one source, or a tier whose answer is
+    awaited."""
 
     place: Place
     num_blocks: int
 
 
 def cut(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
-    """Without the first ``num_blocks``."""
+    """Return the segments without the first ``num_blocks`` blocks."""
     left: list[Segment] = []
     for place, count in segments:
         if count > num_blocks:
@@ -57,13 +58,13 @@ def cut(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
 
 
 def waited_tiers(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The tiers whose answers a plan waits for."""
+    """Return the tiers whose answers a plan waits for."""
     return tuple({tier for place, _ in segments for tier in place.unknown})
 
 
 def marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) -> list[Segment]:
-    """What is known of the blocks of ``survey`` that are not here and not on their way. With ``segments``, once those
-    of a plan are on their way."""
+    """Return the known places of the blocks of ``survey`` that are neither in host memory nor in flight. With
+    ``segments``, assume that the blocks of this plan are in flight."""
     return joined(
         (place if place.is_below and (segments is None or chosen.is_unknown) else HERE, num_blocks)
         for place, chosen, num_blocks in side_by_side(survey, survey if segments is None else segments)
@@ -71,7 +72,7 @@ def marks(survey: Sequence[Segment], segments: Sequence[Segment] | None = None) 
 
 
 def joined(pieces: Iterable[tuple[Place, int]]) -> list[Segment]:
-    """The same blocks, with neighbours in one place as one segment."""
+    """Return the same blocks, with neighbours in one place as one segment."""
     return [
         Segment(place, sum([num_blocks for _, num_blocks in group]))
         for place, group in itertools.groupby(pieces, operator.itemgetter(0))
@@ -79,7 +80,7 @@ def joined(pieces: Iterable[tuple[Place, int]]) -> list[Segment]:
 
 
 def side_by_side(one: Iterable[tuple[S, int]], other: Iterable[tuple[T, int]]) -> Iterator[tuple[S, T, int]]:
-    """What either list has for the same blocks, as far as both lists go."""
+    """Yield the values of both lists for the same blocks, as far as both lists go."""
     rest, left = iter(other), 0
     for first, num_blocks in one:
         while num_blocks:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast links and the engine are, estimated from their own work.
+"""Estimate the speeds of links and of the engine from their own work.
 
-Estimates are medians over the last moments. So a stall now and then does not count, and a lasting change does as soon
-as most of what was seen lately shows it; a large one of a link, once two reads in a row do. In a quiet period the last
-samples are kept, however old.
+Estimates are medians over recent samples. So an occasional stall does not count, and a lasting change counts as soon as
+most recent samples show it. A large change of a link counts after two reads in a row. In a quiet period, the last
+samples are kept, however old they are.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _WINDOW = 24
 _WINDOW_S = 15.0
 _KEPT = 3
 _CHANGE = 3.0
-"""A link has changed when two reads in a row took this many times as long as those before, or that part of it."""
+"""A link has changed if two reads in a row were slower or faster than the earlier ones by this factor."""
 _ANSWERS = 7
-"""Answers whose median says how long the next one takes."""
+"""Number of answers whose median predicts the time of the next one."""
 _CLOSE_S, _CLOSE = 0.002, 0.25
-"""An answer has a time if that is known to so many seconds, or to this share of it."""
+"""An answer counts as a sample if its time is known within this number of seconds, or within this share of it."""
 _SIZES_DIFFER = 2
 """Samples whose sizes differ by less than this factor cannot separate latency from bandwidth."""
 _MIN_STEP_TOKENS = 16
 _LARGE = 0.5
-"""Steps of at least this share of the largest one say how fast the engine is."""
+"""Steps of at least this share of the largest one determine the engine's speed."""
 _LARGEST_S = 600.0
-"""After so long without a large step, the next one counts as the largest."""
+"""After this many seconds without a large step, the next step counts as the largest."""
 
 
 class _Window:
-    """The samples of the last ``_WINDOW_S`` seconds, at most ``_WINDOW`` of them and at least ``_KEPT``."""
+    """The samples of the last ``_WINDOW_S`` seconds, but at most ``_WINDOW`` and at least ``_KEPT`` of them."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class _Window:
         self._added_s: deque[float] = deque(maxlen=_WINDOW)
 
     def add(self, sample: tuple[float, float]) -> Collection[tuple[float, float]]:
-        """Adds one, and returns all that are left, until the next is added."""
+        """Add a sample, and return all remaining samples. The result is valid until the next call."""
         now_s = self._clock()
         self._samples.append(sample)
         self._added_s.append(now_s)
@@ -53,23 +53,23 @@ class _Window:
         return self._samples
 
     def keep(self, count: int) -> None:
-        """Forgets all but the last ``count``."""
+        """Forget all samples but the last ``count``."""
         while len(self._samples) > count:
             self._samples.popleft()
             self._added_s.popleft()
 
     @property
     def newest_s(self) -> float:
-        """When the last one was added."""
+        """The time at which the last sample was added."""
         return self._added_s[-1] if self._added_s else float("-inf")
 
 
 def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
-    """The line through samples of (blocks, seconds): Tukey's resistant line, through the medians of the smallest third
-    and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
+    """Return the line through samples of (blocks, seconds): Tukey's resistant line, which goes through the medians of
+    the smallest third and of the largest third. (J. W. Tukey, "Exploratory Data Analysis", 1977.)
 
-    No block is faster than in the fastest sample, and no sample than the latency. If the sizes hardly differ, the
-    latency is taken for a part of what a block takes.
+    No block is faster than in the fastest sample, and no sample is faster than the latency. If the sizes hardly differ,
+    the latency is included in the time per block.
     """
     ordered = sorted(samples)
     third = (len(ordered) + 2) // 3
@@ -85,10 +85,10 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
 
 
 def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
-    """Whether the last two samples of (blocks, seconds) are both slower than those before them, or both faster.
+    """Return whether the last two samples of (blocks, seconds) are both slower than earlier ones, or both faster.
 
-    The ones before may be of another size. They are scaled to it twice, as if all of their time was latency and as if
-    none was: a sample has changed if it differs from both by ``_CHANGE``.
+    Earlier samples may have another size. They are scaled to the size of the new ones in two ways: as if all of their
+    time was latency, and as if none was. A sample has changed if it differs from both by ``_CHANGE``.
     """
     *before, one, last = samples
 
@@ -101,7 +101,7 @@ def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
 
 
 def weighted_median(values: Collection[tuple[float, float]]) -> float:
-    """The median of (value, weight): half of the weight lies at smaller values, or at this one."""
+    """Return the weighted median of (value, weight): half of the weight belongs to smaller values or to this one."""
     half = sum([weight for _, weight in values]) / 2
     passed = 0.0
     for value, weight in sorted(values):
@@ -112,21 +112,22 @@ def weighted_median(values: Collection[tuple[float, float]]) -> float:
 
 
 class LinkSpeedEstimator:
-    """Latency and bandwidth of a link. Before the first sample ``speed`` is what is ``expected``, if anything is."""
+    """Estimates latency and bandwidth of a link. Before the first sample, ``speed`` is the ``expected`` pace, if there
+    is one."""
 
     def __init__(self, clock: Callable[[], float], expected: Pace | None = None) -> None:
         self._speed = expected
         self._new: Collection[tuple[float, float]] = ()
-        """Samples that ``_speed`` does not count yet."""
+        """Samples that ``_speed`` does not include yet."""
         self.measured_s = float("-inf")
-        """When the last sample was added."""
+        """The time at which the last sample was added."""
         self.num_samples = 0
         self._clock = clock
         self._window = _Window(clock)
 
     def add(self, num_blocks: float, seconds: float) -> bool:
-        """``num_blocks`` took ``seconds`` while nothing was queued before them. Returns whether the link has changed:
-        what was seen before the last two samples counts no longer."""
+        """Add a sample: ``num_blocks`` took ``seconds`` with nothing queued before them. Returns whether the link has
+        changed, so that samples before the last two no longer count."""
         self._new = samples = self._window.add((num_blocks, max(seconds, 1e-9)))
         self.measured_s = self._clock()
         self.num_samples += 1
@@ -137,18 +138,18 @@ class LinkSpeedEstimator:
 
     @property
     def speed(self) -> Pace | None:
-        """``None``: nothing was measured, and nothing expected."""
+        """The estimate; ``None`` if nothing was measured and no pace was expected."""
         if self._new:
             self._speed, self._new = fit_link(self._new), ()
         return self._speed
 
 
 class AnswerEstimator:
-    """How long a store takes to say whether it has a block, and how often it has one that no other tier is known to
-    have.
+    """Estimates the time in which a store answers whether it has a block, and how often it has a block that no other
+    tier is known to have.
 
-    An answer is seen when it is asked for again, and so is that there is none yet. Where these are far apart, it is
-    only known that the answer took longer than the one and no longer than the other.
+    An answer, or its absence, is noticed only when somebody asks again. If these questions are far apart, the time of
+    the answer is known only to be between them.
     """
 
     def __init__(self) -> None:
@@ -157,7 +158,8 @@ class AnswerEstimator:
         self._least_s: float | None = None
 
     def add(self, least_s: float, seconds: float, is_found: bool | None) -> None:
-        """An answer came after ``least_s`` and within ``seconds``; ``None``: none came."""
+        """Add an answer that came after ``least_s`` and within ``seconds``. ``is_found`` is ``None`` if no answer
+        came."""
         if is_found is not None:
             self._found.append(is_found)
         usual_s = self.seconds
@@ -170,45 +172,47 @@ class AnswerEstimator:
 
     @property
     def seconds(self) -> float | None:
-        """``None``: none was seen yet."""
+        """The expected time of an answer; ``None`` if there has been no answer yet."""
         return median(self._seconds) if self._seconds else self._least_s
 
     @property
     def found_share(self) -> float:
-        """As if one more block had been found, and one more had not."""
+        """The share of blocks found, computed as if one more block had been found and one more had not."""
         return (1 + sum(self._found)) / (2 + len(self._found))
 
 
 class PrefillSpeedEstimator:
-    """How many tokens the engine computes in a second, while it computes prompts.
+    """Estimates the number of tokens that the engine computes per second while it computes prompts.
 
-    A step's duration is seen only from when later steps are decided: the next one, or, where an engine decides one step
-    ahead of its results, the one after that. So it is the longer of the two intervals that follow it, and both count
-    only if the engine did not idle in between.
+    A step's duration shows only in the times at which later steps are decided: the next step or, if an engine decides
+    one step ahead of its results, the step after that. So the duration is the longer of the two intervals that follow
+    the step, and it counts only if the engine did not idle in between.
 
-    Among large steps, larger ones count for more. What a small step takes is mostly overhead, so small ones can show
-    that the engine is faster than the large ones say, and never that it is slower. Otherwise an engine whose prompts
-    are mostly found would look slow, load whatever it finds, compute only what is left of prompts, and so look slow.
-    Before the first such step ``tokens_per_s`` is what is ``expected``, if anything is. Medians are computed when they
-    are asked for.
+    Among large steps, larger ones count for more. A small step consists mostly of overhead, so small steps can show
+    that the engine is faster than the large steps suggest, but never that it is slower. Otherwise, an engine whose
+    prompts are mostly hits would look slow, load every hit, compute only the rest of its prompts, and continue to look
+    slow.
+
+    Before the first such step, ``tokens_per_s`` is the ``expected`` speed, if there is one. Medians are computed on
+    demand.
     """
 
     def __init__(self, clock: Callable[[], float], expected: float | None = None) -> None:
         self._expected = expected
         self.queued_tokens = 0
-        """Prompt tokens of running requests that the last step left for later ones."""
+        """Number of prompt tokens of running requests that the last step left for later steps."""
         self._clock = clock
         self._large, self._small = _Window(clock), _Window(clock)
         self._largest_tokens = 0
         self._speeds = [0.0, 0.0]
-        """By the large steps, and by the small ones."""
+        """The speeds shown by the large steps and by the small ones."""
         self._new: list[Collection[tuple[float, float]]] = [(), ()]
-        """Samples of each that ``_speeds`` does not count yet."""
+        """Samples of both kinds that ``_speeds`` does not include yet."""
         self._steps: list[tuple[float, StepWork]] = []
-        """The last steps, at most two, without a pause between them."""
+        """The last steps (at most two) without a pause between them."""
 
     def note_step(self, work: StepWork) -> None:
-        """A step was decided."""
+        """Note a step, which has just been decided."""
         now_s = self._clock()
         self.queued_tokens = work.queued_tokens
         if not work.is_continued:
@@ -231,12 +235,12 @@ class PrefillSpeedEstimator:
         if not is_small:
             self._largest_tokens = max(self._largest_tokens, tokens)
             if now_s - self._small.newest_s >= _WINDOW_S:
-                # What small steps showed long ago says nothing against large ones of today.
+                # Old samples of small steps do not count against recent large ones.
                 self._speeds[True], self._new[True] = 0.0, ()
 
     @property
     def tokens_per_s(self) -> float | None:
-        """``None``: it was never measured, and nothing was expected."""
+        """The estimate; ``None`` if it was never measured and no speed was expected."""
         if any(self._new):
             for at, samples in enumerate(self._new):
                 if samples:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of a tier over a block store: cut into slices for I/O threads, and their ends put together again."""
+"""The jobs of a tier over a block store: cut them into slices for I/O threads, and combine the results."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from kvoffload.tiering.runner import IoQueue, IoResult, IoStatus, IoTask, TierRu
 from kvoffload.tiering.stores.base import BlockStore
 
 _SLICE_BYTES = 4 << 20
-"""Bytes of a slice at most, so that none keeps a thread long."""
+"""Maximum number of bytes in a slice, so that no slice occupies a thread for long."""
 _LEAST_STORE_BYTES = 1 << 20
-"""Smaller stores gain less from another thread than it costs to wake it."""
+"""For smaller stores, waking another thread costs more than it gains."""
 _MAX_SLICE_BLOCKS = 64
-"""Blocks of a slice at most. A store that declares ``batch_blocks`` has its own number for both."""
+"""Maximum number of blocks in a slice. A store's ``batch_blocks`` replaces both limits."""
 
 
 def slice_blocks(store: BlockStore, block_bytes: int) -> int:
-    """Most blocks of ``block_bytes`` that one call of ``store`` moves."""
+    """Return the maximum number of blocks of ``block_bytes`` that one call of ``store`` moves."""
     return store.batch_blocks or max(1, min(_MAX_SLICE_BLOCKS, _SLICE_BYTES // block_bytes))
 
 
 class StoreTransfers:
-    """Loads and stores between the slots of ``primary_kv_view`` and ``store``.
+    """Moves blocks between the slots of ``primary_kv_view`` and ``store``.
 
-    A load is a task of its own, at once. Stores are gathered until ``submit_stores``, at the end of the step, and are
-    one task then: decode stores a block here and there, and each task wakes a thread, which then wants the
-    interpreter. Each job has its own result, with the last slice that has blocks of it.
+    Each load becomes a task at once. Stores are gathered until ``submit_stores``, at the end of the step, and then
+    become one task: while requests decode, single blocks are stored now and then, and each task wakes a thread that
+    needs the interpreter. Each job gets its own result, with the last slice that contains blocks of it.
 
-    While reads are off, loads fail; while writes are off, stores are dropped, except for the first slice of a job now
-    and then, which is the probe. A job of which a call hangs has no result, because its slots may still be written.
+    While reads are off, loads fail. While writes are off, stores are dropped, except for an occasional first slice of a
+    job, which is the probe. A job with a hanging call has no result, because its slots may still be written.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class StoreTransfers:
         self._gathered: list[JobMetadata] = []
         """Stores that ``submit_stores`` will submit."""
         self._open: dict[IoTask, None] = {}
-        """Tasks that have not ended, oldest first."""
+        """The tasks that have not ended, oldest first."""
         self._num_open_jobs = 0
-        """Jobs of tasks that have no result."""
+        """Number of jobs in tasks that have no result."""
         self._results: list[JobResult] = []
         self._loaded = _Counts(tier_type, "read", block_bytes)
         self._stored = _Counts(tier_type, "write", block_bytes)
@@ -86,7 +86,7 @@ class StoreTransfers:
         self._submit([(job, len(job.keys))], IoQueue.LOAD)
 
     def submit_stores(self) -> None:
-        """The step ends: submits what was gathered."""
+        """Submit the gathered stores, because the step ends."""
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
@@ -105,7 +105,7 @@ class StoreTransfers:
         self._submit(admitted, IoQueue.STORE)
 
     def take_results(self) -> list[JobResult]:
-        """The jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         if not self._results:
             return []
         results, self._results = self._results, []
@@ -113,12 +113,12 @@ class StoreTransfers:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a job goes on, or its result waits. Jobs that hang do not count."""
-        # Oldest first: all that are looked at before the first that goes on hang.
+        """Whether a job continues, or its result waits to be taken. Jobs that hang do not count."""
+        # Oldest first, so the loop visits only hanging tasks before the first one that continues.
         return bool(self._results or self._gathered) or any(not task.hangs for task in self._open)
 
     def release(self) -> None:
-        """The tier has ended: the slots may be unmapped once no call refers to them."""
+        """Drop the slots, because the tier has ended. They may be unmapped once no call refers to them."""
         self._slots = None
 
     def stats(self, tier_type: str) -> Stats:
@@ -134,21 +134,21 @@ class StoreTransfers:
         }
 
     def _room_for(self, jobs: Sequence[JobMetadata]) -> int:
-        """How many blocks of ``jobs`` may be written now, the first ones."""
+        """Return how many of the first blocks of ``jobs`` may be written."""
         num_blocks = sum(len(job.keys) for job in jobs)
         if self._writes.breaker.is_closed:
             return num_blocks
         return self._slice_blocks_of(num_blocks, IoQueue.STORE) if self._writes.begin_probe() else 0
 
     def _slice_blocks_of(self, num_blocks: int, queue: IoQueue) -> int:
-        """Blocks per slice of a task: so few that all threads share the task, and that no slice delays the next one
-        long; but no fewer than a store's thread is worth waking for."""
+        """Return the number of blocks per slice of a task. It is small enough that all threads share the task and no
+        slice delays the next one for long, but large enough to justify waking a thread."""
         shared = -(-num_blocks // self._runner.num_threads)
         least = self._least_store_blocks if queue is IoQueue.STORE else 1
         return min(self._max_slice_blocks, max(shared, least))
 
     def _submit(self, wanted: Sequence[tuple[JobMetadata, int]], queue: IoQueue) -> None:
-        """Submits the first blocks of each job, as many as are given, one at least, as one task."""
+        """Submit the given number of first blocks of each job, at least one, as one task."""
         if not wanted:
             return
         keys: list[OffloadKey] = []
@@ -160,7 +160,7 @@ class StoreTransfers:
             stops.append(len(keys))
         num_blocks = len(keys)
         if len(wanted) > 1 and len(set(keys)) != num_blocks:
-            for each in wanted:  # no call of a store names a block twice
+            for each in wanted:  # a call of a store must not name a block twice
                 self._submit([each], queue)
             return
         outcomes, num_open = [False] * num_blocks, [count for _, count in wanted]
@@ -171,7 +171,7 @@ class StoreTransfers:
         else:
             call, take_result = self._store.write, self._take_store_result
             self._index.begin_store(keys)
-        # The work refers to the memory itself, so that a call which hangs beyond ``shutdown`` keeps it mapped.
+        # The work refers to the memory itself, so that a call that hangs beyond ``shutdown`` keeps it mapped.
         rows, losses = self._slots, self._losses
         assert rows is not None
 
@@ -184,7 +184,7 @@ class StoreTransfers:
         def on_result(result: IoResult) -> None:
             try:
                 take_result(result)
-            finally:  # whatever the bookkeeping raises, the job ends
+            finally:  # the job ends even if the bookkeeping raises
                 end_jobs(result)
 
         def end_jobs(result: IoResult) -> None:
@@ -203,7 +203,7 @@ class StoreTransfers:
                     continue
                 self._num_open_jobs -= 1
                 own = outcomes[stop - count : stop]
-                # The outcomes are fewer than the keys where a part of the job was dropped.
+                # There are fewer outcomes than keys if a part of the job was dropped.
                 is_good, good = count == len(job.keys) and all(own), None
                 if not is_good and any(own):
                     good = [key for key, is_stored in zip(job.keys, own, strict=False) if is_stored]
@@ -241,7 +241,7 @@ class StoreTransfers:
 
 
 class _Counts:
-    """Blocks that a tier's loads moved, or its stores, and the store's time for them."""
+    """Counts the blocks that a tier's loads or stores moved, and the store's time for them."""
 
     def __init__(self, tier_type: str, direction: str, block_bytes: int) -> None:
         self._labels = tier_type, direction
@@ -251,7 +251,7 @@ class _Counts:
         self._batches = Histogram("tier_batch_seconds", tier_type, direction)
 
     def count(self, result: IoResult) -> None:
-        """A call of the store has ended, or was cancelled."""
+        """Count a call of the store that has ended or was cancelled."""
         self.num_blocks += result.outcomes.count(True)
         if result.status is IoStatus.DONE:
             self._seconds += result.seconds

@@ -317,9 +317,7 @@ class Waits:
                 wait.due_s += paused_s
         wait.num_open += count
         if not wait.num_open:
-            wait.answered_s = max(
-                now_s, wait.began_s
-            )  # its last block may have arrived earlier
+            wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived earlier
 
     # --------------------------------------------------------------------------- events of claimed blocks
 

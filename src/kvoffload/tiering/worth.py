@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a hit is worth loading, and from where: the number of blocks that brings the first token earliest.
+"""Decide how much of a hit to load, and from where, so that the first token comes earliest.
 
-Pure functions of plain values. ``load_policy.py`` has the values.
+The functions are pure. ``load_policy.py`` provides their arguments.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 
 class Pace(NamedTuple):
-    """How fast blocks come from somewhere: n of them in ``first_s + n * block_s`` seconds, and none of them at once.
-    The time until queued blocks have come is a part of ``first_s``."""
+    """The pace at which blocks arrive from a source: n blocks take ``first_s + n * block_s`` seconds, and no blocks
+    take no time. ``first_s`` includes the time until queued blocks have arrived."""
 
     first_s: float = 0.0
     block_s: float = 0.0
@@ -24,32 +24,32 @@ class Pace(NamedTuple):
         return self.first_s + num_blocks * self.block_s if num_blocks else 0.0
 
     def blocks_by(self, time_s: float) -> float:
-        """How many of them come until then."""
+        """Return the number of blocks that arrive by ``time_s``."""
         if time_s < self.first_s or self.first_s == math.inf:
             return 0.0
         return (time_s - self.first_s) / self.block_s if self.block_s else math.inf
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of a hit, all of which may come from any of the same sources."""
+    """Consecutive blocks of a hit with the same possible sources."""
 
     sources: tuple[int, ...]
-    """Indices of ``Pace``s. None: the blocks are nowhere."""
+    """Indices of ``Pace``s. Empty if no tier has the blocks."""
     num_blocks: int
 
 
 class Choice(NamedTuple):
-    """The answer: load this many blocks from the head on, and compute the rest."""
+    """The decision: load this many leading blocks, and compute the rest."""
 
     num_blocks: int
     wait_s: float
-    """Until all of them are in host memory."""
+    """Seconds until all of them are in host memory."""
     saved_s: float
-    """By how much the first token comes earlier than if all blocks were computed."""
+    """Seconds by which the first token comes earlier than if all blocks were computed."""
 
 
 def assign(runs: Sequence[Run], paces: Sequence[Pace]) -> list[Run]:
-    """Gives each run one source: the one that ends it first after the runs before it, the first of equals."""
+    """Give each run one source: the one that ends it first, after earlier runs. If several are equal, use the first."""
     taken = Counter[int]()
     found: list[Run] = []
     for sources, num_blocks in runs:
@@ -71,20 +71,20 @@ def choose(
     slack_s: float = math.inf,
     ends: Sequence[int] | None = None,
 ) -> Choice:
-    """The number k of leading blocks for which the first token comes earliest, and of several such k the largest.
+    """Return the number k of leading blocks for which the first token comes earliest, or the largest of several such k.
 
-    Each run has at most one source, and sources work side by side. With ``ends``, which rise, k is one of them, or 0.
-    Each of the k blocks arrives at most ``slack_s`` after those before it would be computed. The engine is busy with
-    other work for ``queue_s``, during which loading costs nothing. Then it computes the other blocks in
-    ``block_compute_s`` each. So the first token comes
+    Each run has at most one source, and sources work in parallel. With ``ends`` (in ascending order), k is one of them,
+    or 0. Each of the k blocks arrives at most ``slack_s`` after the time at which the blocks before it would be
+    computed. The engine is busy with other work for ``queue_s``, during which loading costs nothing. Then it computes
+    the other blocks in ``block_compute_s`` each. So the first token comes
 
         max(arrival of the first k blocks, queue_s) + (number of blocks - k) * block_compute_s
 
-    seconds from now, plus a time that does not depend on k. Within a run this is a convex function of k with one bend:
+    seconds from now, plus a time that does not depend on k. Within a run, this is a convex function of k with one bend,
     where the run's source becomes later than the queue and the other sources. So the minimum is at the bend or at an
-    end of the run, and no other k is tried. On either side of the bend the function is a straight line. So the least of
-    ``ends`` is next to the bend or next to an end of the run. (The first of a run counts too: there may be none at the
-    end of the run before.)
+    end of the run, and no other k is tried. On either side of the bend, the function is a straight line. So the best of
+    ``ends`` is next to the bend or next to an end of the run. (The first one in a run is also tried, because there may
+    be none at the end of the previous run.)
     """
     best = Choice(0, 0.0, 0.0)
     before, arrived_s, taken = 0, 0.0, Counter[int]()

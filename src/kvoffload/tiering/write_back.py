@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-back (``cascade: on_evict``): writes blocks to lower tiers shortly before they would be evicted."""
+"""Write-back (``cascade: on_evict``): write blocks to lower tiers shortly before host memory would evict them."""
 
 from __future__ import annotations
 
@@ -12,49 +12,52 @@ from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob
 
 _MOST_WATCHED = 4096
-"""Blocks of the largest window. A review looks at each of them."""
+"""Largest size of the window in blocks. A review looks at each of them."""
 _PER_STEP = 512
-"""Blocks that a step looks up for a tier, and writes if it lacks them: a bound on the time of a step."""
+"""Maximum number of blocks that a step looks up in a tier and writes if the tier lacks them. It limits the time of a
+step."""
 _PER_JOB = 64
-"""Blocks of a job. The pins of one last until all of it has ended."""
+"""Number of blocks in a job. A job's pins last until the whole job has ended."""
 _STEPS_TO_FIND_OUT = 5
-"""Steps in which a tier may find out whether it has a block. Then the block waits for the next review."""
+"""Number of steps in which a tier may find out whether it has a block. After that, the block waits for the next
+review."""
 _TOLERATED = 0.05
-"""Share of the reservations that may evict an unwritten block. Above it the window doubles."""
+"""Share of the reservations that may evict an unwritten block. Above this share, the window doubles."""
 
 
 class _Target:
-    """One tier: which blocks of the primary tier it has, and which it should get."""
+    """One tier, with the blocks of host memory that it has and the blocks that it should get."""
 
     __slots__ = ("dropped", "queue", "tier", "written")
 
     def __init__(self, tier: GuardedTier) -> None:
         self.tier = tier
         self.written: dict[OffloadKey, int] = {}
-        """Blocks of the primary tier that the tier has or is getting, with the last review that saw them."""
+        """Blocks of host memory that the tier has or is getting, with the number of the last review that saw each."""
         self.queue: dict[OffloadKey, int] = {}
-        """Blocks to write, the next to be evicted first, with the steps left to find out whether the tier has them."""
+        """Blocks to write, in the order of eviction, with the number of steps left to find out whether the tier has
+        each."""
         self.dropped = 0
 
 
 class WriteBack:
-    """Watches the blocks that the primary tier would evict next, and has those written that a tier lacks.
+    """Watches the blocks that host memory would evict next, and writes them to the tiers that lack them.
 
     The blocks that the next ``window`` reservations would evict are *watched*. A review looks at them after each
     quarter of a window of reservations, or sooner if blocks were evicted unwritten. A step without reservations costs
-    nothing. The window is 1/32 of the primary tier, since a block that is written too early lies in both tiers. It
-    doubles, up to half of the primary tier and 4096 blocks, while more than 5 % of the reservations evict an unwritten
-    block, and shrinks again slowly.
+    nothing. The window is 1/32 of host memory, because a block that is written too early occupies both tiers. While
+    more than 5% of the reservations evict an unwritten block, the window doubles, up to half of host memory and 4096
+    blocks. It shrinks again slowly.
 
-    A block is written once as long as it stays watched. When it comes back to the window later, the tier is asked
-    again, since it may have evicted the block. If the tier still has it, that is a use of it: a block that leaves the
-    primary tier now is worth more below than one that left long ago. A failed write is tried again at the next
-    review, if the block is still there. A tier that fails again and again is no matter of this class: its circuit
-    breaker refuses its jobs.
+    A block is written only once while it stays watched. If it enters the window again later, the tier is asked again,
+    because it may have evicted the block. If the tier still has it, this counts as a use: a block that leaves host
+    memory now is worth more in the tier than one that left long ago. A failed write is tried again at the next review,
+    if the block is still present. This class does not handle tiers that fail repeatedly; their circuit breakers reject
+    the jobs.
 
-    No eviction waits for any of this. A block that is evicted unwritten is dropped, and counted.
+    No eviction waits for these writes. A block that is evicted unwritten is dropped and counted.
 
-    The jobs belong to no client's request but to ``context``. Tiers are informed of its begin and its end.
+    The jobs belong to ``context`` and not to a client's request. Tiers are informed of its beginning and its end.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class WriteBack:
         self._primary = primary
         self._cascades = cascades
         self._targets = [_Target(tier) for tier in tiers]
-        # Since the last review: blocks reserved, and blocks evicted unwritten for that.
+        # Since the last review: the number of blocks reserved, and of blocks that were evicted unwritten for them.
         self._reserved = self._dropped = 0
         self._is_due = False
         self._review_number = 0
@@ -85,11 +88,11 @@ class WriteBack:
 
     @property
     def dropped(self) -> int:
-        """Blocks evicted from the primary tier unwritten, summed over tiers."""
+        """Number of blocks evicted from host memory unwritten, summed over tiers."""
         return sum(target.dropped for target in self._targets)
 
     def on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        """The primary tier reserved ``num_blocks`` slots, and evicted these blocks for it."""
+        """Note that host memory reserved ``num_blocks`` slots, and evicted these blocks for them."""
         self._reserved += num_blocks
         self._is_due |= self._reserved * 4 >= self.window
         for target in self._targets:
@@ -101,7 +104,7 @@ class WriteBack:
                 self._is_due |= self._reserved * 16 >= self.window
 
     def step(self) -> None:
-        """Submits writes, a bounded number of blocks per tier."""
+        """Submit writes, with a limited number of blocks per tier."""
         if self._is_due:
             self._review()
         for target in self._targets:
@@ -109,7 +112,7 @@ class WriteBack:
                 self._write(target)
 
     def end(self, jobs: Sequence[TierJob]) -> None:
-        """Jobs of any requests have ended: their tiers have the blocks that succeeded."""
+        """Note the end of jobs of any requests. Their tiers have the blocks that succeeded."""
         for target in self._targets:
             for job in jobs:
                 if target.tier is job.tier:
@@ -130,7 +133,7 @@ class WriteBack:
             target.written.pop(key, None)
 
     def reset(self) -> None:
-        """The primary tier was reset."""
+        """Forget all blocks, because host memory was reset."""
         for target in self._targets:
             target.written.clear()
             target.queue.clear()
@@ -138,8 +141,8 @@ class WriteBack:
         self._is_due = False
 
     def close(self, poll: Callable[[], object], clock: Callable[[], float], seconds: float) -> None:
-        """Writes what the tiers lack, the most recently used blocks first, for about ``seconds``, and informs the tiers
-        of the end. ``poll`` takes in the jobs that have ended. Idempotent."""
+        """Write the blocks that the tiers lack, the most recently used first, for about ``seconds``, and inform the
+        tiers of the end. ``poll`` processes the jobs that have ended. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -153,7 +156,7 @@ class WriteBack:
             rest = idle[::-1]
             for start in range(0, len(rest), _PER_JOB):
                 if self._cascades.num_pinned[target.tier] or clock() >= end_s:
-                    break  # it hangs, or is too slow
+                    break  # the tier hangs, or is too slow
                 target.queue = dict.fromkeys(reversed(rest[start : start + _PER_JOB]), 1)
                 self._write(target)
                 target.tier.drain_jobs()
@@ -167,7 +170,7 @@ class WriteBack:
             assert len(target.queue) <= self.window
 
     def _review(self) -> None:
-        """Queues the watched blocks that were not written while they were watched."""
+        """Queue the watched blocks that have not been written since they became watched."""
         too_many = _TOLERATED * self._reserved * len(self._targets)
         wanted = self.window * 2 if self._dropped > too_many else self.window - self.window // 32
         self.window = max(self._least, min(wanted, self._most))
@@ -192,11 +195,11 @@ class WriteBack:
         present: list[OffloadKey] = []
         for key, steps in list(islice(target.queue.items(), _PER_STEP)):
             block = self._primary.slots.get(key)
-            # A block that was pinned meanwhile is written all the same: another tier may be reading it.
+            # A block that was pinned meanwhile is still written, because another tier may be reading it.
             is_ready = block is not None and block.is_ready
             found = target.tier.lookup(key, self.context) if is_ready else None
             if is_ready and found is None and self._is_closed:
-                found = False  # no step is left to find out in; stores write nothing twice
+                found = False  # no step is left to find out, and stores write nothing twice
             if is_ready and found is None and steps > 1:
                 target.queue[key] = steps - 1
                 continue
@@ -204,9 +207,9 @@ class WriteBack:
             if found is not None:
                 target.written[key] = self._review_number
                 (present if found else missing).append(key)
-        # In the order of eviction: stores take the last block of a job for the most recently used, and the head of a
-        # prefix, which is evicted last, shall outlive its tail there too. The jobs are small, since the pins of one
-        # last until all of it has ended.
+        # In the order of eviction, because stores treat the last block of a job as the most recently used. So the head
+        # of a prefix, which is evicted last, also outlives its tail in the tier. The jobs are small, because a job's
+        # pins last until the whole job has ended.
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
             self._failed(target, self._cascades.submit([target.tier], keys, self.context))
