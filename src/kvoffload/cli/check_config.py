@@ -19,7 +19,7 @@ from kvoffload.cli.output import Json, check_unit, print_json
 from kvoffload.config import OffloadingConfig, read_config_values
 from kvoffload.config_file import ENVIRONMENT, expanded, has_variable, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
-from kvoffload.engines.vllm.arguments import check_file
+from kvoffload.engines.vllm.judge import check_file
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError, reason_of
 from kvoffload.specs import spec_class
 from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, parse_tiers

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.engines.vllm.harness import HAS_VLLM
 
-from kvoffload.engines.vllm import identity, layout, slices, versions, weights
+from kvoffload.engines.vllm import identity, layout, rejections, slices, versions, weights
 from kvoffload.engines.vllm.fields import FIELDS
 
 PAGE_BYTES = 2 * 16 * 2 * 8 * 4
@@ -35,12 +35,13 @@ def know_plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "platform", lambda is_quantized: "a platform")
     monkeypatch.setattr(identity, "kernels", lambda: "kernels")
     if not HAS_VLLM:
-        for module in (layout, slices):
+        for module in (layout, rejections, slices):
             monkeypatch.setattr(module, "kind_of", lambda spec: spec.kind)
-        for module in (identity, slices):
+        for module in (identity, rejections, slices):
             monkeypatch.setattr(module, "stage_sizes", _equal_stages)
         monkeypatch.setattr(weights, "_loader_of", lambda load_format: "vllm.model_executor")
-        monkeypatch.setattr(layout, "_window_of", lambda spec: spec.sliding_window)
+        for module in (layout, rejections):
+            monkeypatch.setattr(module, "window_of", lambda spec: spec.sliding_window)
         monkeypatch.setattr(versions, "vllm_release", lambda: (0, 32))
         monkeypatch.setattr(identity, "installed_version", lambda: "0.32.0")
 

@@ -21,7 +21,8 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.copy.host import copy_to_device, copy_to_host
 from kvoffload.cpu.copy.plan import plan_runs
 from kvoffload.cpu.gpu_worker import copy_layout
-from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS, LayerCache, canonicalize, canonicalize_heads
+from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
+from kvoffload.engines.vllm.slices import HEADS_BEFORE_TOKENS
 from kvoffload.errors import LayoutError
 
 NUM_BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 3, 4

@@ -31,10 +31,12 @@ from tests.engines.vllm.configs import (
 from kvoffload.config import GroupKind, RankSlice, parse_config
 from kvoffload.connector import NO_BLOCK, BoundaryState
 from kvoffload.cpu.memory_limits import SHM
+from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.held_blocks import are_written_early
-from kvoffload.engines.vllm.layout import check_engine, config_of, layout_of, refuse_kv_cache
+from kvoffload.engines.vllm.layout import layout_of
+from kvoffload.engines.vllm.rejections import check_engine, check_kv_cache
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
-from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.errors import ConfigError
 
 EXTRA = {"cpu_bytes_to_use": "1MiB"}
 CONFIG = parse_config(EXTRA)
@@ -59,7 +61,7 @@ def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        "kvoffload.engines.vllm.layout.check_all_engines", lambda *args, **mount: asked.append((args, mount))
+        "kvoffload.engines.vllm.rejections.check_all_engines", lambda *args, **mount: asked.append((args, mount))
     )
     check_engine(vllm_config())
     assert not asked
@@ -75,23 +77,23 @@ def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(m
     [
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
         ({"kv_transfer_config__kv_role": "kv_consumer"}, '"kv_role": "kv_both"'),
-        ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size above 1"),
+        ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
         (
             {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "ray"},
             "--distributed-executor-backend mp",
         ),
         (
             {"speculative_config": speculative(method="dflash")},
-            "KV of the speculative method 'dflash': use one of eagle",
+            "the method 'dflash'.*: use one of eagle",
         ),
         ({"speculative_config": speculative(parallel_drafting=True)}, "'eagle' with parallel drafting"),
-        ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules at once"),
+        ({"speculative_config": speculative(method="mtp", modules=2)}, "several MTP modules"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
         ({"parallel_config__enable_fault_tolerance": True}, "--enable-fault-tolerance"),
         # A mean of all tokens, though --enable-chunked-prefill says otherwise.
         (
             {"model_config__pooler_config": object(), "model_config__is_prefix_caching_supported": False},
-            "all its tokens",
+            "needs all tokens of the prompt",
         ),
         # Such as a prefix LM, or latent attention on a CPU.
         (
@@ -136,12 +138,12 @@ def test_sleep_is_refused_where_it_takes_memory_away_from_copies(monkeypatch: py
     asleep = {"model_config__enable_sleep_mode": True}
     check_engine(vllm_config(**asleep))  # on a CPU nothing is taken away
     on_gpu = asleep | {"device_config__device_type": "cuda", "model_config__sleep_mode_backend": "cumem"}
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.tells_of_sleep", lambda: False)
-    with pytest.raises(ConfigError, match=r"Before 0\.33, vLLM's sleep takes .* or use a newer vLLM"):
+    monkeypatch.setattr("kvoffload.engines.vllm.rejections.tells_of_sleep", lambda: False)
+    with pytest.raises(ConfigError, match=r"before vLLM 0\.33, because .* or use a newer vLLM"):
         check_engine(vllm_config(**on_gpu))
-    monkeypatch.setattr("kvoffload.engines.vllm.layout.tells_of_sleep", lambda: True)
+    monkeypatch.setattr("kvoffload.engines.vllm.rejections.tells_of_sleep", lambda: True)
     check_engine(vllm_config(**on_gpu))
-    with pytest.raises(ConfigError, match="sleep mode 'snapshot' does to pinned memory"):
+    with pytest.raises(ConfigError, match=r"cumem \('snapshot'\), because"):
         check_engine(vllm_config(**on_gpu | {"model_config__sleep_mode_backend": "snapshot"}))
 
 
@@ -152,7 +154,7 @@ def test_tiers_are_refused_where_each_of_several_engines_spans_nodes() -> None:
     tiers = EXTRA | TIERING | {"secondary_tiers": [{"type": "memory"}]}
     check_engine(vllm_config(**one, kv_transfer_config__kv_connector_extra_config=tiers))
     check_engine(vllm_config(**two))
-    with pytest.raises(ConfigError, match=r"spans 2 nodes, .*: leave out secondary_tiers, or run each engine without"):
+    with pytest.raises(ConfigError, match=r"2 engines, 2 nodes each.*: leave out secondary_tiers, or"):
         check_engine(vllm_config(**two, kv_transfer_config__kv_connector_extra_config=tiers))
 
 
@@ -170,7 +172,7 @@ def of_stages(stages: int, **changes: Any) -> Any:
 def test_a_drafter_with_kv_is_refused_over_stages() -> None:
     check_engine(of_stages(5))
     check_engine(of_stages(2, speculative_config=speculative(method="ngram")))
-    with pytest.raises(ConfigError, match="KV of 'eagle' drafters is in the last pipeline stage alone"):
+    with pytest.raises(ConfigError, match="2 stages and 'eagle'"):
         check_engine(of_stages(2, speculative_config=speculative()))
 
 
@@ -206,18 +208,18 @@ def test_each_slice_is_as_large_as_the_largest_stage_s(
 def test_unequal_stages_of_layers_that_differ_are_refused() -> None:
     config = of_stages(5)
     for caches in (of_stage(2, sliding(64)), of_stage(1), of_stage(3)):
-        with pytest.raises(LayoutError, match=r"stages .* have 2, 2, 3, 3, 2 layers.*a divisor of 12"):
-            layout_of(config, caches, parse_config(EXTRA))
-    layout_of(of_stages(3), of_stage(4, sliding(64)), parse_config(EXTRA))  # equal stages
+        with pytest.raises(ConfigError, match=r"stages have 2, 2, 3, 3, 2 layers.*a divisor of"):
+            check_kv_cache(config, caches)
+    check_kv_cache(of_stages(3), of_stage(4, sliding(64)))  # equal stages
 
 
 @BOTH
 def test_a_draft_model_beside_several_groups_is_refused() -> None:
     """There vLLM 0.32 answers with other tokens than without drafts, also when nothing is stored or loaded."""
     config = vllm_config(speculative_config=speculative(method="draft_model"))
-    refuse_kv_cache(config, kv_cache_config(attention()))
-    with pytest.raises(ConfigError, match="'draft_model' beside several KV groups"):
-        refuse_kv_cache(config, kv_cache_config(attention(), attention()))
+    check_kv_cache(config, kv_cache_config(attention()))
+    with pytest.raises(ConfigError, match="draft_model if vLLM creates several KV groups"):
+        check_kv_cache(config, kv_cache_config(attention(), attention()))
 
 
 @pytest.mark.parametrize(
@@ -256,31 +258,31 @@ def asking_for(layout: str, **changes: Any) -> Any:
 @pytest.mark.vllm
 def test_a_layout_that_vllm_lacks_or_that_was_not_proven_is_refused() -> None:
     assert check_engine(asking_for("BLNHC")).kv_cache_layout == "BLNHC"
-    with pytest.raises(ConfigError, match="This vLLM has no kv_cache_layout 'BNLHC': use one of LBHNC, "):
+    with pytest.raises(ConfigError, match="'BNLHC'; this vLLM has LBHNC, "):
         check_engine(asking_for("BNLHC"))
-    with pytest.raises(ConfigError, match="latent attention, for which the layout BLNHC was not shown to be right"):
+    with pytest.raises(ConfigError, match=r"kv_cache_layout with latent attention \(BLNHC\), because"):
         check_engine(asking_for("BLNHC", model_config__use_mla=True))
 
 
 @BOTH
 def test_a_layout_that_vllm_did_not_take_is_refused() -> None:
-    refuse_kv_cache(asking_for("BLNHC"), kv_cache_config(attention(), kv_cache_layout="BLNHC"))
+    check_kv_cache(asking_for("BLNHC"), kv_cache_config(attention(), kv_cache_layout="BLNHC"))
     with pytest.raises(ConfigError, match="asks for BLNHC, and vLLM uses LBHNC"):
-        refuse_kv_cache(asking_for("BLNHC"), kv_cache_config(attention()))
+        check_kv_cache(asking_for("BLNHC"), kv_cache_config(attention()))
 
 
 @BOTH
 def test_groups_that_hashes_cannot_restore_are_refused() -> None:
-    refuse_kv_cache(vllm_config(), kv_cache_config(attention(), sliding(64)))
+    check_kv_cache(vllm_config(), kv_cache_config(attention(), sliding(64)))
     wrong = replayed_window()
-    with pytest.raises(LayoutError, match=f"KV group 1 .*{type(wrong).__name__}"):
-        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), wrong))
+    with pytest.raises(ConfigError, match=f"KV group 1 .*{type(wrong).__name__}"):
+        check_kv_cache(vllm_config(), kv_cache_config(attention(), wrong))
 
 
 @BOTH
 def test_chunked_local_attention_needs_its_chunk_alone() -> None:
     caches = kv_cache_config(attention(), chunked())
-    refuse_kv_cache(vllm_config(), caches)
+    check_kv_cache(vllm_config(), caches)
     _, local = layout_of(vllm_config(), caches, CONFIG).groups
     assert (local.kind, local.sliding_window_tokens) == (GroupKind.LOCAL_CHUNK, 64)
 
@@ -289,11 +291,11 @@ def test_chunked_local_attention_needs_its_chunk_alone() -> None:
 def test_groups_outside_the_prefix_cache_are_left_out() -> None:
     """vLLM computes the contents of these groups again, even after a hit in its own cache."""
     caches = kv_cache_config(attention(), ring(), sliding(64))
-    refuse_kv_cache(vllm_config(), caches)
+    check_kv_cache(vllm_config(), caches)
     layout = layout_of(vllm_config(), caches, CONFIG)
     assert [group.kind for group in layout.groups] == [GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW]
-    with pytest.raises(LayoutError, match="No KV group of this model is in vLLM's prefix cache"):
-        refuse_kv_cache(vllm_config(), kv_cache_config(ring()))
+    with pytest.raises(ConfigError, match="models without a KV group in vLLM's prefix cache"):
+        check_kv_cache(vllm_config(), kv_cache_config(ring()))
 
 
 @BOTH
@@ -304,7 +306,7 @@ def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_held(
     mixed = kv_cache_config(attention(), other())
     for is_v2 in (False, True):
         config = vllm_config(use_v2_model_runner=is_v2)
-        refuse_kv_cache(config, mixed)
+        check_kv_cache(config, mixed)
         assert are_written_early(config, mixed) is is_v2
         assert not are_written_early(config, kv_cache_config(attention(), sliding(64)))
 
@@ -313,24 +315,24 @@ def test_blocks_that_the_v2_runner_writes_before_it_says_so_are_held(
 @pytest.mark.parametrize(
     ("change", "states", "words"),
     [
-        ({"speculative_config": speculative(method="ngram")}, {}, "recurrent states under speculative decoding"),
+        ({"speculative_config": speculative(method="ngram")}, {}, "recurrent states with speculative decoding"),
         ({"cache_config__use_replayssm": True}, {}, "--use-replayssm"),
         ({}, {"mamba_cache_mode": "none"}, "--enable-prefix-caching"),
-        ({}, {"block_size": 32}, "every 32 tokens, and vLLM hashes every 16"),
+        ({}, {"block_size": 32}, "states every 32 tokens, hashes every 16"),
     ],
 )
 def test_states_that_were_not_shown_to_be_right_are_refused(
     change: dict[str, Any], states: dict[str, Any], words: str
 ) -> None:
-    refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
+    check_kv_cache(vllm_config(), kv_cache_config(attention(), mamba()))
     with pytest.raises(ConfigError, match=words):
-        refuse_kv_cache(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
+        check_kv_cache(vllm_config(**change), kv_cache_config(attention(), mamba(**states)))
 
 
 @BOTH
 def test_short_convolutions_are_refused() -> None:
     with pytest.raises(ConfigError, match="short convolutions"):
-        refuse_kv_cache(vllm_config(), kv_cache_config(attention(), mamba("SHORT_CONV")))
+        check_kv_cache(vllm_config(), kv_cache_config(attention(), mamba("SHORT_CONV")))
 
 
 # ------------------------------------------------------------------------------------------------------ layout

@@ -13,7 +13,7 @@ import pytest
 from tests.engines.models import SmallModel
 
 from kvoffload.engines.vllm import register
-from kvoffload.engines.vllm.layout import config_of
+from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.errors import ConfigError
 
 pytestmark = pytest.mark.vllm

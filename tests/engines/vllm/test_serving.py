@@ -204,6 +204,6 @@ def test_what_cannot_work_is_refused_at_start_with_the_reason(llama: SmallModel)
     assert "lacks 'cpu_bytes_to_use'" in said["child"]
     assert '"kv_load_failure_policy": "recompute"' in said["policy of the whole"]
     assert "multiple of the engine's block of 32 tokens" in said["block"]
-    assert "kv_cache_layout asks for BLNHC, and vLLM uses LBHNC" in said["layout"]
-    assert "no kv_cache_layout 'NHD': use one of LBHNC, " in said["layout's name"]
+    assert "it asks for BLNHC, and vLLM uses LBHNC" in said["layout"]
+    assert "'NHD'; this vLLM has LBHNC, " in said["layout's name"]
     assert [name for name, words in said.items() if words.startswith("loaded: ")] == ["block", "layout"]

@@ -23,7 +23,7 @@ from tests.engines.vllm.configs import (
 
 from kvoffload.config import parse_config
 from kvoffload.engines.vllm import weights as module
-from kvoffload.engines.vllm.layout import check_engine
+from kvoffload.engines.vllm.rejections import UNREADABLE_WEIGHTS, check_engine, unclear_is_rejected
 from kvoffload.engines.vllm.weights import name_of_weights, note_files
 from kvoffload.errors import ConfigError
 
@@ -48,11 +48,13 @@ def write_model(directory: Path, content: bytes = b"weights") -> str:
 
 
 def weights(extra: dict[str, Any], meanwhile: Callable[[], object] = str, **changes: Any) -> str | None:
-    """The name that an engine gives the weights. ``meanwhile``: called while vLLM loads them."""
-    config = vllm_config(**changes)
+    """Return the name that an engine gives the weights. vLLM loads them during ``meanwhile``."""
+    config = vllm_config(**changes | {"kv_transfer_config__kv_connector_extra_config": extra})
     note_files(config)
     meanwhile()
-    return name_of_weights(config, parse_config(extra))()
+    ours = check_engine(config)  # as in the connector
+    with unclear_is_rejected(ours, UNREADABLE_WEIGHTS):
+        return name_of_weights(config, ours)()
 
 
 def test_weights_replaced_at_their_path_are_others(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_made_up_weights_are_named_by_their_seed_and_ranks() -> None:
 )
 def test_weights_without_a_name_are_refused_where_blocks_outlive_them(change: dict[str, Any], tmp_path: Path) -> None:
     changes = {"model_config__model": write_model(tmp_path / "model")} | change
-    with pytest.raises(ConfigError, match=r"cannot tell these weights .* 'disk' .* set weights_version"):
+    with pytest.raises(ConfigError, match=r"weights .*cannot .*'disk'.* set weights_version"):
         weights(UNNAMED, **changes)
     assert weights(NAMED, **changes) == ""
     assert weights({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}, **changes) == ""

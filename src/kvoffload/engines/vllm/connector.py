@@ -41,19 +41,21 @@ from kvoffload.connector import (
 )
 from kvoffload.engines.vllm import undone_steps
 from kvoffload.engines.vllm.announcements import Place, places_of
+from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
 from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
-from kvoffload.engines.vllm.layout import (
-    check_engine,
-    config_of,
-    fails_by_block,
-    layout_of,
-    preferred_layout,
-    refuse_kv_cache,
-)
+from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_layout
 from kvoffload.engines.vllm.log import log_with_vllm
+from kvoffload.engines.vllm.rejections import (
+    TWO_CONNECTORS,
+    UNKNOWN_TENSORS,
+    UNREADABLE_WEIGHTS,
+    check_engine,
+    check_kv_cache,
+    unclear_is_rejected,
+)
 from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_not_rank_free
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
@@ -140,16 +142,13 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         log_with_vllm()
         config = check_engine(vllm_config)
-        refuse_kv_cache(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
         rank = vllm_config.parallel_config.rank if is_worker else 0
+        check_kv_cache(vllm_config, kv_cache_config, rank)
         layout = layout_of(vllm_config, kv_cache_config, config, rank, is_worker)
         self._name = is_worker, rank, layout.instance_id
         if self._name in self._open:
-            raise ConfigError(
-                "Two of kvoffload's connectors in one engine would write to one host memory: name KVOffloadConnector "
-                "once among those of the MultiConnector."
-            )
+            raise TWO_CONNECTORS.error()
         self._shared_spec = _SharedSpec.of(config, layout)
         spec = self._shared_spec.spec
         self._scheduler: _SchedulerSide | None = None
@@ -163,6 +162,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
             if outliving_tier(config) is not None:
                 _log_who_finds_blocks(vllm_config, config)
+            with unclear_is_rejected(config, UNREADABLE_WEIGHTS):
+                weights_name = name_of_weights(vllm_config, config)
             self._scheduler = _SchedulerSide(
                 spec,
                 layout,
@@ -172,7 +173,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
                 encodings_are_shared=vllm_config.ec_transfer_config is not None,
-                weights_name=name_of_weights(vllm_config, config),
+                weights_name=weights_name,
             )
             watch(vllm_config, self._scheduler)
             undone_steps.watch(self._scheduler)
@@ -613,17 +614,21 @@ class _WorkerSide:
             [LayerCache(name, _tensors(kv_caches[name])) for name in group.layer_names]
             for group in offloaded_groups(config)
         ]
-        if self._layout.rank_free:
-            part = self._layout.slice
-            caches = canonicalize_heads(layers, config.num_blocks, config.kv_cache_layout, part.index, part.num_slices)
-        else:
-            caches = canonicalize(layers, config.num_blocks)
+        part = self._layout.slice
+        try:
+            if self._layout.rank_free:
+                layout = config.kv_cache_layout
+                caches = canonicalize_heads(layers, config.num_blocks, layout, part.index, part.num_slices)
+            else:
+                caches = canonicalize(layers, config.num_blocks)
+        except LayoutError as exc:
+            raise UNKNOWN_TENSORS.error(str(exc).rstrip(".")) from exc
         for index, (refs, group) in enumerate(zip(caches.group_data_refs, self._layout.groups, strict=True)):
             num_bytes = sum(ref.page_size_bytes for ref in refs)
             if num_bytes > group.page_bytes:
-                raise LayoutError(
-                    f"A GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side expects "
-                    f"{group.page_bytes}; kvoffload does not know this layout."
+                raise UNKNOWN_TENSORS.error(
+                    f"a GPU block of KV group {index} has {num_bytes} bytes, and the scheduler side expects "
+                    f"{group.page_bytes}"
                 )
         self.core.register_kv_caches(self._spec, caches, flushes_on_host)
 

@@ -21,7 +21,6 @@ from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer, stage
 from kvoffload.engines.vllm.versions import installed_version
 from kvoffload.engines.vllm.weights import drafter_with_kv
 from kvoffload.engines.weights import fingerprint, outliving_tier
-from kvoffload.errors import ConfigError
 
 _LIMITLESS_ROPE = (
     *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4"),
@@ -46,7 +45,7 @@ modules of vLLM's models that read it."""
 def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
     """Everything besides its key that changes the bytes of a block. The same in every process of equal engines.
 
-    Raises ``ConfigError``, with what to do, if blocks could outlive this process and it cannot be told what they are.
+    Raises ``UnclearError`` if blocks could outlive this process and an option or the platform cannot be read.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return {
@@ -100,12 +99,9 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
         facts |= _layers(vllm_config, kv_cache_config, is_rank_free)
         if vllm_config.device_config.device_type == "cpu" and outliving_tier(config) is not None:
             facts["build for this CPU"] = cpu_build()
-    except UnclearError as exc:
-        if (tier := outliving_tier(config)) is not None:
-            raise ConfigError(
-                f"vLLM's {exc}, so the secondary tier {tier!r} could serve KV of other engines: leave out the option "
-                "or the tier."
-            ) from exc
+    except UnclearError:
+        if outliving_tier(config) is not None:
+            raise
         facts["unclear"] = secrets.token_hex(16)
     return facts
 

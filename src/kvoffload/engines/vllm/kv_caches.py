@@ -23,9 +23,6 @@ import torch
 from kvoffload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, SharedPage
 from kvoffload.errors import LayoutError
 
-HEADS_BEFORE_TOKENS = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
-"""Layouts in which the tokens of a head lie side by side, so that a rank's part of a page is in few pieces."""
-
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -79,10 +76,10 @@ def canonicalize_heads(
 ) -> CanonicalKVCaches:
     """As ``canonicalize``, on a rank with part ``part`` of ``num_parts`` equal parts of the KV heads, in pages of all.
 
-    ``layout`` is one of ``HEADS_BEFORE_TOKENS``. Each layer has one tensor, (num_blocks, heads, tokens, content), as
-    large as those of the group's other layers. A page has the bytes that an engine with one rank and this layout has
-    there, without padding. A tensor may count kernel blocks smaller than GPU blocks; the page is the same. Raises
-    ``LayoutError`` for other tensors.
+    ``layout`` is one of ``slices.HEADS_BEFORE_TOKENS``. Each layer has one tensor, (num_blocks, heads, tokens,
+    content), as large as those of the group's other layers. A page has the bytes that an engine with one rank and this
+    layout has there, without padding. A tensor may count kernel blocks smaller than GPU blocks; the page is the
+    same. Raises ``LayoutError`` for other tensors.
     """
     return _caches([_runs_in_pages(layers, num_blocks, layout, part, num_parts) for layers in groups], num_blocks)
 

@@ -19,9 +19,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvoffload.config import RankSlice
-from kvoffload.engines.vllm.kv_caches import HEADS_BEFORE_TOKENS
-from kvoffload.errors import LayoutError
+from kvoffload.config import GroupKind, RankSlice
+
+KINDS = {
+    "full_attention": GroupKind.FULL_ATTENTION,
+    "mla_attention": GroupKind.FULL_ATTENTION,
+    "sliding_window": GroupKind.SLIDING_WINDOW,
+    "sliding_window_mla": GroupKind.SLIDING_WINDOW,
+    "chunked_local_attention": GroupKind.LOCAL_CHUNK,
+    "mamba": GroupKind.SINGLE_STATE,
+}
+"""vLLM's kinds of KV groups that block hashes alone can restore, by ``KVCacheSpecKind`` value."""
+
+HEADS_BEFORE_TOKENS = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
+"""Layouts that keep the tokens of a head together, so that a rank's part of a page is in few pieces."""
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
@@ -76,38 +87,38 @@ def stage_sizes(vllm_config: Any) -> list[int]:
 
 
 def page_bytes(vllm_config: Any, kv_cache_config: Any, rank: int) -> int:
-    """Bytes of one GPU block id on the rank with the most layers. The same in every process of an engine; each rank
-    knows only its own KV cache, and the scheduler that of rank 0.
+    """Return the bytes of one GPU block id on the rank with the most layers.
 
-    Raises ``LayoutError`` if a stage is smaller than another, and what its layers keep does not tell what the others'
-    keep.
+    This is the same in every process of an engine. Each rank knows only its own KV cache, and the scheduler knows that
+    of rank 0.
     """
     own_bytes, sizes = _bytes_per_gpu_block(kv_cache_config), stage_sizes(vllm_config)
     if len(set(sizes)) == 1:
         return own_bytes
-    num_layers = sizes[rank // (vllm_config.parallel_config.world_size // len(sizes))]
+    return own_bytes // sizes[stage_of(vllm_config, rank)] * max(sizes)
+
+
+def stage_of(vllm_config: Any, rank: int) -> int:
+    """Return the pipeline stage of ``rank``."""
+    parallel = vllm_config.parallel_config
+    return int(rank // (parallel.world_size // parallel.pipeline_parallel_size))
+
+
+def layers_are_alike(vllm_config: Any, kv_cache_config: Any, rank: int) -> bool:
+    """Return whether all layers of the rank keep the same KV in one group, so that its size tells the size of the
+    stages with other numbers of layers."""
+    num_layers = stage_sizes(vllm_config)[stage_of(vllm_config, rank)]
     groups = kv_cache_config.kv_cache_groups
-    # One group of equal layers, with KV in each layer: all others may divide unequally between stages.
     names = groups[0].layer_names if len(groups) == 1 else []
-    if not names or len(names) % num_layers or own_bytes % num_layers:
-        raise LayoutError(
-            f"The stages of this pipeline have {', '.join(map(str, sizes))} layers. kvoffload supports unequal stages "
-            "only for models whose layers all keep the same KV: set pipeline_parallel_size to a divisor of "
-            f"{sum(sizes)}."
-        )
-    return int(own_bytes // num_layers * max(sizes))
+    return bool(names) and not len(names) % num_layers and not _bytes_per_gpu_block(kv_cache_config) % num_layers
 
 
 def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
-    """Bytes of one GPU block id on one rank. All groups of vLLM share one allocation, so this is the size of the
-    largest group's block, padding included."""
-    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors}
-    if len(sizes) != 1 or kv_cache_config.num_blocks < 1:
-        raise LayoutError(
-            f"vLLM placed its KV cache in {len(sizes)} allocations, and kvoffload expects one; is this a model without "
-            "a KV cache, or a newer vLLM?"
-        )
-    return int(sizes.pop() // kv_cache_config.num_blocks)
+    """Return the bytes of one GPU block id on this rank.
+
+    All groups of vLLM share one allocation, so this is the size of the largest group's block, including padding.
+    """
+    return int(kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks)
 
 
 def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
@@ -140,6 +151,14 @@ def kind_of(spec: Any) -> str:
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     return str(get_kv_cache_spec_kind(spec).value)
+
+
+def window_of(spec: Any) -> int | None:
+    """Return the window of a KV group's layers, or ``None`` if they differ."""
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
+
+    window = get_kv_cache_spec_sliding_window(spec)
+    return None if window is None else int(window)
 
 
 def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:

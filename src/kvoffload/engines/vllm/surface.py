@@ -172,14 +172,14 @@ _OVERRIDES = (
 """Classes of ours in whose place vLLM calls its own: file, name, bases, and methods that vLLM does not call."""
 
 PRIVATE = {
-    "_get_connector_metadata": "what vLLM bound to this step; connectors of vLLM's own read it so",
-    "_cache_hit_source": "what vLLM calls hits if it asks for no sources; a class attribute that connectors set",
-    "_counter_cls": "series that vLLM's multi-process mode and Ray know must be of its own classes",
+    "_get_connector_metadata": "returns the metadata that vLLM bound to this step; vLLM's own connectors read it so",
+    "_cache_hit_source": "names the source of hits if vLLM asks for no sources; a class attribute that connectors set",
+    "_counter_cls": "series known to vLLM's multi-process mode and to Ray must use vLLM's own classes",
     "_gauge_cls": "the same",
     "_histogram_cls": "the same",
-    "_get_attn_isa": "which instructions pack keys on this CPU; without it, tiers that outlive the process are refused",
-    "_LOAD_FORMAT_TO_MODEL_LOADER": "whether a plug-in loads the weights, which then need a `weights_version`",
-    "_ModelRegistry": "the class registered for an architecture, which a plug-in may have replaced",
+    "_get_attn_isa": "tells which instructions pack keys on this CPU; without it, kvoffload rejects persistent tiers",
+    "_LOAD_FORMAT_TO_MODEL_LOADER": "tells whether a plug-in loads the weights, which then need a `weights_version`",
+    "_ModelRegistry": "finds the class registered for an architecture, which a plug-in may have replaced",
     "_RegisteredModel": "one of its entries",
     "_LazyRegisteredModel": "one of its entries",
 }

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
+from kvoffload.engines.facts import UnclearError
 from kvoffload.engines.weights import WEIGHT_FILES, Files, Known, in_background, local_directory, outliving_tier
-from kvoffload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,16 @@ def drafter_with_kv(vllm_config: Any) -> Any:
     return speculative if speculative is not None and speculative.method in DRAFTERS_WITH_KV else None
 
 
-def refuse_unnamed_weights(vllm_config: Any, config: OffloadingConfig) -> None:
-    """Raises ``ConfigError`` if blocks could outlive weights that cannot be told from others: those that are read from
-    elsewhere than the model's files, or replaced while vLLM serves."""
-    tier = outliving_tier(config)
-    if tier is None or config.weights_version is not None:
-        return
+def why_unnamed(vllm_config: Any, config: OffloadingConfig) -> str | None:
+    """Return why kvoffload cannot tell the weights from others, if blocks could outlive this process: vLLM reads them
+    from elsewhere than the model's files, or may replace them while it serves. Return ``None`` if it can."""
+    if outliving_tier(config) is None or config.weights_version is not None:
+        return None
     for load, model in _loaded(vllm_config):
         if (why := _why_unnamed(load, model)) is not None:
-            raise _unnamed(why, tier)
-    if vllm_config.weight_transfer_config is not None:
-        raise _unnamed("the weights may be replaced while it serves (--weight-transfer-config)", tier)
+            return why
+    is_replaced = vllm_config.weight_transfer_config is not None
+    return "the weights may be replaced while it serves (--weight-transfer-config)" if is_replaced else None
 
 
 def note_files(vllm_config: Any) -> None:
@@ -62,17 +61,15 @@ def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
     """The name of the weights of the model, and of a drafter with KV; empty if no block outlives the process or the
     user names them.
 
-    Call it after the load. Raises ``ConfigError`` if the files cannot be found. If vLLM may have loaded other files,
+    Call it after the load. Raises ``UnclearError`` if the files cannot be read. If vLLM may have loaded other files,
     their name stays unknown, and the log says so.
     """
-    tier = outliving_tier(config)
-    if tier is None or config.weights_version is not None:
+    if outliving_tier(config) is None or config.weights_version is not None:
         return str
-    refuse_unnamed_weights(vllm_config, config)
     after = _files(vllm_config)
     for found in after:
         if isinstance(found, OSError):
-            raise _unnamed(f"the files of its weights cannot be read ({found.strerror or found})", tier)
+            raise UnclearError(f"files of weights: {found.strerror or found}")
     if (doubt := _doubt(_before_load.get(vllm_config.instance_id), after)) is not None:
         logger.warning(
             "%s. So kvoffload cannot name the weights: this engine shares no blocks with other engines, and later "
@@ -182,10 +179,3 @@ def _files_of(model: Any, load: Any) -> tuple[Path, tuple[str, ...]]:
         return file.parent, (name, "*mmproj*.gguf")
     directory = local_directory(model.model, model.revision, load.download_dir)
     return directory, (*WEIGHT_FILES, "*.py") if model.trust_remote_code else WEIGHT_FILES
-
-
-def _unnamed(why: str, tier: str) -> ConfigError:
-    return ConfigError(
-        f"kvoffload cannot tell these weights from others, because {why}, and the secondary tier {tier!r} would serve "
-        'their KV to others: set weights_version to a name of the weights or to {"file": path}, or leave out the tier.'
-    )
