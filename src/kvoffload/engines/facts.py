@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an engine's configuration changes the bytes of a block, in a closed world: what a table does not call
-harmless counts.
+"""Find the parts of an engine's configuration that change the bytes of a block. The rule is closed: every value counts
+unless a table lists it as harmless.
 
-Loads neither an engine nor torch.
+This module loads neither an engine nor torch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from typing import Any, cast
 from kvoffload.errors import KVOffloadError
 
 COUNTS = "changes bytes"
-"""The reason in a ``Table`` under which the fields stand that count."""
+"""The reason in a ``Table`` for fields that count."""
 
 Table = Mapping[str, Mapping[str, str]]
-"""By name of a class: reasons, each with the names of its fields. Under ``COUNTS`` stand those that change bytes, under
-any other reason those that do not, and why."""
+"""Maps the name of a class to reasons, and each reason to the names of its fields. ``COUNTS`` lists the fields that
+change bytes. Any other reason explains why its fields do not."""
 
 _NOT_OF_A_MODEL = frozenset({"transformers_version", "_name_or_path", "_commit_hash", "_auto_class"})
-"""What transformers adds to a model's configuration: where it lay and who read it. Nothing else is left out."""
+"""The entries that transformers adds to a model's configuration: its path and its reader. No other entry is
+excluded."""
 
 
 class UnclearError(KVOffloadError, ValueError):
-    """A value has no text that is the same in each process."""
+    """A value cannot be expressed as text that is the same in each process."""
 
 
 def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
-    """The fields of ``part`` that count, as text by ``prefix`` and name.
+    """Return the fields of ``part`` that count, as text, by ``prefix`` and name.
 
-    A field counts that ``table`` says changes bytes; so does one that the table lacks and that is not at its default.
-    Raises ``UnclearError`` for a value that cannot be told from others in another process.
+    A field counts if ``table`` says that it changes bytes, or if the table does not list it and it differs from its
+    default. Raises ``UnclearError`` for a value that another process could not distinguish from others.
     """
     facts = {}
     for name, value in _counted(part, table):
@@ -49,13 +50,14 @@ def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """``value`` as text that is the same in each process: plain values, or a model's configuration. Raises
-    ``UnclearError``."""
+    """Return ``value``, a plain value or a model's configuration, as text that is the same in each process. Raises
+    ``UnclearError`` if that is impossible."""
     return _text(value, {})
 
 
 def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
-    """Fields that count because the table lacks them, those of the parts within ``part`` too."""
+    """Return the fields that count because the table does not list them, including fields of the parts within
+    ``part``."""
     names = []
     for name, value in _counted(part, table):
         if _reason(type(part), name, table) is None:
@@ -66,8 +68,8 @@ def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
 
 
 def ropes_in(config: Any, is_rope: bool = False) -> Iterator[Mapping[str, Any]]:
-    """The descriptions of rotary embeddings in a model's configuration, those of its parts and of kinds of layers too:
-    whatever names a ``rope_type``, and the innermost of what has ``rope`` in the name above (``is_rope``)."""
+    """Yield the descriptions of rotary embeddings in a model's configuration, including its parts and kinds of layers:
+    each mapping with a ``rope_type``, and the innermost mappings below a name that contains ``rope`` (``is_rope``)."""
     if isinstance(config, Mapping):
         is_innermost = not any(isinstance(each, Mapping) for each in config.values())
         if "rope_type" in config or (is_rope and ("type" in config or is_innermost)):
@@ -80,7 +82,7 @@ def ropes_in(config: Any, is_rope: bool = False) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_types_in(config: Any) -> set[str]:
-    """Those of ``ropes_in``."""
+    """Return the types of all rotary embeddings in a model's configuration."""
     return {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
 
 
@@ -108,7 +110,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any, table: Table) -> bool
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         return default is value or _text(default, table) == _text(value, table)
-    except Exception:  # noqa: BLE001 - of a factory that is not ours; then it is not known to be the default
+    except Exception:  # noqa: BLE001 - a foreign factory; the value is then not known to be the default
         return False
 
 
@@ -117,8 +119,9 @@ def _text(value: Any, table: Table) -> str:
 
 
 def _plain(value: Any, table: Table) -> Any:
-    """``value`` in what JSON can express, the same in each process. A JSON object is a tag: what is not JSON's own
-    stands in one, by its kind. Tuples alone are as lists."""
+    """Return ``value`` in a form that JSON can express and that is the same in each process. A JSON object is a tag: it
+    contains a value of a kind that JSON lacks, by the kind's name. The only exception is a tuple, which becomes a
+    list."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         return value
     kind = type(value).__name__
@@ -144,7 +147,7 @@ def _plain_object(value: Any, table: Table) -> Any:
         return {kind.__name__: str(value)}
     if _is_imported(value):
         return {"imported": f"{value.__module__}.{value.__qualname__}"}
-    if hasattr(value, "to_dict"):  # a model's configuration, whose class may be a dataclass that lacks some of it
+    if hasattr(value, "to_dict"):  # a model's configuration, whose class may be a dataclass without some of its entries
         return {"model": _plain(_of_model(value.to_dict()), table)}
     if dataclasses.is_dataclass(value):
         return {"dataclass": [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]}
@@ -152,8 +155,8 @@ def _plain_object(value: Any, table: Table) -> Any:
 
 
 def _is_imported(value: Any) -> bool:
-    """A class or function that every process imports by its name. Objects that can be called have other names, and
-    methods have the name of any object's."""
+    """Return whether ``value`` is a class or function that every process imports by its name. Callable objects have
+    other names, and methods share their names with other objects' methods."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return False
@@ -164,7 +167,7 @@ def _is_imported(value: Any) -> bool:
 
 
 def _of_model(config: Any) -> Any:
-    """A model's configuration, its parts too, without what is not of the model."""
+    """Return a model's configuration and its parts, without entries that do not belong to the model."""
     if isinstance(config, Mapping):
         return {name: _of_model(value) for name, value in config.items() if name not in _NOT_OF_A_MODEL}
     if isinstance(config, (list, tuple)):

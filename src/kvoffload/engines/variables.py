@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables of the libraries below an engine that change what it computes, in a closed world.
+"""Find the environment variables that change the results of the libraries below an engine.
 
-Those that begin with one of ``PREFIXES`` count as soon as they are set, but for the names that stand in ``HARMLESS``.
-What changes rounding alone does not count (see ``vllm/fields.py``).
+The rule is closed: a variable that begins with one of ``PREFIXES`` counts as soon as it is set, unless ``HARMLESS``
+lists it. Variables that change only rounding do not count (see ``vllm/fields.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 PREFIXES = (
-    # PyTorch and its compilers, the vendors' libraries of matrices, and kernels that engines take from elsewhere.
+    # PyTorch and its compilers, the vendors' matrix libraries, and kernels that engines use from other projects.
     *(
         "TORCH_ALLOW_",
         "TORCH_BLAS_",
@@ -35,7 +35,7 @@ PREFIXES = (
         "FLASHINFER_",
     ),
     *("TRTLLM_", "DG_", "DEEP_NORMAL_MODE_", "FLA_", "USE_TRITON_", "ASCEND_USE_F", "TIMM_FUSED_ATTN"),
-    *("VIDEO_MAX_PIXELS", "XHS_VIDEO_JPEG_QUALITY"),  # what a model sees of a medium
+    *("VIDEO_MAX_PIXELS", "XHS_VIDEO_JPEG_QUALITY"),  # the part of a medium that a model sees
 )
 
 HARMLESS: Mapping[str, str] = {
@@ -46,7 +46,7 @@ HARMLESS: Mapping[str, str] = {
         TORCHINDUCTOR_MAX_AUTOTUNE TORCHINDUCTOR_MAX_AUTOTUNE_GEMM TORCHINDUCTOR_COORDINATE_DESCENT_TUNING
         TORCHINDUCTOR_FREEZING TORCHINDUCTOR_CUDAGRAPHS TRITON_CACHE_AUTOTUNING TRTLLM_ENABLE_PDL DG_JIT_USE_NVRTC
         AITER_FLYDSL_EP_NO_FAKE_EXPERT""",
-    "where something lies, or how much of it": """
+    "the place or amount of memory or files": """
         TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FX_GRAPH_CACHE
         TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE TORCHINDUCTOR_AUTOGRAD_CACHE TORCHINDUCTOR_REDIS_URL
         TORCHINDUCTOR_FORCE_DISABLE_CACHES TORCHINDUCTOR_DISABLE_MULTI_KERNEL_CACHE TORCHINDUCTOR_WORKER_START
@@ -70,15 +70,16 @@ HARMLESS: Mapping[str, str] = {
         ROCBLAS_LAYER ROCBLAS_LOG_PATH ROCBLAS_LOG_TRACE_PATH HIPBLASLT_LOG_LEVEL HIPBLASLT_LOG_MASK HIPBLASLT_LOG_FILE
         MIOPEN_ENABLE_LOGGING MIOPEN_LOG_LEVEL""",
 }
-"""Reasons, each with its variables. Among them must be what an engine sets in some of its processes alone."""
+"""Reasons, each with its variables. They must include all variables that an engine sets in only some of its
+processes."""
 
 SERVICES = re.compile(r"(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
-"""What Kubernetes sets for each service, whose name may begin as one of ``PREFIXES`` does."""
+"""The variables that Kubernetes sets for each service. A service's name may begin with one of ``PREFIXES``."""
 
 _HARMLESS = frozenset(name for names in HARMLESS.values() for name in names.split())
 
 
 def counted(environment: Iterable[str]) -> list[str]:
-    """The names in ``environment`` that count, sorted."""
+    """Return the names in ``environment`` that count, sorted."""
     ours = (name for name in environment if name.startswith(PREFIXES) and not SERVICES.fullmatch(name))
     return sorted(name for name in ours if name not in _HARMLESS)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where blocks are in the words that routers know, and what of it was announced.
+"""Translate the places of blocks into the terms that routers know, and remember the announced blocks.
 
-A router counts a block by its medium, and takes a medium that it does not know for the device. It applies a removal to
-whatever it knows under that medium, or not at all. So a block is announced with its first copy in a medium and removed
-with its last, in the same words.
+A router counts a block by its medium, and takes an unknown medium for the GPU. It applies a removal to everything that
+it knows under that medium, or not at all. So a block is announced with its first copy in a medium and removed with its
+last, in the same terms.
 """
 
 from __future__ import annotations
@@ -19,46 +19,50 @@ _HOST = CPULoadStoreSpec.medium()
 
 
 class Place(NamedTuple):
-    """A tier in the fields of vLLM's KV events. ``ownership`` is left out: a router takes blocks without one for the
-    engine's own, and Dynamo drops those of owners that it does not know."""
+    """A tier in the fields of vLLM's KV events. The field ``ownership`` is left out: a router assumes that blocks
+    without an owner belong to the engine, and Dynamo drops blocks of unknown owners."""
 
     medium: str
     """``CPU`` or ``STORAGE``."""
     locality: str | None = None
-    """``LOCAL`` or ``REMOTE``, as the engine sees the tier; ``None``: not known."""
+    """``LOCAL`` or ``REMOTE``, from the engine's point of view; ``None`` if it is not known."""
 
 
 def places_of(tiers: Iterable[StoreOptions]) -> dict[str, Place]:
-    """The place of each tier, by its label. The primary tier is called ``CPU``."""
+    """Return the place of each tier, by its label. Host memory is called ``CPU``."""
     below = {options.label: Place(options.medium, options.locality) for options in tiers}
     return below | {_HOST: Place(_HOST)}
 
 
 class Announced(NamedTuple):
-    """What routers know of a block in one medium."""
+    """The announced state of a block in one medium."""
 
     place: Place
-    """That of its first copy."""
+    """The place of its first copy."""
     tiers: tuple[str, ...]
-    """The labels of all that have a copy now."""
+    """The labels of all tiers that have a copy."""
     is_described: bool
-    """With tokens. A router may have dropped an announcement without, and one then drops a removal from there on."""
+    """Whether it was announced with tokens. A router may have dropped an announcement without tokens, and another
+    router stops a removal at such a block."""
 
 
 class Announcements:
-    """The announced blocks of all tiers, by medium: about 150 bytes each."""
+    """The announced blocks of all tiers, by medium. Each takes about 150 bytes."""
 
     def __init__(self, places: Mapping[str, Place]) -> None:
-        """``places`` by label. A tier that is not in it counts as storage: no router knows its label as a medium."""
+        """Create the record. ``places`` maps labels of tiers to places. A tier that is not in it counts as storage,
+        because no router knows its label as a medium."""
         self._places = dict(places)
         self._blocks: dict[str, dict[OffloadKey, Announced]] = {}
         self._known: dict[Announced, Announced] = {}
-        """One object for each value, since there are few."""
+        """One shared object for each value, because there are few different ones."""
         self._inner: dict[str, dict[OffloadKey, tuple[OffloadKey, ...]]] = {}
-        """By block, the engine's blocks inside it that were announced with it, but for the last, which has its key."""
+        """For each block, the engine's blocks inside it that were announced with it, except the last, which has the
+        block's own key."""
         self._num_holders: dict[Place, dict[OffloadKey, int]] = {}
-        """By engine block inside others, how many blocks that were announced in the same words have it: those that part
-        inside share the first. A router may drop one place and not another."""
+        """For each engine block inside other blocks, the number of blocks with the same announced place that contain
+        it, because blocks that diverge inside share their first engine blocks. A router may drop one place and keep
+        another."""
 
     def __repr__(self) -> str:
         return f"Announcements({ {medium: len(blocks) for medium, blocks in self._blocks.items()} })"
@@ -69,7 +73,7 @@ class Announcements:
         return self._places[tier]
 
     def add(self, tier: str, key: OffloadKey) -> bool:
-        """A copy appeared in ``tier``. Whether the block is to be announced, which ``describe`` may follow."""
+        """Record a copy in ``tier``, and return whether the block must be announced. ``describe`` may follow."""
         place = self.place(tier)
         blocks = self._blocks.setdefault(place.medium, {})
         known = blocks.get(key)
@@ -81,8 +85,8 @@ class Announcements:
         return False
 
     def describe(self, tier: str, key: OffloadKey, inner: Sequence[OffloadKey]) -> int:
-        """The block is announced with its tokens. ``inner``: the engine's blocks in it, but for the last. Returns how
-        many of these, from the first on, are known in this place by the announcement of another block."""
+        """Record that the block is announced with its tokens. ``inner`` lists the engine's blocks in it, except the
+        last. Returns how many of these, from the first on, were already announced in this place with another block."""
         place = self.place(tier)
         blocks = self._blocks[place.medium]
         blocks[key] = self._intern(blocks[key]._replace(is_described=True))
@@ -97,7 +101,8 @@ class Announcements:
         return num_known
 
     def remove(self, tier: str, key: OffloadKey) -> Announced | None:
-        """A copy left ``tier``. What is to be taken back, if it was the last of the medium; ``take_inner`` follows."""
+        """Record that a copy left ``tier``. Returns the announcement to withdraw if it was the last copy in the medium;
+        ``take_inner`` follows."""
         blocks = self._blocks.get(self.place(tier).medium, {})
         known = blocks.get(key)
         if known is None or tier not in known.tiers:
@@ -110,8 +115,8 @@ class Announcements:
         return known
 
     def take_inner(self, key: OffloadKey, place: Place) -> list[OffloadKey]:
-        """The engine's blocks in a removed block, which was announced in ``place``, that no announced block has any
-        longer, but for the last."""
+        """Return the engine's blocks in a removed block, which was announced in ``place``, that no announced block
+        contains any longer. It excludes the last one."""
         inner = self._inner.get(place.medium, {}).pop(key, ())
         gone = []
         for each in inner:
@@ -123,12 +128,12 @@ class Announcements:
         return gone
 
     def tiers_below(self) -> list[str]:
-        """The labels of the tiers below the primary one that have announced blocks."""
+        """Return the labels of the tiers below host memory that have announced blocks."""
         tiers = {tier for blocks in self._blocks.values() for known in blocks.values() for tier in known.tiers}
         return sorted(tiers - {_HOST})
 
     def keys_in(self, tier: str) -> list[OffloadKey]:
-        """The announced blocks of which ``tier`` has a copy."""
+        """Return the announced blocks with a copy in ``tier``."""
         blocks = self._blocks.get(self.place(tier).medium, {})
         return [key for key, known in blocks.items() if tier in known.tiers]
 

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     import torch
 
 _WORDS = 4096
-"""Words that are added up before they are weighted by their place."""
+"""Number of words in a group. The words of a group are added up, and each sum is weighted by its position."""
 
 
 def weights_state(worker: Any) -> list[int] | None:
-    """A checksum of each piece of memory with parameters or buffers of the worker's models; ``None`` if the worker does
-    not show a model. Reads all weights on the device, which takes some 10 ms, and needs little memory beside them."""
+    """Return a checksum of each piece of memory with parameters or buffers of the worker's models, or ``None`` if the
+    worker does not show a model. It reads all weights on the GPU, which takes about 10 ms, and needs little additional
+    memory."""
     import torch
 
     try:
@@ -30,7 +31,7 @@ def weights_state(worker: Any) -> list[int] | None:
 
 
 def _memory_of(models: list[Any]) -> Iterator[torch.Tensor]:
-    """Each storage once, as bytes: weights may be views of others, in any order of dimensions."""
+    """Yield each storage once, as bytes, because weights may be views of others, in any order of dimensions."""
     import torch
 
     seen = set()
@@ -43,7 +44,8 @@ def _memory_of(models: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def _checksum(memory: torch.Tensor) -> torch.Tensor:
-    """The sum of all words of ``memory``, those of each ``_WORDS`` multiplied by a number of their own."""
+    """Return a checksum of ``memory``: the words of each group of ``_WORDS`` are added up, and each sum is multiplied
+    by a number of its own."""
     import torch
 
     num_words = memory.numel() // 8

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a process' environment changes the bytes of a block: variables, the plug-ins that vLLM loads, and the kernels
-that it finds."""
+"""Find the parts of a process's environment that change the bytes of a block: variables, the plug-ins that vLLM loads,
+and the kernels that it finds."""
 
 from __future__ import annotations
 
@@ -76,26 +76,24 @@ VARIABLES: Mapping[str, str] = {
         "VLLM_RANDOMIZE_DP_DUMMY_INPUTS"
     ),
     "the division of pages counts": "VLLM_PP_LAYER_PARTITION",
-    "what comes of it is in the spec of each layer": (
-        "VLLM_MLA_DISABLE VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-    ),
+    "its result is in the spec of each layer": ("VLLM_MLA_DISABLE VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
     "counts as layout and limit (identity.py)": "VLLM_KV_CACHE_LAYOUT VLLM_ALLOW_LONG_MAX_MODEL_LEN",
     "adapters are told apart by path, or left out": (
         "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_ALLOW_RUNTIME_LORA_UPDATING"
     ),
-    "what is made of hidden states, after the KV": (
+    "the use of hidden states, after the KV": (
         "VLLM_USE_FLASHINFER_SAMPLER VLLM_MAX_N_SEQUENCES VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS "
         "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_V1_USE_OUTLINES_CACHE VLLM_XGRAMMAR_CACHE_MB "
         "VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS "
         "VLLM_XPU_USE_SAMPLER_KERNEL"
     ),
-    "how tokens are made; those are in the key": (
+    "the choice of tokens, which are in the key": (
         "VLLM_USE_FASTOKENS VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS "
         "VLLM_ENFORCE_STRICT_TOOL_CALLING VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS "
         "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY "
         "VLLM_CHAT_TEMPLATE_FUEL VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT"
     ),
-    "which media are read; their hash is in the key": (
+    "the choice of media, whose hash is in the key": (
         "VLLM_IMAGE_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT VLLM_MEDIA_CACHE "
         "VLLM_MEDIA_CACHE_MAX_SIZE_MB VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES "
         "VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MEDIA_LOADING_THREAD_COUNT "
@@ -103,7 +101,7 @@ VARIABLES: Mapping[str, str] = {
         "VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_IMAGE_PIXELS "
         "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB"
     ),
-    "where something lies, or how much of it": (
+    "the place or amount of memory or files": (
         "VLLM_CONFIG_ROOT VLLM_CACHE_ROOT CUDA_HOME VLLM_NCCL_SO_PATH LD_LIBRARY_PATH VLLM_ROCM_SLEEP_MEM_CHUNK_SIZE "
         "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_SIM_MULTI_NUMA "
         "VLLM_ASSETS_CACHE VLLM_ASSETS_CACHE_MODEL_CLEAN VLLM_XLA_CACHE_PATH VLLM_SPARSE_INDEXER_MAX_LOGITS_MB "
@@ -150,30 +148,32 @@ VARIABLES: Mapping[str, str] = {
         "VLLM_MORIIO_TRANSFER_TIMEOUT_S VLLM_SNAPSHOT_TIMEOUT_S"
     ),
 }
-"""Reasons, each with the variables of vLLM's ``envs.py`` (0.32 and 0.33) and those that vLLM itself sets. One that
-stands nowhere counts as soon as it is set. What vLLM sets in some of its processes alone must not count."""
+"""Reasons, each with variables from vLLM's ``envs.py`` (0.32 and 0.33) and variables that vLLM itself sets. A variable
+that is not listed counts as soon as it is set. Variables that vLLM sets in only some of its processes must not
+count."""
 
 _SET_BY_VLLM = ("AITER_SITUV2_A8W4", "AITER_SITUV2_A4W4")
 """Variables of libraries that vLLM sets from ``VLLM_ROCM_USE_AITER_MOE_SITUV2``, which counts, in some processes."""
 
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
-"""Groups of entry points whose code runs in engines."""
+"""Groups of entry points whose code runs in the engine's processes."""
 
 
 _ASKED_FOR = re.compile(r"(?:_has_module|_has_module_spec|find_spec)\(\s*\"(\w+)")
 _WHO_ASKS = ("import_utils.py", "flashinfer.py", "b12x.py", "hpc.py")
-"""Files of vLLM, beside each other, that look for libraries of kernels."""
+"""Files in one directory of vLLM that look for kernel libraries."""
 
 
 def environment() -> dict[str, str]:
-    """The variables that are set and count. Values are hashed, since stores keep facts where others may read."""
+    """Return the variables that are set and count. Values are hashed, because stores write them to files that others
+    may read."""
     known = dict(_counted())
     texts = {name: hashlib.sha256(os.fsencode(os.environ[name])).hexdigest()[:32] for name in known}
     return {"environment": json.dumps(texts, sort_keys=True)}
 
 
 def unknown_variables() -> list[str]:
-    """Variables that count because no table knows them."""
+    """Return the variables that count because no table lists them."""
     return [name for name, reason in _counted() if reason is None]
 
 
@@ -186,8 +186,8 @@ def _counted() -> list[tuple[str, str | None]]:
 
 @functools.cache
 def plugins() -> str:
-    """Names, targets and versions of vLLM's plug-ins but ours and its own. Raises ``UnclearError`` if one has no
-    version."""
+    """Return the names, targets and versions of vLLM's plug-ins, except kvoffload's and vLLM's own. Raises
+    ``UnclearError`` if one lacks a version."""
     found = []
     for group in _PLUGINS:
         for entry in entry_points(group=group):
@@ -202,9 +202,10 @@ def plugins() -> str:
 
 @functools.cache
 def kernels() -> str:
-    """The libraries of kernels that vLLM looks for and finds, with their versions, and whether it may use FlashInfer,
-    which needs a compiler or compiled kernels. Where an option says ``auto``, what is there chooses how precise
-    activations of quantized layers are. Raises ``UnclearError`` if vLLM does not say what it looks for."""
+    """Return the kernel libraries that vLLM looks for and finds, with their versions, and whether it may use
+    FlashInfer, which needs a compiler or compiled kernels. If an option is ``auto``, the installed libraries determine
+    the precision of activations in quantized layers. Raises ``UnclearError`` if vLLM does not show which libraries it
+    looks for."""
     try:
         from vllm.utils.flashinfer import has_flashinfer
 
@@ -214,7 +215,7 @@ def kernels() -> str:
             raise LookupError(f"{files[0]} names none")
         owners = packages_distributions()
         found = {
-            # A distribution that is half removed has no name.
+            # A partly removed distribution lacks a name.
             name: sorted(f"{owner} {version(owner)}" for owner in {*owners.get(name, ())} if owner)
             for name in names
             if importlib.util.find_spec(name) is not None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every field of vLLM's configuration (0.32 and 0.33), and whether it changes the bytes of a block.
 
-A field that stands nowhere counts as soon as it is not at its default. ``test_fields`` reads the dataclasses of the
-installed vLLM, and fails for one that stands nowhere. *Bytes* means what KV stands for. What changes rounding alone
-(kernels, batches, compiled graphs, the number of ranks) does not count, as engines of other sizes share blocks.
+A field that is not listed counts as soon as it differs from its default. ``test_fields`` reads the dataclasses of the
+installed vLLM, and fails for a field that is not listed. *Bytes* means the meaning of KV: a field that changes only
+rounding (kernels, batches, compiled graphs, the number of ranks) does not count, because engines of other sizes share
+blocks.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from kvoffload.engines.facts import COUNTS, Table
 
 _ROUNDING = "another kernel or order for the same computation"
 _SCHEDULING = "which tokens are computed together, and when"
-_MEMORY = "where something lies, or how much of it"
-_SAMPLING = "what is made of hidden states, after the KV"
-_TOKENS = "how tokens are made; those are in the key"
+_MEMORY = "the place or amount of memory or files"
+_SAMPLING = "the use of hidden states, after the KV"
+_TOKENS = "the choice of tokens, which are in the key"
 _RANKS = "the division of pages counts (identity.py)"
-_SPECS = "what comes of it is in the spec of each layer, which counts"
-_KEYS = "what block hashes are of, which the layout says"
+_SPECS = "its result is in the spec of each layer, which counts"
+_KEYS = "the input of block hashes, which the layout describes"
 _WATCHING = "metrics, logs, profiles"
 _SERVING = "names, access and processes"
-_DERIVED = "made from fields that count"
+_DERIVED = "derived from fields that count"
 
 FIELDS: Table = {
     "VllmConfig": {
@@ -42,15 +43,15 @@ FIELDS: Table = {
         "counts beside a weights_version; else the content of the files does (identity.py)": "model model_weights "
         "revision",
         "counts where positions depend on it (identity.py)": "max_model_len",
-        "counts with weights that are made up (identity.py)": "seed",
-        "hf_config is what comes of it": "hf_config_path hf_overrides config_format trust_remote_code",
+        "counts with random weights (identity.py)": "seed",
+        "its result is hf_config": "hf_config_path hf_overrides config_format trust_remote_code",
         _DERIVED: "is_submodel_config spec_target_max_model_len allow_deprecated_quantization "
         "word_embeddings_untied_by_checkpoint",
         _TOKENS: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
         "hashed into the key": "enable_prompt_embeds",
         _SAMPLING: "enable_return_routed_experts return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel "
         "enable_trace_replay logits_processors pooler_config",
-        "sampling, and what Llama 4 reads of it (identity.py)": "generation_config override_generation_config",
+        "sampling, and the part that Llama 4 reads (identity.py)": "generation_config override_generation_config",
         _ROUNDING: "enforce_eager disable_cascade_attn",
         _MEMORY: "enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
         "enable_nccl_comm_suspend enable_cumem_allocator renderer_num_workers",
@@ -79,7 +80,7 @@ FIELDS: Table = {
         "mamba_page_size_padded skip_page_size_padded mamba_block_size user_specified_mamba_block_size "
         "mamba_cache_mode effective_attention_block_size",
         _KEYS: "prefix_match_unit hash_block_size cache_hit_alignment_tokens enable_prefix_caching",
-        "which states are kept": "prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint "
+        "the choice of states to keep": "prefix_cache_retention_interval enable_mamba_shared_prefix_checkpoint "
         "enable_mamba_fine_grained_prefix_cache",
         _MEMORY: "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_size_tokens "
         "kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size kv_offloading_backend "
@@ -107,7 +108,7 @@ FIELDS: Table = {
         "fault_tolerance_config",
     },
     "KernelConfig": {
-        # Backends of quantized layers choose how precise activations are.
+        # Backends of quantized layers choose the precision of activations.
         COUNTS: "moe_backend linear_backend linear_backend_per_quant monokernel",
         _ROUNDING: "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
         "enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend",
@@ -119,7 +120,7 @@ FIELDS: Table = {
         "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
     },
     "AttentionConfig": {
-        # Over quantized KV some of these choose how precise queries are.
+        # With quantized KV, some of these choose the precision of queries.
         COUNTS: "backend backend_per_kind disable_flashinfer_q_quantization use_prefill_query_quantization "
         "flash_attn_version use_trtllm_attention mla_prefill_backend trtllm_ragged_backend "
         "minimax_m3_msa_decode_backend sparse_mla_force_mqa indexer_kv_dtype hisparse_config use_non_causal "
@@ -145,7 +146,7 @@ FIELDS: Table = {
         "dynamic_shapes_config fast_moe_cold_start cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes "
         "decoder_replay_trim_threshold",
         _MEMORY: "debug_dump_path cache_dir compile_cache_save_format local_cache_dir",
-        "what compiling has found": "enabled_custom_ops disabled_custom_ops traced_files compilation_time "
+        "results of compilation": "enabled_custom_ops disabled_custom_ops traced_files compilation_time "
         "encoder_compilation_time static_forward_context static_all_moe_layers",
     },
     "PassConfig": {
@@ -170,12 +171,12 @@ FIELDS: Table = {
     "SpeculativeConfig": {
         COUNTS: "method kv_cache_dtype draft_model_config draft_load_config attention_backend parallel_drafting "
         "index_share_for_mtp_iteration use_heterogeneous_vocab disable_lookahead_block_hashes moe_backend",
-        "draft_model_config is what comes of it": "model quantization revision code_revision max_model_len "
+        "its result is draft_model_config": "model quantization revision code_revision max_model_len "
         "target_model_config target_parallel_config",
         _RANKS: "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config",
         _KEYS: "disable_eagle_block_drop",
         _ROUNDING: "enforce_eager disable_padded_drafter_batch use_local_argmax_reduction",
-        "which drafts are made or taken": "num_speculative_tokens prompt_lookup_max prompt_lookup_min "
+        "the choice and acceptance of drafts": "num_speculative_tokens prompt_lookup_max prompt_lookup_min "
         "num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
         "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method "
         "synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification draft_sample_method "

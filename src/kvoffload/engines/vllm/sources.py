@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads vLLM's sources without importing them: names, methods with their parameters, attributes of classes."""
+"""Read vLLM's sources without importing them: names, methods with their parameters, attributes of classes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ class Method:
     """A method or a function."""
 
     parameters: tuple[str, ...]
-    """Without ``self`` or ``cls``; keyword-only ones behind, then "*" and "**" if it takes any."""
+    """The parameters without ``self`` or ``cls``, followed by keyword-only ones, and then "*" and "**" if it accepts
+    any."""
     required: frozenset[str]
-    """Those without a default."""
+    """The parameters without a default."""
     is_abstract: bool
 
 
 class Sources:
-    """A tree of vLLM's Python files, read when they are asked for; ``root`` is the directory that holds the package
+    """A tree of vLLM's Python files, which are read on demand. ``root`` is the directory that contains the package
     ``vllm``."""
 
     def __init__(self, root: Path) -> None:
@@ -28,7 +29,7 @@ class Sources:
         self._trees: dict[str, ast.Module] = {}
 
     def module(self, dotted: str) -> ast.Module:
-        """Of a module that does not exist: an empty one."""
+        """Return the parsed module, or an empty one if the module does not exist."""
         if dotted not in self._trees:
             path = self.root / dotted.replace(".", "/")
             path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -38,7 +39,7 @@ class Sources:
     def top_level_names(self, dotted: str) -> set[str]:
         names: set[str] = set()
         body = self.module(dotted).body
-        # What a module makes when it is asked for it, it declares for checkers of types alone.
+        # A module declares the names that it creates on demand only for type checkers.
         attempts = [each for node in body if isinstance(node, (ast.Try, ast.If)) for each in node.body]
         for node in (*body, *attempts):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -63,8 +64,8 @@ class Sources:
         return methods_of(self.module(dotted))
 
     def attributes(self, dotted: str, name: str) -> set[str]:
-        """Fields, properties, methods and what ``__init__`` assigns; bases in the same module included. Raises
-        ``LookupError`` if there is no such class."""
+        """Return the fields, properties and methods of a class, and the attributes that its ``__init__`` assigns.
+        Includes bases in the same module. Raises ``LookupError`` if there is no such class."""
         cls = self.class_of(dotted, name)
         found: set[str] = set()
         for base in self._bases(dotted, cls):
@@ -84,7 +85,7 @@ class Sources:
         return found
 
     def required_fields(self, dotted: str, name: str) -> set[str]:
-        """Of a dataclass or a struct: what cannot be left out when one is made; bases in the same module included."""
+        """Return the required fields of a dataclass or a struct. Includes bases in the same module."""
         cls = self.class_of(dotted, name)
         found: set[str] = set()
         for base in self._bases(dotted, cls):
@@ -96,13 +97,13 @@ class Sources:
         return found
 
     def _bases(self, dotted: str, cls: ast.ClassDef) -> list[str]:
-        """Those that the module itself defines."""
+        """Return the bases that the module itself defines."""
         classes = {node.name for node in self.module(dotted).body if isinstance(node, ast.ClassDef)}
         return [base.id for base in cls.bases if isinstance(base, ast.Name) and base.id in classes]
 
 
 def imports_of_vllm(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of every ``from vllm… import …`` in a file."""
+    """Return (module, name) of every ``from vllm… import …`` in a file."""
     return {
         (node.module, alias.name)
         for node in ast.walk(ast.parse(path.read_text()))

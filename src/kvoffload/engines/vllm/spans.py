@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans of requests, in the traces that vLLM sends to ``--otlp-traces-endpoint``.
 
-vLLM sets OpenTelemetry up in the engine core's process, with a thread that sends what has ended. It passes the trace
-that a client's request belongs to on as ``Request.trace_headers``. A request has one span, a sibling of vLLM's
-``llm_request``, with a child for each time that it waited for transfers; the rest it waited for the engine. Importing
-this module needs ``opentelemetry`` and nothing of vLLM.
+vLLM sets up OpenTelemetry in the engine core's process, with a thread that sends finished spans. It passes on the trace
+of a client's request as ``Request.trace_headers``. A request gets one span, a sibling of vLLM's ``llm_request``, with a
+child for each time that it waited for transfers. The remaining time is spent waiting for the engine. Importing this
+module requires ``opentelemetry`` but not vLLM.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NAME = "kvoffload"
 
 
 class Spans:
-    """A ``Watch`` that makes spans of explanations. Scheduler thread.
+    """A ``Watch`` that turns explanations into spans. Scheduler thread.
 
-    A request whose trace is not sampled, by its client or by ``OTEL_TRACES_SAMPLER``, is not explained.
-    ``kvoffload.request_id`` is the engine core's: the client's, and what vLLM appended. ``clock`` is the scheduler
-    side's. OpenTelemetry's SDK takes some 50 microseconds a span, so there is none of what takes no time.
+    A request is not explained if its client or ``OTEL_TRACES_SAMPLER`` does not sample its trace.
+    ``kvoffload.request_id`` is the engine core's id: the client's id and a suffix of vLLM. ``clock`` is the scheduler
+    side's clock. OpenTelemetry's SDK takes about 50 microseconds per span, so instant phases get no span.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,8 @@ class Spans:
         return functools.partial(self._end, span, request.request_id, begin_ns - round(now_s * 1e9))
 
     def _end(self, span: trace.Span, request_id: str, zero_ns: int, explanation: Explanation) -> None:
-        """``zero_ns``: when the clock stood at zero."""
+        """End ``span``, and create its children. ``zero_ns`` is the Unix time in nanoseconds at which the clock was
+        zero."""
         found, end_s = explanation.found, explanation.since_s
         parent = trace.set_span_in_context(span, Context())
         for phase, begin_s, end_s in explanation.phases:

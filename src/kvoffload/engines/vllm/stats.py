@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload's metrics in vLLM's log and on its ``/metrics``.
+"""Export kvoffload's metrics in vLLM's log and on its ``/metrics``.
 
-vLLM sends a connector's stats from the engine core to the front end as plain data. Here these are counters and
-histograms, as increments since the last report, and gauges, as they are, by the sample's name and label values joined
-in one string.
+vLLM sends a connector's stats from the engine core to the front end as plain data. This data contains increments of
+counters and histograms since the last report, and current values of gauges. Its keys join the sample's name and label
+values in one string.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StatsReporter:
         self._last: Stats = {}
 
     def report(self, now: Stats) -> OffloadStats | None:
-        """What changed since the last report, or ``None``. Samples that are not in ``METRICS`` are left out."""
+        """Return the changes since the last report, or ``None`` if there are none. Samples that are not in ``METRICS``
+        are left out."""
         changed = {sample: value for sample, value in now.items() if self._last.get(sample) != value}
         changed = {sample: value for sample, value in changed.items() if sample[0] in METRICS}
         if not changed:
@@ -45,7 +46,7 @@ class StatsReporter:
                 stats.gauges[_SEPARATOR.join(sample)] = value
             elif (increment := value - self._last.get(sample, 0)) >= 0:  # Prometheus raises for less
                 stats.counters[_SEPARATOR.join(sample)] = increment
-        self._last |= now  # a sample may be missing once, and its counter must not begin anew then
+        self._last |= now  # a sample may be missing once, and its counter must not start again from zero
         return stats
 
 
@@ -72,14 +73,14 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc]
         return not (self.counters or self.gauges)
 
     def aggregate(self, other: OffloadStats) -> OffloadStats:
-        """``other`` is the later one."""
+        """Add ``other``, which is the later report."""
         for name, value in other.counters.items():
             self.counters[name] = self.counters.get(name, 0) + value
         self.gauges.update(other.gauges)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """The line in vLLM's log: hit rate, bytes moved, blocks in use."""
+        """Return the values for the line in vLLM's log: hit rate, bytes moved, blocks in use."""
         asked, hit = self.counters.get("lookup_tokens", 0), self.counters.get("hit_tokens", 0)
         line: dict[str, int | float] = {}
         if asked:
@@ -113,7 +114,7 @@ def _unregister_earlier_series() -> None:
 
 class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One Prometheus series per row of ``kvoffload.metrics.METRICS``, named ``kvoffload_<name>``, with vLLM's own
-    labels before the metric's. ``begin`` makes those that are known from the start."""
+    labels before the metric's labels. ``begin`` creates the series that are known from the start."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             _registered.append(self._series[metric.name])
 
     def begin(self, tiers: Sequence[str]) -> None:
-        """Makes all series whose labels are known before the first report, those of ``tiers`` among them."""
+        """Create all series whose labels are known before the first report, including the series of ``tiers``."""
         for engine_idx in self.per_engine_labelvalues:
             for metric, values in initial_series(tiers):
                 series = self._labelled(metric.name, values, engine_idx)
@@ -148,9 +149,9 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                     series.set(metric.initial)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Never raises: to vLLM's front end an exception here is the end of all requests. A sample that Prometheus does
-        not take, such as a counter of a foreign tier that falls, is left out, and so is one that this process does not
-        know: its engine may have been started from a newer kvoffload."""
+        """Add a report. It never raises, because an exception would end all requests in vLLM's front end. It leaves out
+        samples that Prometheus rejects, such as a falling counter of a foreign tier, and samples that this process does
+        not know, because its engine may have been started from a newer kvoffload."""
         stats = OffloadStats(transfer_stats_data)
         for text, value in (*stats.counters.items(), *stats.gauges.items()):
             try:
@@ -169,7 +170,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             *labels, _, bound = labels
             total = counters.get(_SEPARATOR.join([name, *labels, "sum", bound]), 0.0)
             series = self._labelled(name, labels, engine_idx)
-            # A series takes single observations only. Of a bucket, the sum and the number of them are known.
+            # A series accepts only single observations. For each bucket, only their sum and number are known.
             for _ in range(int(value)):
                 series.observe(typical_value(METRICS[name], bound, value, total))
 

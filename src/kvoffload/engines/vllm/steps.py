@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From vLLM's scheduler output to an ``EngineStep``."""
+"""Translate vLLM's scheduler output into an ``EngineStep``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, Engine
 
 
 class StepTranslator:
-    """Knows the id of vLLM's null block, which stands where a request has no GPU block, and which of vLLM's KV groups
-    are offloaded."""
+    """Translates steps. It knows the id of vLLM's null block, which vLLM uses where a request has no GPU block, and the
+    KV groups that are offloaded."""
 
     def __init__(self, group_ids: Sequence[int] | None = None, null_block_id: int = 0) -> None:
-        """``group_ids``: vLLM's numbers of the groups that are offloaded, in order; ``None``: all are."""
+        """Create a translator. ``group_ids`` lists vLLM's numbers of the offloaded groups in order; ``None``: all
+        groups are offloaded."""
         self._null = null_block_id
         self._group_ids = group_ids
         self._others: list[int] = []
-        """GPU blocks of other groups that requests were given since the last step."""
+        """GPU blocks of other groups that requests received since the last step."""
 
     def block_ids(self, ids: Sequence[Sequence[int]]) -> BlockIds:
         null = self._null
@@ -37,8 +38,8 @@ class StepTranslator:
         return [ids[number] for number in self._group_ids] if ids else ids
 
     def step(self, output: Any) -> EngineStep:
-        """``output``: vLLM's ``SchedulerOutput``. Blocks of groups that are not offloaded are needed too: a store may
-        still read what they held before."""
+        """Translate ``output``, a ``SchedulerOutput`` of vLLM. Blocks of groups that are not offloaded are also
+        *needed*, because a store may still read their earlier content."""
         step = self._step(output)
         others, self._others = self._others, []
         return with_needed_blocks(step, others)
@@ -68,9 +69,10 @@ class StepTranslator:
 
 
 def with_states(step: EngineStep, output: Any, group_ids: Sequence[int] | None = None) -> EngineStep:
-    """``step``, and what vLLM says of recurrent states in the same ``output``: those to store, and its own copies.
+    """Return ``step`` with the recurrent states that vLLM names in the same ``output``: the states to store, and the
+    blocks that vLLM copies itself.
 
-    vLLM names a state in the step that ends at it, or when the last token of its block becomes known. ``group_ids``: as
+    vLLM names a state in the step that ends at it, or when the last token of its block becomes known. ``group_ids`` as
     in ``StepTranslator``.
     """
     named = output.kv_connector_block_state
@@ -85,5 +87,5 @@ def with_states(step: EngineStep, output: Any, group_ids: Sequence[int] | None =
 
 
 def with_needed_blocks(step: EngineStep, block_ids: Sequence[int]) -> EngineStep:
-    """``step``, which needs these GPU blocks too."""
+    """Return ``step`` with these GPU blocks added to the needed ones."""
     return replace(step, needed_block_ids=(*step.needed_block_ids, *block_ids)) if block_ids else step

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Undoes a step of vLLM that computed with blocks of a load that failed within it.
+"""Undo a step of vLLM that computed with blocks of a load that failed within it.
 
-vLLM answers such a failure only for models with one KV group, and not with asynchronous scheduling: there the next step
-is under way by then. So kvoffload looks at what the workers report before vLLM's scheduler does, and lets it preempt
-all that runs and drop the tokens in flight, by the method with which vLLM resets its prefix cache. Importing this
-module does not load vLLM.
+vLLM handles such a failure only for models with one KV group, and not with asynchronous scheduling, because the next
+step is already running then. So kvoffload reads the workers' report before vLLM's scheduler does. It then makes vLLM
+preempt all running requests and drop the tokens in flight, with the method that resets vLLM's prefix cache. Importing
+this module does not load vLLM.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Listener(Protocol):
-    """Who hears of the workers' output of each step before vLLM's scheduler uses it, on the scheduler's thread."""
+    """Receives the workers' output of each step before vLLM's scheduler uses it, on the scheduler's thread."""
 
     @property
     def block_pool(self) -> Any:
-        """vLLM's block pool, which tells its scheduler from others of this process."""
+        """vLLM's block pool, which distinguishes its scheduler from others in this process."""
 
     def step_has_ended(self, scheduler: Any, connector_output: Any) -> None: ...
 
@@ -32,7 +32,7 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def watch(listener: Listener) -> None:
-    """From now on ``listener`` hears of each step's output."""
+    """Register ``listener`` for each step's output."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if not hasattr(Scheduler.update_from_output, "tells_kvoffload"):
@@ -60,9 +60,9 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def undo_step(scheduler: Any) -> None:
-    """Preempt all running requests, drop their tokens in flight, and forget all that vLLM's prefix cache has.
+    """Preempt all running requests, drop their tokens in flight, and empty vLLM's prefix cache.
 
-    The cache may name blocks that the failed load was to fill, and blocks that were computed from them.
+    The cache may list blocks that the failed load should have filled, and blocks that were computed from them.
     """
     try:
         if scheduler.reset_prefix_cache(reset_running_requests=True):

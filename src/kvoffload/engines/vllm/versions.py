@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of vLLM that kvoffload works with, and what the adapter does differently in some of them.
+"""The versions of vLLM that kvoffload supports, and the differences between them that the adapter handles.
 
-A difference has a function here and a line in ``tests/engines/vllm/test_interface.py``. Importing this module loads
-neither vLLM nor torch.
+Each difference has a function in this module and a line in ``tests/engines/vllm/test_interface.py``. Importing this
+module loads neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvoffload.engines.vllm.sources import Sources
 from kvoffload.errors import ConfigError
 
 OLDEST, NEWEST = (0, 32), (0, 33)
-"""Major and minor version. The tests run with all of them. Later versions start if they have all that the adapter
-touches (``surface.py``)."""
+"""Major and minor version. The tests run with all of them. Later versions start if they provide everything that the
+adapter uses (``surface.py``)."""
 
 _0_33 = (0, 33)
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor version of ``version``. Raises ``ConfigError`` for one that is older than all that are supported,
-    or has no number."""
+    """Return the major and minor version of ``version``. Raises ``ConfigError`` for a version that is older than all
+    supported ones or is not a number."""
     found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
     release = (int(found[1]), int(found[2])) if found else None
     if release is None or release < OLDEST:
@@ -44,7 +44,7 @@ def _text(release: tuple[int, int]) -> str:
 
 
 def installed_version() -> str:
-    """vLLM's own number counts, since its builds have various names."""
+    """Return the version of vLLM. It uses vLLM's own number, because vLLM's builds have various names."""
     from vllm.version import __version__
 
     return str(__version__)
@@ -52,8 +52,8 @@ def installed_version() -> str:
 
 @functools.cache
 def vllm_release() -> tuple[int, int]:
-    """``release_of`` the vLLM in this process. Raises ``ConfigError`` for one that is newer than all that were tried
-    and lacks something that the adapter touches."""
+    """Return ``release_of`` the vLLM in this process. Raises ``ConfigError`` for a version that is newer than all
+    tested ones and lacks something that the adapter uses."""
     version = installed_version()
     release = release_of(version)
     if release > NEWEST:
@@ -73,20 +73,21 @@ def vllm_release() -> tuple[int, int]:
 
 
 def untried_version() -> str | None:
-    """What to tell whoever runs a vLLM that is newer than all that were tried; ``None``: it is one of those."""
+    """Return a warning for users of a vLLM that is newer than all tested versions, or ``None`` for a tested version."""
     if vllm_release() <= NEWEST:
         return None
     return (
-        f"kvoffload was tried with {_range()}, and this is vLLM {installed_version()}: it has all that kvoffload "
-        "touches, and its answers were compared with nothing"
+        f"kvoffload was tried with {_range()}, and this is vLLM {installed_version()}: it provides everything that "
+        "kvoffload uses, but its answers have not been compared"
     )
 
 
 def tells_of_sleep() -> bool:
-    """Whether a connector hears before its KV cache is unmapped, and when it is mapped again. Not before 0.33."""
+    """Return whether vLLM informs a connector before it unmaps the KV cache, and when it maps it again. It does so
+    since 0.33."""
     return vllm_release() >= _0_33
 
 
 def hash_lookahead_tokens(vllm_config: Any) -> int:
-    """Tokens after a block that its hash covers too. None before 0.33."""
+    """Return the number of tokens after a block that its hash also covers. It is 0 before 0.33."""
     return int(vllm_config.num_hash_lookahead_tokens) if vllm_release() >= _0_33 else 0
