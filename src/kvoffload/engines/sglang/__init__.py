@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload below SGLang's HiCache: a storage backend over kvoffload's tiers.
+"""kvoffload below SGLang's HiCache: a storage backend that uses kvoffload's tiers.
 
 SGLang loads it as a dynamic backend, by module ``kvoffload.engines.sglang`` and class ``KVOffloadStorage``
 (docs/sglang.md). Importing this package loads neither SGLang nor torch.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that SGLang loads: its storage interface, over ``PoolStorage``. Imports SGLang."""
+"""The class that SGLang loads. It implements SGLang's storage interface with ``PoolStorage``. This module imports
+SGLang."""
 
 from __future__ import annotations
 
@@ -44,15 +45,15 @@ class _Named(NamedTuple):
     """The weights whose pages are stored and found."""
 
     num_changes: int
-    """Of weights in this process until then; -1: none are."""
+    """The number of weight changes in this process until then; -1: the weights have no name."""
     version: str
     salt: bytes
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types for others
-    """SGLang's HiCache over kvoffload's tiers. SGLang makes one per rank, and calls it from three threads of its own:
-    one asks, one reads, one writes. Mistakes in the options raise ``ConfigError`` at the start. Later nothing raises.
-    """
+    """SGLang's HiCache storage on kvoffload's tiers. SGLang creates one per rank, and calls it from three of its
+    threads: one asks, one reads, and one writes. Mistakes in the options raise ``ConfigError`` at the start. Later
+    calls never raise."""
 
     _is_first: ClassVar[bool] = True
 
@@ -66,7 +67,8 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             )
         extra = storage_config.extra_config or {}
         self._options = parse_options(extra)
-        # As given, not as it is now: SGLang changes it when it attaches a storage later.
+        # This uses the given argument, not the current value, because SGLang changes it when it attaches a storage
+        # later.
         is_start = KVOffloadStorage._is_first and get_server_args().hicache_storage_backend is not None
         watch_from_the_start(is_start)
         self._ranks = ranks_of(storage_config)
@@ -92,7 +94,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._exporter = PrometheusExporter(names, {"rank": str(rank)})
             try:
                 self._stop_metrics = self._exporter.serve(self._options.metrics_port + rank)
-            except ConfigError as exc:  # the ranks of plain data parallelism do not know their number
+            except ConfigError as exc:  # ranks of plain data parallelism do not know their numbers
                 logger.warning("%s This process serves none.", exc)
 
     def __repr__(self) -> str:
@@ -200,22 +202,22 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # ---------------------------------------------------------------------------------------------------- the rest
 
     def clear(self) -> None:
-        """This process finds nothing from now on that was stored before, and nobody else finds what it will store.
-        Tiers evict it in time. SGLang's operator asks for it after new weights."""
+        """Hide all earlier pages from this process, and all of its later pages from other processes. Tiers evict the
+        old pages over time. SGLang's operator calls it after loading new weights."""
         SERVED.clear()
         self._named = _Named(SERVED.num_changes, get_serving().weight_version, SERVED.salt)
 
     def _salt(self) -> bytes | None:
-        """A part of all keys. ``None`` while the weights have no name, and after they changed: SGLang may still have
-        pages of the old ones, and does not say which they are."""
-        named, version = self._named, get_serving().weight_version  # at once: another thread may clear
+        """Return a part of all keys. Returns ``None`` while the weights have no name, and after they changed, because
+        SGLang may still have pages of the old weights and does not identify them."""
+        named, version = self._named, get_serving().weight_version  # together, because another thread may clear
         if named.version == version and named.num_changes == SERVED.num_changes:
             if (weights_name := self._weights_name()) is None:
                 return None
             if SERVED.is_flushed:
                 return named.salt + weights_name.encode()
             _log.warning(
-                "SGLang may still have pages of the weights before its update, and would store them anew. Nothing is "
+                "SGLang may still have pages of the weights before its update, and would store them again. Nothing is "
                 "found or stored until POST /flush_cache."
             )
             return None
@@ -226,7 +228,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return None
 
     def close(self) -> None:
-        """Ends the tiers. SGLang calls it when the backend is detached."""
+        """End the tiers. SGLang calls it when the backend is detached."""
         for pool in self._pools.values():
             pool.close()
         if self._stop_metrics is not None:
@@ -246,7 +248,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def _publish(self) -> None:
         if self._exporter is not None:
-            with self._publishing:  # or the older of two threads' figures might come last
+            with self._publishing:  # otherwise the older of two threads' figures might be published last
                 self._exporter.publish(add_stats(pool.stats() for pool in [*self._pools.values()]))
 
 
@@ -257,7 +259,7 @@ def _pages_at(tensors: Sequence[torch.Tensor]) -> list[Page]:
 
 
 def _number_of(config: HiCacheStorageConfig) -> int:
-    """A number of its own for each rank that SGLang names."""
+    """Return a unique number for each rank that SGLang names."""
     number: int = config.dp_rank
     for rank, size in (
         (config.pp_rank, config.pp_size),
@@ -269,7 +271,7 @@ def _number_of(config: HiCacheStorageConfig) -> int:
 
 
 def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
-    """Everything about the model and its weights that changes the bytes of a page."""
+    """Return all facts about the model and its weights that change the bytes of a page."""
     args = get_server_args()
     resolved = get_context().resolved_server_args_dict()
     config = model_config_of(args)
@@ -300,15 +302,15 @@ def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
 
 
 def _name_of(weights: Mapping[str, str | Files]) -> str:
-    """Reads the files. Raises ``OSError`` if one cannot be read."""
+    """Return the name of the weights. It reads their files, and raises ``OSError`` if one cannot be read."""
     return json.dumps({what: each.name() if isinstance(each, Files) else each for what, each in weights.items()})
 
 
 def _number_formats() -> dict[str, str]:
-    """What ``fp8_e4m3`` means here: on AMD's gfx94x another format, with doubled scales, than elsewhere. Pages are
-    stored as bare bytes, and do not say so."""
+    """Return the meaning of ``fp8_e4m3`` on this machine. On AMD's gfx94x it is a different format, with doubled
+    scales. Stored pages are bare bytes and do not identify their format."""
     from sglang.kernels.ops.quantization import fp8_kernel
 
-    # Of quantized weights, the generation of a GPU chooses how precise activations are.
+    # With quantized weights, the GPU's generation determines the precision of activations.
     generation = str(torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
     return {"fp8": str(fp8_kernel.fp8_dtype), "is_hip": str(torch.version.hip is not None), "generation": generation}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of SGLang's settings change the bytes of a page, and which do not, with the reason. A setting that no
-table has counts if it is not at its default.
+"""List SGLang's settings that change the bytes of a page, and settings that do not, with the reason. A setting that no
+table lists counts if it differs from its default.
 
-``tests/engines/sglang/test_facts.py`` reads SGLang's classes and fails for a name that is missing here, or is gone.
-Where two kernels compute the same in another order, bytes differ by rounding, as they do from batch to batch. Such a
-choice counts only where it may also choose a precision or a layout.
+``tests/engines/sglang/test_facts.py`` reads SGLang's classes, and fails for a name that is missing in this module or no
+longer exists. If two kernels compute the same in a different order, bytes differ by rounding, as they do from batch to
+batch. Such a choice counts only if it may also choose a precision or a layout.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ WEIGHTS_FROM_ELSEWHERE: Final = (
     "uno_lora_path",
     "speculative_token_map",
 )
-"""Fields of ``ServerArgs`` by which weights may be others than the files of the model, unless at their default."""
+"""Fields of ``ServerArgs`` that may load weights from other sources than the model's files, unless they have their
+default value."""
 
 POOL_IS_HARMLESS: Final = {
     name: reason

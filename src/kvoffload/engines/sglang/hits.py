@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At which pages a hit may end, for pools beside that of the KV. Pure."""
+"""Find the pages at which a hit may end, for pools other than the KV pool. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 def restorable_pages(present: Sequence[bool], num_pages: int, trailing: int | None) -> set[int]:
-    """The lengths from 1 to ``num_pages`` that a hit may have by one pool, of which the pages ``present`` are stored;
-    pages after its end are not.
+    """Return the lengths from 1 to ``num_pages`` that one pool allows for a hit. ``present`` says which pages are
+    stored; pages after its end are not.
 
-    ``trailing``: only that many pages before the end are needed, as of a sliding window or a state. ``None``: all.
+    ``trailing`` is the number of pages that are needed before the end, for a sliding window or a state. ``None``: all
+    pages are needed.
     """
     there = [*present, *[False] * (num_pages - len(present))]
     ends, run = set(), 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything about SGLang's model, weights and settings that changes the bytes of a page. What cannot be read is
-refused in one sentence. Loads neither SGLang nor torch."""
+"""Collect all facts about SGLang's model, weights and settings that change the bytes of a page. Facts that cannot be
+read are rejected with one sentence. This module loads neither SGLang nor torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _READS_THE_MODELS_FILES = (
     *("auto", "safetensors", "pt", "npcache", "gguf", "bitsandbytes", "layered", "mistral", "sharded_state"),
     *("fastsafetensors", "instanttensor"),
 )
-"""Values of ``--load-format``."""
+"""Supported values of ``--load-format``."""
 
 _ROPES = ("default", "linear", "proportional")
 _ROPES_OF_ANOTHER_LENGTH = ("llama3", "yarn", "deepseek_yarn")
-"""Those that do not depend on the context length if they name the length that the model was trained with."""
+"""Rope types that do not depend on the context length if they name the length that the model was trained with."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -41,13 +41,13 @@ _UNPROVEN_KV_DTYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
 
 def ranks_of(config: Any) -> dict[str, Any]:
-    """Which part of each page this process has, by SGLang's ``HiCacheStorageConfig``. Raises ``ConfigError`` for one
-    that does not say so."""
+    """Return the ranks that determine this process's part of each page, from SGLang's ``HiCacheStorageConfig``. Raises
+    ``ConfigError`` if the configuration lacks them."""
     return {name: getattr(config, name) for name in _facts_of(config, "storage configuration")}
 
 
 def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
-    """What counts of SGLang's ``ServerArgs``, by its ``resolved`` values."""
+    """Return the entries of SGLang's ``ServerArgs`` that count, with their ``resolved`` values."""
     try:
         record = _record_of(args, resolved)
     except (TypeError, LookupError) as exc:
@@ -68,8 +68,8 @@ def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """A hash of the model's configuration, in which SGLang has put the context length as ``context_len``. That counts
-    unless all rotary embeddings are known not to depend on it."""
+    """Return a hash of the model's configuration. SGLang has added the context length to it as ``context_len``, which
+    counts unless all rotary embeddings are known not to depend on it."""
     ropes = list(ropes_in(config))
     for rope in ropes:
         if _type_of(rope) in ("longrope", "su"):
@@ -81,7 +81,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def _of_the_model(config: Any) -> Any:
-    """Without the version of the library that has read it."""
+    """Return the configuration without the version of the library that has read it."""
     if isinstance(config, Mapping):
         return {name: _of_the_model(value) for name, value in config.items() if name != "transformers_version"}
     return [_of_the_model(value) for value in config] if isinstance(config, (list, tuple)) else config
@@ -97,7 +97,8 @@ def _ignores_context(rope: Mapping[str, Any]) -> bool:
 
 
 def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """SGLang takes the long factors for a whole batch if one position in it is past the original length."""
+    """Raise ``ConfigError`` if SGLang may use the long factors, because it uses them for a whole batch if one position
+    in it exceeds the original length."""
     original, context = rope.get(_ORIGINAL, config.get(_ORIGINAL)), config.get("context_len")
     if not isinstance(original, int) or not isinstance(context, int) or context > original:
         raise ConfigError(
@@ -108,13 +109,13 @@ def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are set and count, SGLang's and others."""
+    """Return the variables that are set and count, including variables of other libraries."""
     own = [name for name in sorted(environment) if name.startswith("SGLANG_") and name not in ENVIRONMENT_IS_HARMLESS]
     return {name: environment[name] for name in (*own, *counted(environment))}
 
 
 def files_now(resolved: Mapping[str, Any]) -> dict[str, Files]:
-    """The files of all weights that are on this host, by what they are of. Reads no content."""
+    """Return the files of all weights on this host, by the part that they belong to. It reads no content."""
     found = {}
     for what, path, revision, _ in (*_adapters_of(resolved), *_models_of(resolved)):
         with contextlib.suppress(OSError, TypeError, ValueError):  # SGLang itself rejects some paths
@@ -125,11 +126,11 @@ def files_now(resolved: Mapping[str, Any]) -> dict[str, Files]:
 def weights_of(
     args: Any, resolved: Mapping[str, Any], version: str, before: Mapping[str, Files] | None
 ) -> dict[str, str | Files]:
-    """Which weights SGLang serves: by ``version``, its ``--weight-version``, if somebody gave one; else by the files.
-    The files of adapters that have the same keys in all processes count in any case.
+    """Return the identity of the weights that SGLang serves: ``version``, its ``--weight-version``, if the user gave
+    one, or else the files. Files of adapters that have the same keys in all processes always count.
 
-    ``before``: ``files_now`` before SGLang loaded them; ``None`` if nobody looked. Raises ``ConfigError`` if files do
-    not tell which weights are served, or SGLang may have loaded other files.
+    ``before`` is the result of ``files_now`` before SGLang loaded the files, or ``None`` if nobody called it. Raises
+    ``ConfigError`` if the files do not identify the weights, or if SGLang may have loaded other files.
     """
     found: dict[str, str | Files] = {}
     for what, path, revision, _ in _adapters_of(resolved):
@@ -147,7 +148,7 @@ def weights_of(
     if elsewhere:
         raise _unknown_weights(f"with --{elsewhere[0].replace('_', '-')} they need not be the files of the model")
     for what, path, revision, load in _models_of(resolved):
-        if load == "dummy":  # whose seed is SGLang's own, and the same everywhere
+        if load == "dummy":  # SGLang uses its own seed for it, which is the same everywhere
             found[what] = "dummy"
         elif load not in _READS_THE_MODELS_FILES:
             raise _unknown_weights(f"--load-format {load} need not read the files of the model")
@@ -165,7 +166,7 @@ def _adapters_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, None, 
 
 
 def _models_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, str]]:
-    """What each model is, its path and revision, and how it is loaded."""
+    """Yield the part, path, revision and load format of each model."""
     yield "model", resolved["model_path"], resolved["revision"], resolved["load_format"]
     if (path := resolved["speculative_draft_model_path"]) is not None:
         load = resolved["speculative_draft_load_format"] or resolved["load_format"]
@@ -173,7 +174,8 @@ def _models_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, str | No
 
 
 def _facts_of(record: Any, what: str) -> dict[str, str]:
-    """The fields of ``record`` that count. Raises ``ConfigError`` if one is gone, or is no plain value."""
+    """Return the fields of ``record`` that count. Raises ``ConfigError`` if one does not exist or is not a plain
+    value."""
     try:
         names = {field.name for field in dataclasses.fields(record)}
         for name in FIELDS[type(record).__name__][COUNTS].split():
@@ -192,13 +194,13 @@ def _unreadable(what: str, exc: Exception) -> ConfigError:
 
 
 def _record_of(args: Any, resolved: Mapping[str, Any]) -> Any:
-    """SGLang's struct as a dataclass with other values."""
+    """Return SGLang's struct as a dataclass with the ``resolved`` values."""
     fields: list[tuple[str, Any, Any]] = []
     for each in msgspec.structs.fields(args):
         field = dataclasses.field()
         if each.default_factory is not msgspec.NODEFAULT:
             field = dataclasses.field(default_factory=each.default_factory)
-        elif each.default is not msgspec.NODEFAULT:  # as a factory: dataclasses refuse a default that may be changed
+        elif each.default is not msgspec.NODEFAULT:  # as a factory, because dataclasses reject mutable defaults
             field = dataclasses.field(default_factory=functools.partial(copy.copy, each.default))
         fields.append((each.name, Any, field))
     record = dataclasses.make_dataclass(type(args).__name__, fields, kw_only=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's options, and the namespace of the blocks: SGLang's keys have neither model nor rank."""
+"""Parse the user's options, and compute the namespace of the pages, because SGLang's keys identify neither model nor
+rank."""
 
 from __future__ import annotations
 
@@ -18,31 +19,31 @@ from kvoffload.units import parse_bytes
 _WHAT = "'kvoffload' of SGLang's storage options"
 
 _FORMAT = 2
-"""Raise it whenever the same facts give the bytes of a block another meaning."""
+"""Raise it whenever the meaning of a block's bytes changes for the same facts."""
 
 _RANK_BOUND = ("mamba", "draft")
-"""Pools, by the first word of their name, that differ from rank to rank even where the KV of all ranks is the same."""
+"""Pools, by the first word of their name, that differ from rank to rank even if the KV of all ranks is the same."""
 
 _LATENT = ("MLATokenToKVPoolHost", "DSAIndexerPoolHost", "DeepSeekV4PagedHostPool")
-"""Host pools of drafters whose KV is the same on all ranks: SGLang writes them on one."""
+"""Host pools of drafters whose KV is the same on all ranks. SGLang writes them on one rank."""
 
 
 class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``kvoffload`` may have in ``--hicache-storage-backend-extra-config``."""
+    """The keys of ``kvoffload`` in ``--hicache-storage-backend-extra-config``."""
 
     secondary_tiers: list[dict[str, Any]]
     """The tiers, as in vLLM's configuration. All are written; pages are read from the first that has them."""
     max_wait_s: float = 5.0
-    """A call of SGLang's returns after this many seconds at the latest, for each pool. What was not found, read or
-    written by then is a miss."""
+    """Time limit of each call from SGLang, for each pool. Pages that were not found, read or written by then are
+    misses."""
     staging_bytes: int | str = "256MiB"
-    """Memory through which pages of one pool pass, half of it for reads: room for four pages at least."""
+    """Memory for pages of one pool in transfer, half of it for reads. It must have room for at least four pages."""
     media_never_change: bool = False
-    """A promise: no client names an image, video or sound by a hash (``mm_hashes``) that stands for another one.
-    Without it a model that takes media is refused where a tier's pages outlive the process."""
+    """A promise that no client names an image, video or sound by a hash (``mm_hashes``) of another one. Without it,
+    kvoffload rejects a model that accepts media if there is a persistent tier."""
     metrics_port: int | None = None
-    """Serves kvoffload's metrics at this port of 127.0.0.1; each further rank of a host at the next one. Default: not
-    at all."""
+    """Port of 127.0.0.1 that serves kvoffload's metrics. Each further rank of a host uses the next port. Default:
+    none."""
 
     @property
     def tiers(self) -> tuple[StoreOptions, ...]:
@@ -50,7 +51,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_options(extra_config: Mapping[str, Any]) -> SGLangOptions:
-    """The options in SGLang's ``extra_config``. Raises ``ConfigError`` with all mistakes. Touches nothing."""
+    """Return the options in SGLang's ``extra_config``. Raises ``ConfigError`` with all mistakes. Touches nothing."""
     given = extra_config.get("kvoffload", {})
     if not isinstance(given, Mapping):
         raise ConfigError(f"{_WHAT} must be a mapping, such as {{'secondary_tiers': [...]}}, not {given!r}.")
@@ -76,11 +77,12 @@ def parse_options(extra_config: Mapping[str, Any]) -> SGLangOptions:
 
 
 def namespace_of(pool_name: str, page: Mapping[str, Any], model: Mapping[str, Any], ranks: Mapping[str, Any]) -> str:
-    """The namespace of a pool's pages, which two engines share only if each can use the other's.
+    """Return the namespace of a pool's pages, which two engines share only if each can use the other's pages.
 
-    ``page`` has the facts of one page (layout, dtype, sizes), ``model`` those of the model (its ``name`` first), and
-    ``ranks`` the numbers and counts of ranks, ``tp_rank`` and ``is_mla_model`` among them. If the latter holds, the KV
-    is the same on all ranks of tensor parallelism, and SGLang writes it on one of them.
+    ``page`` contains the facts of one page (layout, dtype, sizes), ``model`` the facts of the model (its ``name``
+    first), and ``ranks`` the numbers and counts of ranks, including ``tp_rank`` and ``is_mla_model``. If
+    ``is_mla_model`` is true, the KV is the same on all ranks of tensor parallelism, and SGLang writes it on one of
+    them.
     """
     own, kind = dict(ranks), pool_name.split("_")[0]
     is_latent = kind not in _RANK_BOUND or (kind == "draft" and page.get("pool") in _LATENT)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of SGLang's host pools as tiers keep it: its pages by SGLang's keys. Knows SGLang's pools and configuration by
-their attributes alone."""
+"""Store the pages of one of SGLang's host pools in tiers, by SGLang's keys. This module uses only attributes of
+SGLang's pools and configuration."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _OF_EVERY_POOL = ("layout", "dtype", "page_size")
 
 
 def page_facts(host_pool: Any) -> dict[str, Any]:
-    """What says how a page of a host pool is laid out: all of its attributes that are plain values, but those that are
-    known not to matter. Raises ``LookupError`` if one is missing that every pool has."""
+    """Return the facts that describe the layout of a host pool's page: all of the pool's attributes that are plain
+    values, except those that are known to be harmless. Raises ``LookupError`` if an attribute of every pool is
+    missing."""
     facts = {
         name: value for name, value in vars(host_pool).items() if name not in POOL_IS_HARMLESS and _is_plain(value)
     }
@@ -38,13 +39,13 @@ def page_facts(host_pool: Any) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    # torch is not imported here.
+    # By name, because this module does not import torch.
     return isinstance(value, (bool, int, float, str, enum.Enum, type(None))) or type(value).__name__ == "dtype"
 
 
 def pages_of(host_pool: Any, host_indices: Any, num_pages: int) -> list[Page]:
-    """Where ``num_pages`` pages lie in a host pool, by the indices of their tokens. Raises ``ValueError`` if these are
-    more or fewer."""
+    """Return the places of ``num_pages`` pages in a host pool, by the indices of their tokens. Raises ``ValueError`` if
+    the number of indices does not match."""
     addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
     per_page, rest = divmod(len(addresses), num_pages)
     if rest or not per_page or len(host_indices) != num_pages * host_pool.page_size:
@@ -54,12 +55,13 @@ def pages_of(host_pool: Any, host_indices: Any, num_pages: int) -> list[Page]:
 
 
 class PoolStorage:
-    """The pages of ``host_pool``, in tiers. Any thread may call; no call raises, or takes longer than ``max_wait_s``.
-    What goes wrong is a miss.
+    """Keeps the pages of ``host_pool`` in tiers. Any thread may call it. No call raises or takes longer than
+    ``max_wait_s``; every failure is a miss.
 
-    ``first_page`` has the indices of the pool's first page, which tells the size of pages. ``model`` and ``ranks`` are
-    for the namespace. Pages are found by the ``salt`` of the time when they were stored. Without one nothing is found
-    or stored. Raises ``ConfigError`` for a pool that cannot be stored, and for what the tiers refuse.
+    ``first_page`` contains the indices of the pool's first page, which determine the size of pages. ``model`` and
+    ``ranks`` are parts of the namespace. A page is found only with the ``salt`` with which it was stored. Without a
+    salt, nothing is found or stored. The constructor raises ``ConfigError`` for a pool that cannot be stored, and for
+    options that the tiers reject.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class PoolStorage:
         return f"PoolStorage({self.name!r}, pages of {self.page_bytes} bytes, {self._tiers!r})"
 
     def present(self, keys: Sequence[str], *, leading: bool = True) -> list[bool]:
-        """Which pages are stored. ``leading``: only those before the first that is not, each ``True``."""
+        """Return which pages are stored. ``leading``: return only the pages before the first missing one, each as
+        ``True``."""
         try:
             found = self._keys(keys)
             if found is not None:
@@ -110,11 +113,12 @@ class PoolStorage:
         return [] if leading else [False] * len(keys)
 
     def load(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
-        """Reads into ``pages``, wherever in memory they lie. Those whose answer is ``False`` keep their content."""
+        """Read the content of these keys into ``pages``, which may be anywhere in memory. Pages with the answer
+        ``False`` keep theirs."""
         return self._move(self._tiers.load, keys, pages)
 
     def store(self, keys: Sequence[str], pages: Callable[[], Sequence[Page]]) -> list[bool]:
-        """Writes ``pages``. ``True``: some tier has it."""
+        """Write ``pages``, and return for each whether some tier has it."""
         return self._move(self._tiers.store, keys, pages)
 
     def stats(self) -> Stats:

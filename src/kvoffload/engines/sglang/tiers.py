@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvoffload's tiers for callers that wait: SGLang's threads ask, read and write by calls that end in time."""
+"""kvoffload's tiers for callers that wait: SGLang's threads ask, read and write with calls that have a time limit."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from kvoffload.tiering.options import StoreOptions, build_tier
 from kvoffload.tiering.tier_jobs import GuardedTier
 
 Page = Sequence[tuple[int, int]]
-"""Where a page lies in the caller's memory: address and bytes of each of its pieces, in order."""
+"""The place of a page in the caller's memory: address and number of bytes of each of its pieces, in order."""
 
 _JOB_BYTES = 4 << 20
 _MAX_JOB_BLOCKS = 64
 _MAX_SLOTS = 256
 _POLL_S = 0.01
-"""How often a call asks tiers that cannot tell of progress."""
+"""Seconds between the questions of a call to tiers that do not report progress."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """Pages on their way between staging memory and tiers."""
+    """Pages in transfer between staging memory and tiers."""
 
     at: list[int]
-    """Their indexes in the call."""
+    """Their indices in the call."""
     slots: list[int]
     free: deque[int]
-    """Where the slots come from, and return to after the last user."""
+    """The list from which the slots were taken, and to which they return after the last user."""
     is_late: bool = False
-    """A write whose call has ended without it."""
+    """Whether it is a write whose call has ended before it."""
     num_users: int = 1
-    """The call, and each tier that has not returned the job."""
+    """Number of users: the call, and each tier that has not returned the job."""
     results: list[JobResult] = field(default_factory=list)
 
 
 class PageTiers:
-    """Tiers, by order, for pages of ``page_bytes`` each. Any thread may call; a call takes ``max_wait_s`` at most. What
-    was not found, read or written by then is a miss.
+    """An ordered list of tiers for pages of ``page_bytes`` each. Any thread may call it. A call takes at most
+    ``max_wait_s``; pages that were not found, read or written by then are misses.
 
-    Tiers see memory of our own only, through which pages pass by one copy. A read that hangs may end at any later time,
-    and SGLang reuses its pages as soon as a call has returned: read into such a page, it would be another prompt's KV.
-    A write that hangs would store it. So slots stay reserved until the tier has returned them, however late
-    (docs/design/0017-sglang.md).
+    Tiers access only kvoffload's own staging memory, and each page is copied once to or from it. A read that hangs may
+    end at any later time, but SGLang reuses its pages as soon as a call has returned. If the tier read into such a page
+    directly, it would overwrite another prompt's KV, and a write that hangs would store another prompt's KV. So slots
+    stay reserved until the tier has returned them, however late (docs/design/0017-sglang.md).
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class PageTiers:
         self._max_wait_s = max_wait_s
         self._job_pages = max(1, min(_MAX_JOB_BLOCKS, _JOB_BYTES // page_bytes))
         self._region = SharedOffloadRegion.anonymous(num_slots, page_bytes)
-        # Keeps the memory mapped for calls that are at it while another thread closes.
+        # Keeps the memory mapped for calls that use it while another thread closes.
         view = self._region.create_kv_memoryview()
         self._memory: npt.NDArray[np.uint8] = np.asarray(view)
         self._for_reads, self._for_writes = deque(range(num_slots // 2)), deque(range(num_slots // 2, num_slots))
         self._changed = threading.Condition()
-        """Guards the tiers, which are for one thread, and all that follows."""
+        """Guards the tiers, which are not thread-safe, and all following attributes."""
         self._ids = itertools.count(1)
         self._open: dict[tuple[GuardedTier, int], _Job] = {}
         self._tiers: list[GuardedTier] = []
         self._is_closed = False
         try:
             for index, each in enumerate(options):
-                # Guarded: if it raised amid a call, the call's slots would never be given back.
+                # Guarded, because if a tier raised during a call, the call's slots would never be returned.
                 self._tiers.append(GuardedTier(index, build_tier(each, view, namespace)))
                 self._tiers[-1].inner.call_on_progress(self._wake)
         except BaseException:
@@ -96,8 +96,8 @@ class PageTiers:
     # ------------------------------------------------------------------------------------------------------ calls
 
     def present(self, keys: Sequence[OffloadKey], *, leading: bool = True) -> list[bool]:
-        """Which pages some tier has. ``leading``: only those before the first of which that is not known, each
-        ``True``."""
+        """Return which pages some tier has. ``leading``: return only the pages before the first one that is missing or
+        unknown, each as ``True``."""
         deadline_s = time.monotonic() + self._max_wait_s
         context = self._context()
         answers: list[bool | None] = [None] * len(keys)
@@ -117,7 +117,7 @@ class PageTiers:
         return [answer is True for answer in answers]
 
     def load(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
-        """Fills the pages, each from the first tier that has it. A page whose answer is ``False`` keeps its content."""
+        """Fill the pages, each from the first tier that has it. A page with the answer ``False`` keeps its content."""
         deadline_s = time.monotonic() + self._max_wait_s
         outcomes = [False] * len(keys)
         context = self._context()
@@ -132,8 +132,8 @@ class PageTiers:
         return outcomes
 
     def store(self, keys: Sequence[OffloadKey], pages: Sequence[Page]) -> list[bool]:
-        """Writes the pages to each tier that is not known to have them, and is not late with earlier ones. ``True``:
-        some tier has the page."""
+        """Write the pages to each tier that is not known to have them and is not late with earlier ones. Returns for
+        each page whether some tier has it."""
         deadline_s = time.monotonic() + self._max_wait_s
         context = self._context()
         with self._changed:
@@ -143,7 +143,7 @@ class PageTiers:
             held = {tier: tier.holds(keys) for tier in self._tiers}
             late = {tier for (tier, _), job in self._open.items() if job.is_late}
         outcomes = [any(each) for each in zip(*held.values(), strict=True)]
-        for tier in late:  # each page more would take another slot from the other tiers
+        for tier in late:  # each further page would take another slot from the other tiers
             del held[tier]
         pending = deque(at for at in range(len(keys)) if not all(each[at] for each in held.values()))
         flying: list[_Job] = []
@@ -175,12 +175,12 @@ class PageTiers:
         return outcomes
 
     def stats(self) -> Stats:
-        """The tiers' metrics."""
+        """Return the tiers' metrics."""
         with self._changed:
             return {} if self._is_closed else add_stats(tier.get_stats() for tier in self._tiers)
 
     def close(self) -> None:
-        """Ends the tiers. Later calls are misses. Idempotent."""
+        """End the tiers. Later calls are misses. Idempotent."""
         with self._changed:
             if self._is_closed:
                 return
@@ -204,21 +204,21 @@ class PageTiers:
         return answer
 
     def _step(self) -> None:
-        """What an engine's step is to the tiers: work is begun, and results are taken."""
+        """Do for the tiers what an engine's step does: start work, and take results."""
         for tier in self._tiers:
             tier.on_schedule_end()
             for result in tier.get_finished_jobs():
                 self._ended(tier, result)
 
     def _ended(self, tier: GuardedTier, result: JobResult) -> None:
-        """A tier has done what it could. Ignores what is not the end of a job in its hands."""
+        """Process the end of a tier's job. Ignores results that do not belong to an open job of the tier."""
         job = self._open.pop((tier, result.job_id), None)
         if job is not None:
             job.results.append(result)
             self._release(job)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Waits until something may have changed. ``False``: the deadline has passed."""
+        """Wait until something may have changed. Returns ``False`` if the deadline has passed."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or self._is_closed:
             return False
@@ -226,14 +226,14 @@ class PageTiers:
         return True
 
     def _take(self, free: deque[int], pending: deque[int]) -> _Job | None:
-        """A job of the next ``pending`` pages, as far as slots are free."""
+        """Return a job of the next ``pending`` pages, as many as there are free slots, or ``None``."""
         count = min(len(pending), self._job_pages, len(free))
         if not count or self._is_closed:
             return None
         return _Job([pending.popleft() for _ in range(count)], [free.popleft() for _ in range(count)], free)
 
     def _release(self, job: _Job) -> None:
-        """One user of the slots is done with them."""
+        """Note that one user no longer needs the job's slots."""
         job.num_users -= 1
         if not job.num_users:
             job.free.extend(job.slots)
@@ -246,7 +246,7 @@ class PageTiers:
         held: Mapping[GuardedTier, Sequence[bool]],
         context: ReqContext,
     ) -> None:
-        """Each tier of ``held`` gets what it lacks, as far as its backlog has room."""
+        """Submit to each tier of ``held`` the pages that it lacks, as far as its backlog has room."""
         for tier, has in () if self._is_closed else held.items():
             chosen = [each for each, at in enumerate(job.at) if not has[at]]
             if tier.max_backlog_blocks is not None:
@@ -268,8 +268,8 @@ class PageTiers:
         *,
         is_promotion: bool,
     ) -> None:
-        """``tier`` gets those pages of ``job`` that ``chosen`` has the positions of, and is a user of the slots until
-        it has ended."""
+        """Submit to ``tier`` the pages of ``job`` at the positions ``chosen``. The tier is a user of the slots until
+        its job has ended."""
         job_id = next(self._ids)
         job.num_users += 1
         self._open[tier, job_id] = job
@@ -309,7 +309,7 @@ class PageTiers:
         self._end(flying, list(flying))
 
     def _end(self, flying: list[_Job], ended: Sequence[_Job]) -> None:
-        """The call is done with these jobs. Tiers may still be at their slots."""
+        """Detach the call from these jobs. Tiers may still use their slots."""
         with self._changed:
             for job in ended:
                 flying.remove(job)
@@ -341,6 +341,6 @@ class PageTiers:
 
 
 def _good(job: _Job, result: JobResult, keys: Sequence[OffloadKey]) -> list[int]:
-    """The indexes of those pages of ``job`` that a tier has moved, by its ``result``."""
+    """Return the indices of the pages of ``job`` that a tier has moved, according to its ``result``."""
     good = set(result.succeeded([keys[at] for at in job.at]))
     return [at for at in job.at if keys[at] in good]

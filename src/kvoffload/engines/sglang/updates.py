@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights this process serves, as far as can be seen: SGLang tells no storage when it updates them.
+"""Track the weights that this process serves, because SGLang does not inform storages about updates of weights.
 
-So updates are watched: SGLang loads ``watch`` as a plugin in each of its processes, before it makes a scheduler.
-Importing this module loads neither SGLang nor torch.
+SGLang loads ``watch`` as a plug-in in each of its processes, before it creates a scheduler, and ``watch`` observes the
+updates. Importing this module loads neither SGLang nor torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvoffload.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DEFAULT_VERSION = "default"
-"""SGLang's ``--weight-version`` where nobody has given one: then files say which weights a process has read."""
+"""SGLang's ``--weight-version`` if the user gave none. Then the files identify the weights that a process has read."""
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -49,22 +49,24 @@ _HARMLESS = (
     "record_weight_version_after_update",
     "release_memory_occupation",
 )
-"""What SGLang's updater can do besides. All else counts as a change of weights."""
+"""The other methods of SGLang's updater. All methods not listed here count as a change of weights."""
 
 
 @dataclass(slots=True)
 class ServedWeights:
-    """One per process. Updates, clearing and attaching happen on SGLang's scheduler thread; others only ask."""
+    """The state of the weights in this process. Updates, clearing and attaching happen on SGLang's scheduler thread;
+    other threads only read it."""
 
     salt: bytes = b""
-    """A part of all keys, new with each ``clear``. It outlives a storage: SGLang may attach another one later."""
+    """A part of all keys, which each ``clear`` replaces. It outlives a storage, because SGLang may attach another one
+    later."""
     num_changes: int = 0
     is_watched: bool = False
-    """``num_changes`` has all updates."""
+    """Whether ``num_changes`` counts all updates."""
     files: Mapping[str, Files] | None = None
-    """The files of weights, as they were before SGLang loaded them; ``None`` if nobody looked."""
+    """The files of weights as they were before SGLang loaded them; ``None`` if they were not recorded."""
     _version_before: str | None = None
-    """What SGLang called the weights before they changed last."""
+    """SGLang's name for the weights before the last change."""
     _num_named: int = 0
     _num_flushed: int = 0
     _is_amid_update: bool = False
@@ -72,36 +74,36 @@ class ServedWeights:
 
     @property
     def is_named(self) -> bool:
-        """Since weights changed last, a version or a clear has said which they are."""
+        """Whether a version or a clear has named the weights since they last changed."""
         return self._num_named == self.num_changes
 
     @property
     def is_flushed(self) -> bool:
-        """SGLang has forgotten all pages that it had computed before weights changed last."""
+        """Whether SGLang has dropped all pages that it computed before the weights last changed."""
         return self._num_flushed == self.num_changes
 
     def change(self, version: str | None, step: str = "") -> None:
-        """Weights are about to change. From now on nothing that SGLang has is known to be of one set of weights."""
+        """Note that the weights are about to change, so that SGLang's pages may belong to different weights."""
         with self._lock:
             self.num_changes += 1
-            if not self._is_amid_update:  # else a step's own version would be taken for that of older weights
+            if not self._is_amid_update:  # a step's own version must not count as an older one
                 self._version_before = version
             if step in ("begin_weight_update", "end_weight_update"):
                 self._is_amid_update = step == "begin_weight_update"
 
     def flush(self) -> None:
-        """SGLang has forgotten all pages that it had computed."""
+        """Note that SGLang has dropped all pages that it had computed."""
         self._num_flushed = self.num_changes
 
     def clear(self) -> None:
-        """This process finds nothing from now on that it has stored, and nobody else finds what it will store."""
+        """Hide all earlier pages from this process, and all of its later pages from other processes."""
         with self._lock:
             self.salt = secrets.token_bytes(16)
             self._num_named = self.num_changes
 
     def why_not_named_by(self, version: str) -> str | None:
-        """Takes ``version``, which a storage that is being attached has in its namespace, as the name of the weights.
-        The reason, if it is not: a sentence."""
+        """Use ``version``, which is part of the namespace of a storage that is being attached, as the name of the
+        weights. Returns ``None``, or a sentence that explains why it cannot be the name."""
         with self._lock:
             if self.is_named:
                 return None
@@ -124,8 +126,11 @@ SERVED = ServedWeights()
 
 
 def watch() -> None:
-    """Watches updates in this process. Idempotent. SGLang calls it in all servers of an environment with kvoffload, so
-    it must change nothing for them, and does nothing where there is no scheduler or a version that it cannot watch."""
+    """Observe the updates in this process. Idempotent.
+
+    SGLang calls it in all servers of an environment with kvoffload, so it must not change anything for servers without
+    it. It does nothing without a scheduler, or with a version of SGLang that it cannot observe.
+    """
     try:
         _watch()
     except AttributeError as exc:
@@ -133,7 +138,8 @@ def watch() -> None:
 
 
 def _watch() -> None:
-    """Raises ``AttributeError``, with nothing changed, for a SGLang without something that is to be watched."""
+    """Replace the methods to observe. Raises ``AttributeError`` and changes nothing if this SGLang lacks one of
+    them."""
     updater, controller = sys.modules.get(_UPDATER), sys.modules.get(_CONTROLLER)
     if SERVED.is_watched or updater is None or controller is None:
         return
@@ -152,14 +158,14 @@ def _watch() -> None:
 
 
 def note_files(args: Any) -> None:
-    """Records which files of weights there are. Call it right before SGLang loads them."""
-    from kvoffload.engines.sglang.identity import files_now  # it imports this module
+    """Record the files of the weights. Call it right before SGLang loads them."""
+    from kvoffload.engines.sglang.identity import files_now  # a circular import otherwise
 
     SERVED.files = files_now(args.resolved_dict())
 
 
 def watch_from_the_start(is_start: bool) -> None:
-    """Raises ``ConfigError`` if updates before this call may not have been seen."""
+    """Start to observe updates. Raises ``ConfigError`` if updates before this call may have been missed."""
     if SERVED.is_watched:
         return
     if not is_start:
@@ -177,7 +183,8 @@ def watch_from_the_start(is_start: bool) -> None:
 
 
 def _after_a_look(load: Callable[..., None]) -> Callable[..., None]:
-    """The same constructor of SGLang's scheduler, which loads the weights, after ``note_files``."""
+    """Return the constructor of SGLang's scheduler, which loads the weights, such that it calls ``note_files``
+    first."""
 
     @functools.wraps(load)
     def wrapper(self: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,7 +198,7 @@ def _after_a_look(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _announced(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The same step of SGLang's updater, of which ``SERVED`` hears before it is done."""
+    """Return a step of SGLang's updater such that it informs ``SERVED`` before it runs."""
 
     @functools.wraps(step)
     def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +211,7 @@ def _announced(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reported(reset: Callable[..., Any]) -> Callable[..., Any]:
-    """The same reset of SGLang's cache, of which ``SERVED`` hears after it is done."""
+    """Return a reset of SGLang's cache such that it informs ``SERVED`` afterwards."""
 
     @functools.wraps(reset)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

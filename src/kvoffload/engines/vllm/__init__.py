@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvoffload inside vLLM: an out-of-tree KV connector.
 
-The environment variable ``KVOFFLOAD_CONFIG`` or ``--kv-transfer-config`` asks for it, the latter by the name
-``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that name, makes the variable enough, rejects
-mistakes in the configuration before an engine starts, and looks at the files of weights before vLLM loads them. Where
-plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``.
+The environment variable ``KVOFFLOAD_CONFIG`` turns it on, or ``--kv-transfer-config`` with the name
+``KVOffloadConnector``. The entry point ``vllm.general_plugins`` registers that name, makes the variable alone
+sufficient, rejects mistakes in the configuration before an engine starts, and records the files of weights before vLLM
+loads them. If plug-ins are switched off, add ``"kv_connector_module_path": "kvoffload.engines.vllm"``.
 
 Importing this package loads neither vLLM nor torch. Importing the connector from it raises ``ConfigError`` for a vLLM
 that is not supported; registering its name does not, because vLLM does that in every process, whether or not it is
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 _NAME = "KVOffloadConnector"
 _FAILURE_POLICY = "recompute"
-"""The only one that makes a failed load a miss."""
+"""The only policy that turns a failed load into a miss."""
 
 
 def __getattr__(name: str) -> Any:
     if name == _NAME:
-        vllm_release()  # before the import of anything that other versions of vLLM may lack
+        vllm_release()  # before importing anything that other versions of vLLM may lack
         from kvoffload.engines.vllm.connector import KVOffloadConnector
 
         return KVOffloadConnector
@@ -44,11 +44,11 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Tells vLLM the connector's name; vLLM calls this once in each process, whether or not a server names kvoffload.
-    Idempotent.
+    """Register the connector's name with vLLM. vLLM calls this once in each process, whether or not a server names
+    kvoffload. Idempotent.
 
-    It never raises, and a vLLM that is too old stays as it is but for the name: whoever uses the name there reads which
-    versions kvoffload works with. A newer one is looked at when the name is used.
+    It never raises. In a vLLM that is too old, it only registers the name, so that the use of the name raises an error
+    with the supported versions. A newer version is checked when the name is used.
     """
     try:
         _register_name()
@@ -67,7 +67,7 @@ def _register_name() -> None:
 
 
 def _is_named(vllm_config: Any) -> bool:
-    """Whether the server uses this connector, alone or beside others."""
+    """Return whether the server uses this connector, alone or together with others."""
     try:
         transfer = vllm_config.kv_transfer_config
         return transfer is not None and bool(transfer.has_connector(_NAME))
@@ -76,8 +76,8 @@ def _is_named(vllm_config: Any) -> bool:
 
 
 def _complete_children(transfer: Any) -> None:
-    """Under a ``MultiConnector`` vLLM reads the policy of failed loads from the whole, and never from its children. So
-    the connector, which sees its own part alone, finds the policy of the whole there."""
+    """Copy the policy of failed loads from a ``MultiConnector`` to its children named kvoffload. vLLM reads the policy
+    only from the ``MultiConnector``, but kvoffload's connector sees only its own part."""
     extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
     children = extra.get("connectors")
     if isinstance(children, list):
@@ -96,8 +96,8 @@ def _complete_children(transfer: Any) -> None:
 
 
 def _with_file(extra: dict[str, Any] | None) -> dict[str, Any]:
-    """``extra``, with the path that the variable has: vLLM copies its configuration to all of an engine's processes,
-    and the variable not to Ray's."""
+    """Return ``extra`` with the path from the variable, because vLLM copies its configuration to all of an engine's
+    processes, but does not copy the variable to Ray's processes."""
     path = file_in_environment()
     if path is None:
         return extra or {}
@@ -105,11 +105,11 @@ def _with_file(extra: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _prepare_engine_arguments() -> None:
-    """From now on ``EngineArgs.create_engine_config`` fills in what ``KVOFFLOAD_CONFIG`` implies, and raises what the
-    connector refuses without a KV cache.
+    """Replace ``EngineArgs.create_engine_config``, so that it also applies ``KVOFFLOAD_CONFIG`` and raises the
+    connector's errors that do not depend on the KV cache.
 
-    vLLM itself asks the connector's class before it loads a model only if it captures CUDA graphs, and then shows it
-    only the user's keys. Engine arguments are read in the process that the user starts, before it starts others.
+    vLLM itself asks the connector's class before it loads a model only if it captures CUDA graphs, and then passes only
+    the user's keys. Engine arguments are read in the process that the user starts, before it starts others.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.engine.arg_utils import EngineArgs
@@ -134,8 +134,8 @@ def _prepare_engine_arguments() -> None:
 
 
 def _watch_loads() -> None:
-    """Has the files of weights recorded right before an engine loads them: by its executor, in its scheduler's
-    process."""
+    """Replace the executor's constructor, so that it records the files of weights right before an engine loads them. It
+    runs in the scheduler's process."""
     from vllm.v1.executor.abstract import Executor
 
     load = Executor.__init__
@@ -149,7 +149,7 @@ def _watch_loads() -> None:
                 from kvoffload.engines.vllm.weights import note_files
 
                 note_files(vllm_config)
-            except Exception as exc:  # noqa: BLE001 - then the weights have no name
+            except Exception as exc:  # noqa: BLE001 - without the files, the weights get no name
                 logger.debug("kvoffload has not seen the files of the weights: %s", exc)
         load(self, vllm_config, *args, **kwargs)
 
@@ -158,8 +158,8 @@ def _watch_loads() -> None:
 
 
 def _fill_in(arguments: Any) -> None:
-    """Fills in the connector, its role, the policy of failed loads and the path of the file, for a server that asks
-    vLLM for no other way to move KV. In a ``--kv-transfer-config`` that names kvoffload, fills in the last two."""
+    """Fill in the connector, its role, the policy of failed loads and the path of the file, unless the server uses
+    another way to move KV. If a ``--kv-transfer-config`` names kvoffload, fill in only the last two."""
     from vllm.config import KVTransferConfig
 
     log = logging.getLogger(f"vllm.{__name__}")  # vLLM shows only its own loggers
