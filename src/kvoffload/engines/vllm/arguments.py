@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kvoffload reads of vLLM's arguments by their values alone. Loads neither vLLM nor torch."""
+"""Read values from vLLM's arguments. This module loads neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvoffload.config_file import with_config_file
 from kvoffload.specs import read_config
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
-"""Values of ``--prefix-caching-hash-algo`` under which nobody can create two prefixes with one key. They are also the
-same in every process."""
+"""Values of ``--prefix-caching-hash-algo`` with which nobody can create two prefixes with one key. Their hashes are
+also the same in every process."""
 
 
 def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything besides its key that changes the bytes of a block: what ``fields.py`` and ``environment.py`` do not call
-harmless, the model's class, and the spec of each layer. The name of the weights is in the key (``weights.py``)."""
+"""Collect all facts besides a block's key that change its bytes: the options and variables that ``fields.py`` and
+``environment.py`` do not list as harmless, the model's class, and the spec of each layer. The name of the weights is
+part of the key (``weights.py``)."""
 
 from __future__ import annotations
 
@@ -26,35 +27,36 @@ _LIMITLESS_ROPE = (
     *("default", "linear", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope", "mllama4"),
     "proportional",
 )
-"""Rope types that compute a position the same whatever ``max_model_len`` is. LongRoPE does not. ``dynamic`` does not
-either, in models that take the limit for their largest position."""
+"""Rope types that compute a position in the same way for any ``max_model_len``. LongRoPE does not. Neither does
+``dynamic``, in models that use the limit as their largest position."""
 
 _ORIGINAL = "original_max_position_embeddings"
 
 _UNQUANTIZED = ("auto", "float16", "bfloat16", "float32")
-"""Values of ``cache_dtype``. A checkpoint that makes others of ``auto`` has quantized weights."""
+"""Values of ``cache_dtype``. If a checkpoint changes ``auto`` to another value, its weights are quantized."""
 
 _TRANSFORMERS = ".transformers"
-"""In the names of vLLM's modules whose models are computed by code of transformers."""
+"""Part of the names of vLLM's modules whose models run code of transformers."""
 
 _LIMITED_MODELS = ("llama4", "llama4_text", "mllama4")
-"""Model types that read ``max_model_len`` themselves: above 32768 Llama 4 scales its queries. ``test_fields`` knows all
+"""Model types that read ``max_model_len`` themselves: Llama 4 scales its queries above 32768. ``test_fields`` lists all
 modules of vLLM's models that read it."""
 
 
 def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
-    """Everything besides its key that changes the bytes of a block. The same in every process of equal engines.
+    """Return all facts besides a block's key that change its bytes. They are the same in every process of equal
+    engines.
 
     Raises ``UnclearError`` if blocks could outlive this process and an option or the platform cannot be read.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     return {
         "engine": "vllm",
-        # A model may have its KV in another order, or better numbers, in the next version.
+        # The next version of vLLM may order a model's KV differently, or compute more precise numbers.
         "version": installed_version(),
         "model": _paths(vllm_config) if config.weights_version is not None else "",
         "dtype": str(model.dtype).removeprefix("torch."),
-        # A worker in this process has rewritten it; the specs of layers say what came of it.
+        # A worker in this process may have rewritten it; the specs of layers contain the result.
         "kv_dtype": "fp8" if cache.cache_dtype == "fp8_ds_mla" else str(cache.cache_dtype),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block_size": str(config.block_size),
@@ -66,20 +68,21 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig
 
 
 def _paths(vllm_config: Any) -> str:
-    """Where the models are. A user may give two models the same version; hashes of their files need no path."""
+    """Return the paths of the models, because a user may give two models the same version. Hashes of their files need
+    no path."""
     drafter = drafter_with_kv(vllm_config)
     models = [vllm_config.model_config, *([] if drafter is None else [drafter.draft_model_config])]
     return json.dumps([[str(model.model), model.revision] for model in models])
 
 
 def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
-    """Options of vLLM, and variables, that count because this version of kvoffload does not know them."""
+    """Return the options of vLLM and the variables that count because this version of kvoffload does not know them."""
     options = [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
     return options + unknown_variables()
 
 
 def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
-    """Options, environment, classes of models, and layers."""
+    """Return the facts from options, environment, classes of models, and layers."""
     model, drafter = vllm_config.model_config, drafter_with_kv(vllm_config)
     facts = {"limit": _limit(model)} | environment()
     try:
@@ -88,7 +91,7 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
         if drafter is not None:
             draft = drafter.draft_model_config
             facts["speculative_config.class"] = _class_of(draft)
-            # Of the target's limit, too: vLLM bounds the drafter's by it.
+            # The target's limit also counts, because vLLM bounds the drafter's limit by it.
             facts["speculative_config.limit"] = (limit := _limit(draft)) and f"{limit} of {_longest(model)}"
         if vllm_config.device_config.device_type != "cpu" and is_quantized:
             facts["kernels"] = kernels()
@@ -107,7 +110,8 @@ def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_
 
 
 def _class_of(model: Any) -> str:
-    """The class that computes ``model``. A plug-in may have registered its own for an architecture."""
+    """Return the name of the class that computes ``model``, because a plug-in may have registered its own class for an
+    architecture."""
     try:
         registered = model.registry.models[model.architecture]
         kind = getattr(registered, "model_cls", None)
@@ -121,15 +125,17 @@ def _class_of(model: Any) -> str:
 
 
 def _is_quantized(vllm_config: Any) -> bool:
-    """Weights, and then activations too; or KV, and then queries too, by some of the backends of attention."""
+    """Return whether the weights (and therefore activations) or the KV (and with some attention backends also queries)
+    are quantized."""
     drafter, dtype = drafter_with_kv(vllm_config), vllm_config.cache_config.cache_dtype
     models = [vllm_config.model_config, *([] if drafter is None else [drafter.draft_model_config])]
     return dtype not in _UNQUANTIZED or any(model.quantization is not None for model in models)
 
 
 def rope_follows_batch(model: Any) -> bool:
-    """Whether the longest request of a batch may choose the rotary frequencies of all. Code of transformers does so
-    beyond the length that a model was trained for (``dynamic_rope_update``); vLLM's own models do not."""
+    """Return whether the longest request of a batch may determine the rotary frequencies of all its requests. Code of
+    transformers does this beyond the length that a model was trained for (``dynamic_rope_update``); vLLM's own models
+    do not."""
     config = model.hf_config.to_dict()
     try:
         if rope_types_in(config) <= set(_LIMITLESS_ROPE) or _TRANSFORMERS not in _class_of(model):
@@ -146,7 +152,7 @@ def _transformers() -> str:
 
 
 def _parts(vllm_config: Any, config: OffloadingConfig) -> Iterator[tuple[str, Any]]:
-    """The parts of vLLM's configuration that ``FIELDS`` is asked about, each with the start of its fields' names."""
+    """Yield the parts of vLLM's configuration that ``FIELDS`` covers, each with the prefix of its fields' names."""
     yield "", vllm_config
     if vllm_config.lora_config is not None and config.adapters_never_change:
         yield "lora_config.", vllm_config.lora_config
@@ -156,17 +162,17 @@ def _parts(vllm_config: Any, config: OffloadingConfig) -> Iterator[tuple[str, An
 
 
 def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[str, str]:
-    """The spec of each layer, by group, and the layers in the order in which they lie. On CPUs, how this host's
-    attention packs keys, too.
+    """Return the spec of each layer, by group, and the layers in the order of their memory. On CPUs, also return how
+    this host's attention packs keys.
 
-    The scheduler sees the first spec of a group alone. But layers with other pages have a tensor record of their own,
-    and what makes layers differ are options, which count.
+    The scheduler sees only the first spec of a group. But layers with different pages have their own tensor records,
+    and layers differ only because of options, which count.
     """
     facts = {"tensors": json.dumps([list(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors])}
     for index, group in enumerate(offloaded_groups(kv_cache_config)):
         spec = spec_of_layer(group)
         of_spec = facts_of(spec, FIELDS)
-        if is_rank_free:  # then all ranks together have what the model's configuration says
+        if is_rank_free:  # then all ranks together have the number in the model's configuration
             of_spec = {name: text for name, text in of_spec.items() if name not in ("num_kv_heads", "num_head_slots")}
         facts[f"group {index}"] = json.dumps([type(spec).__name__, of_spec, list(group.layer_names)])
         if vllm_config.device_config.device_type == "cpu" and hasattr(spec, "head_size"):
@@ -175,11 +181,11 @@ def _layers(vllm_config: Any, kv_cache_config: Any, is_rank_free: bool) -> dict[
 
 
 def platform(is_quantized: bool) -> str:
-    """The maker of the device, and its generation where that chooses bytes.
+    """Return the vendor of the GPU, and its generation if that changes bytes.
 
-    vLLM's configuration calls AMD's GPUs ``cuda``, too. Their generation chooses how keys are packed. NVIDIA's chooses
-    how precise the activations of quantized weights are, and the queries of quantized KV; and ``fp8`` means other
-    numbers on some GPUs. Without quantization it changes rounding alone.
+    vLLM's configuration also calls AMD's GPUs ``cuda``. On AMD's GPUs, the generation determines how keys are packed.
+    On NVIDIA's, it determines the precision of activations with quantized weights, and of queries with quantized KV.
+    ``fp8`` is a different format on some GPUs. Without quantization, the generation changes only rounding.
     """
     try:
         from vllm.platforms import current_platform as device
@@ -190,12 +196,13 @@ def platform(is_quantized: bool) -> str:
         if device.device_name == "cuda" and not is_quantized:
             return "cuda"
         return f"{device.device_name} {generation and tuple(generation)} {device.fp8_dtype()}"
-    except Exception as exc:  # platforms of others may lack what vLLM's own have
+    except Exception as exc:  # other people's platforms may lack methods of vLLM's own
         raise UnclearError(f"platform is not known ({exc!r})") from exc
 
 
 def cpu_packing(vllm_config: Any, spec: Any) -> str:
-    """The instructions that vLLM's attention chooses on this host. Some of them pack keys in an order of their own."""
+    """Return the instruction set that vLLM's attention chooses on this host. Some instruction sets pack keys in their
+    own order."""
     values = {
         "dtype": vllm_config.model_config.dtype,
         "block_size": spec.block_size,
@@ -206,32 +213,34 @@ def cpu_packing(vllm_config: Any, spec: Any) -> str:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         return str(_get_attn_isa(**{name: values[name] for name in inspect.signature(_get_attn_isa).parameters}))
-    except Exception as exc:  # a private function of vLLM, which may be anything in a newer one
+    except Exception as exc:  # a private function of vLLM, which may change in any version
         raise UnclearError(f"way to pack keys on this CPU is not known ({exc!r})") from exc
 
 
 def cpu_build() -> str:
-    """Tells builds of vLLM's compiled attention apart, and hosts that run other parts of one: under one name of
-    instructions keys may be packed in two orders, as on ARM with and without those for bfloat16."""
+    """Return a text that identifies the build of vLLM's compiled attention and the part of it that this host runs. With
+    one name of an instruction set, keys may be packed in two orders, as on ARM with and without instructions for
+    bfloat16."""
     try:
         import torch
         import vllm
 
-        found = [torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_bf16_supported()]  # as vLLM chooses one
+        found = [torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_bf16_supported()]  # as vLLM does
         return f"{fingerprint(Path(vllm.__file__).parent, ('_C*.so',))} {found}"
     except Exception as exc:  # torch's functions are private
         raise UnclearError(f"build for this CPU is not known ({exc!r})") from exc
 
 
 def _division(vllm_config: Any) -> str:
-    """How ranks divide a block, beside the number of its slices."""
+    """Return how ranks divide a block, in addition to the number of its slices."""
     parallel, sizes = vllm_config.parallel_config, stage_sizes(vllm_config)
     context = f"{parallel.decode_context_parallel_size}:{parallel.cp_kv_cache_interleave_size}"
     return f"of stages {sizes if len(sizes) > 1 else ''}, context {context}"
 
 
 def _limit(model: Any) -> str:
-    """The longest request, if KV may depend on it; as it was asked for, since vLLM fits it to memory later."""
+    """Return the length of the longest request, if KV may depend on it. This is the configured value, because vLLM
+    later fits it to memory."""
     config = model.hf_config.to_dict()
     types = set(_values_of(config, "model_type"))
     if types.isdisjoint(_LIMITED_MODELS) and rope_types_in(config) <= set(_LIMITLESS_ROPE):
@@ -244,7 +253,7 @@ def _limit(model: Any) -> str:
 
 
 def _longest(model: Any) -> str:
-    """``--max-model-len``, or what vLLM takes instead: from several files of the model."""
+    """Return ``--max-model-len``, or the value that vLLM derives from the model's files instead."""
     asked = model.original_max_model_len
     if asked is not None and asked > 0:
         return str(asked)
@@ -252,7 +261,7 @@ def _longest(model: Any) -> str:
 
 
 def _values_of(config: Any, name: str) -> Iterator[Any]:
-    """What a model's configuration has as ``name``, in all its parts."""
+    """Yield all values of ``name`` in a model's configuration and its parts."""
     if isinstance(config, Mapping):
         if name in config:
             yield config[name]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an engine's KV cache tensors, in any layout, to ``CanonicalKVCaches``. Pure.
+"""Convert an engine's KV cache tensors, in any layout, to ``CanonicalKVCaches``. Pure.
 
-Layouts are read from shapes and strides alone. A *run* is a range of bytes that is contiguous in every GPU block of a
-layer. A layer is one run where its blocks are contiguous, and several where they are not (keys apart from values, heads
-outside blocks). Neighbouring runs of a group are joined: a layout with all layers of a block side by side is copied in
-one piece.
+Layouts are derived only from shapes and strides. A *run* is a range of bytes that is contiguous in every GPU block of a
+layer. A layer is one run if its blocks are contiguous, and several runs otherwise (keys apart from values, heads
+outside blocks). Neighbouring runs of a group are joined. So a layout that keeps all layers of a block together is
+copied in one piece.
 
-Blocks that engines with other numbers of ranks may use have the pages of an engine with one rank, and each rank fills
-its KV heads' part of them. The order of their bytes is that of vLLM's layout, outermost first: L for layers, B blocks,
+Blocks that engines with other numbers of ranks may use contain the pages of an engine with one rank, and each rank
+fills the part of its KV heads. Their bytes are in the order of vLLM's layout, outermost first: L for layers, B blocks,
 H heads, N tokens, C content.
 """
 
@@ -30,8 +30,8 @@ class LayerCache:
 
     name: str
     tensors: tuple[torch.Tensor, ...]
-    """Usually one, shaped (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). num_blocks may also
-    be multiplied by a whole number, where a tensor counts smaller kernel blocks."""
+    """Usually one tensor, of shape (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). num_blocks
+    may also be multiplied by a whole number, if a tensor counts smaller kernel blocks."""
     page_bytes: int | None = None
     """The size of one GPU block of the layer, without padding; ``None`` if the engine does not say."""
 
@@ -40,9 +40,9 @@ class LayerCache:
 class _Run:
     storage: torch.UntypedStorage
     offset: int
-    """Bytes from the storage's start to the run in GPU block 0."""
+    """Number of bytes from the storage's start to the run in GPU block 0."""
     stride: int
-    """Bytes from one GPU block to the next."""
+    """Number of bytes from one GPU block to the next."""
     num_bytes: int
 
     @property
@@ -51,7 +51,7 @@ class _Run:
         return self.storage.data_ptr() + self.offset, self.stride, self.num_bytes
 
     def joined(self, after: _Run) -> _Run | None:
-        """This run and ``after`` as one run, or ``None`` unless they are neighbours in every GPU block."""
+        """Return this run and ``after`` as one run, or ``None`` unless they are neighbours in every GPU block."""
         mine, theirs = self.location, after.location
         num_bytes = self.num_bytes + after.num_bytes
         if theirs[0] != mine[0] + self.num_bytes or self.stride != after.stride or num_bytes > self.stride:
@@ -61,11 +61,11 @@ class _Run:
 
 
 def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> CanonicalKVCaches:
-    """Views of the same memory, group after group, each group's layers in the given order.
+    """Return views of the same memory, group by group, with each group's layers in the given order.
 
-    The order of a GPU block's bytes depends on the order of layers and the layout alone, never on addresses, because
-    blocks on disk outlive this process. A layer that shares the memory of an earlier one of its group is left out.
-    Raises ``LayoutError`` for layouts that are not understood.
+    The order of a GPU block's bytes depends only on the order of layers and the layout, never on addresses, because
+    blocks on disk outlive this process. A layer that shares the memory of an earlier layer of its group is left out.
+    Raises ``LayoutError`` for unknown layouts.
     """
     runs = (_joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]) for layers in groups)
     return _caches([[(run, None) for run in each] for each in runs], num_blocks)
@@ -74,12 +74,13 @@ def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> Can
 def canonicalize_heads(
     groups: Sequence[Sequence[LayerCache]], num_blocks: int, layout: str, part: int = 0, num_parts: int = 1
 ) -> CanonicalKVCaches:
-    """As ``canonicalize``, on a rank with part ``part`` of ``num_parts`` equal parts of the KV heads, in pages of all.
+    """Do the same as ``canonicalize`` on a rank with part ``part`` of ``num_parts`` equal parts of the KV heads, with
+    pages that contain all heads.
 
-    ``layout`` is one of ``slices.HEADS_BEFORE_TOKENS``. Each layer has one tensor, (num_blocks, heads, tokens,
-    content), as large as those of the group's other layers. A page has the bytes that an engine with one rank and this
-    layout has there, without padding. A tensor may count kernel blocks smaller than GPU blocks; the page is the
-    same. Raises ``LayoutError`` for other tensors.
+    ``layout`` is one of ``slices.HEADS_BEFORE_TOKENS``. Each layer has one tensor of shape (num_blocks, heads, tokens,
+    content), as large as the tensors of the group's other layers. A page contains the same bytes as in an engine with
+    one rank and this layout, without padding. A tensor may count kernel blocks that are smaller than GPU blocks; the
+    page is the same. Raises ``LayoutError`` for other tensors.
     """
     return _caches([_runs_in_pages(layers, num_blocks, layout, part, num_parts) for layers in groups], num_blocks)
 
@@ -102,8 +103,8 @@ def _caches(groups: Sequence[Sequence[tuple[_Run, SharedPage | None]]], num_bloc
 def _runs_in_pages(
     layers: Sequence[LayerCache], num_blocks: int, layout: str, part: int, num_parts: int
 ) -> list[tuple[_Run, SharedPage | None]]:
-    """Runs with their places, in the order of the pages. A page consists of *pieces*: the tokens of one head in one
-    layer and kernel block."""
+    """Return the runs with their places, in the order of the pages. A page consists of *pieces*: the tokens of one head
+    in one layer and kernel block."""
     by_layer = [_pieces(layer, num_blocks) for layer in layers]
     # A layer may reuse the memory of an earlier one.
     by_layer = list({heads[0][0].location: heads for heads in by_layer}.values())
@@ -116,7 +117,7 @@ def _runs_in_pages(
             at = {"L": layer, "H": head}
             first = (at[outer] * sizes[inner] + at[inner]) * per_head
             placed.update(enumerate(pieces, start=first))
-    # What the layout has inside of a block is one page.
+    # The dimensions inside a block form one page.
     page_pieces = per_head * math.prod(sizes.get(axis, 1) for axis in layout[layout.index("B") :])
     result: list[tuple[_Run, SharedPage | None]] = []
     end = 0
@@ -133,7 +134,7 @@ def _runs_in_pages(
 
 
 def _common_sizes(name: str, by_layer: Sequence[Sequence[Sequence[_Run]]]) -> tuple[int, int, int]:
-    """Heads of a layer, pieces of a head, and bytes of a piece."""
+    """Return the number of heads of a layer, of pieces of a head, and of bytes of a piece."""
     sizes = {(len(heads), len(heads[0]), heads[0][0].num_bytes) for heads in by_layer}
     if len(sizes) != 1:
         raise LayoutError(f"The layers of {name}'s KV group differ in size; kvoffload does not know this layout.")
@@ -141,7 +142,7 @@ def _common_sizes(name: str, by_layer: Sequence[Sequence[Sequence[_Run]]]) -> tu
 
 
 def _pieces(layer: LayerCache, num_blocks: int) -> list[list[_Run]]:
-    """By head and kernel block, one run each."""
+    """Return one run for each head and kernel block."""
     tensor = layer.tensors[0]
     is_known = len(layer.tensors) == 1 and tensor.dim() == 4 and tensor.numel() and tensor.shape[0] % num_blocks == 0
     if not is_known or tensor.stride()[2:] != (tensor.shape[3], 1):
@@ -200,7 +201,8 @@ def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterato
     item = tensor.element_size()
     stride = tensor.stride(dim) * item
     inner = [(tensor.stride(d), tensor.shape[d]) for d in range(tensor.dim()) if d != dim and tensor.shape[d] > 1]
-    # The innermost dense dimensions make the run. There is one run for each index of the others, outermost first.
+    # The innermost dense dimensions form the run. There is one run for each index of the other dimensions, outermost
+    # first.
     length = 1
     outer: list[tuple[int, int]] = []
     for step, size in sorted(inner):
@@ -223,7 +225,8 @@ def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterato
 
 
 def _block_dim(name: str, tensor: torch.Tensor, num_blocks: int) -> int:
-    """The dimension that counts GPU blocks (or kernel blocks): the first, or the second, after keys and values."""
+    """Return the dimension that counts GPU blocks (or kernel blocks): the first, or the second after keys and
+    values."""
     shape = tuple(tensor.shape)
     first = bool(shape) and shape[0] > 0 and shape[0] % num_blocks == 0
     split = len(shape) > 1 and shape[0] == 2 and shape[1] > 0 and shape[1] % num_blocks == 0

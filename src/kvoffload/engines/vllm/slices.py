@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a block each of vLLM's ranks holds, and which ranks hold the same.
+"""Determine the part of a block that each of vLLM's ranks holds, and the ranks that hold the same part.
 
-Ranks of tensor parallelism divide the KV heads, stages of a pipeline the layers, and with decode context parallelism
-ranks of the same heads divide the tokens of a block. Where there are fewer heads than ranks, and with latent attention,
-some ranks hold the same KV: *replicas*. Those of one node share a slice of the slot, so that the KV is kept once.
+Ranks of tensor parallelism divide the KV heads, and stages of a pipeline divide the layers. With decode context
+parallelism, ranks with the same heads divide the tokens of a block. With fewer heads than ranks, and with latent
+attention, some ranks hold the same KV: they are *replicas*. Replicas on one node share a slice of the slot, so that the
+KV is kept once.
 
-Where all layers divide their heads alike, blocks can be *rank-free*: their bytes are those that an engine with one rank
-stores, so that engines with other numbers of ranks find them in a tier.
+If all layers divide their heads in the same way, blocks can be *rank-free*: they contain the same bytes as blocks of an
+engine with one rank, so that engines with other numbers of ranks find them in a tier.
 
-A layer that is wrongly taken for replicated would be lost on all ranks but one, and a wrong head gives wrong tokens. So
-whatever is not known for certain counts as not replicated and not divided by heads.
+If a layer were wrongly taken for replicated, its KV would be lost on all ranks but one, and a wrong head gives wrong
+tokens. So every uncertain case counts as not replicated and not divided by heads.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ HEADS_BEFORE_TOKENS = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
 
 
 def offloaded_groups(kv_cache_config: Any) -> list[Any]:
-    """The KV groups that block hashes can restore. The others are a request's own, such as ring buffers: vLLM computes
-    them again after a hit in its own prefix cache, and after ours."""
+    """Return the KV groups that block hashes can restore. Other groups, such as ring buffers, belong to one request:
+    vLLM computes them again after a hit in its own prefix cache, and also after a hit in kvoffload."""
     return [kv_cache_config.kv_cache_groups[index] for index in kv_cache_config.prefix_cacheable_group_ids]
 
 
 def offloaded_ids(kv_cache_config: Any) -> Sequence[int] | None:
-    """vLLM's numbers of these groups; ``None``: all groups are."""
+    """Return vLLM's numbers of these groups; ``None`` if they are all groups."""
     ids: Sequence[int] = kv_cache_config.prefix_cacheable_group_ids
     return ids if len(ids) < len(kv_cache_config.kv_cache_groups) else None
 
 
 def slice_of(vllm_config: Any, kv_cache_config: Any, rank: int) -> RankSlice:
-    """The slice of ``rank`` in the host memory of its node. In every process of an engine, all ranks have the same
-    number of slices and replicas."""
+    """Return the slice of ``rank`` in the host memory of its node. In every process of an engine, all ranks have the
+    same number of slices and replicas."""
     parallel = vllm_config.parallel_config
     per_node = parallel.world_size // parallel.nnodes_within_dp
     held = _held(vllm_config, kv_cache_config)
     nodes = [held[first : first + per_node] for first in range(0, len(held), per_node)]
     if len({(len(set(node)), node.count(each)) for node in nodes for each in node}) > 1:
-        nodes = [list(range(per_node)) for _ in nodes]  # replicas lie on unlike nodes: to each rank its own
+        nodes = [list(range(per_node)) for _ in nodes]  # replicas are on different nodes, so each rank gets its own
     node, place = nodes[rank // per_node], rank % per_node
     mine, different = node[place], sorted(set(node))
     return RankSlice(different.index(mine), len(different), node[:place].count(mine), node.count(mine))
 
 
 def _held(vllm_config: Any, kv_cache_config: Any) -> list[int]:
-    """A number for each rank, equal for those that hold the same KV.
+    """Return a number for each rank, which is equal for ranks that hold the same KV.
 
     vLLM counts ranks stage by stage. In a stage, consecutive ranks have the same heads, and among these, each
     ``decode_context_parallel_size``-th has the same tokens.
@@ -75,7 +76,7 @@ def _held(vllm_config: Any, kv_cache_config: Any) -> list[int]:
 
 
 def stage_sizes(vllm_config: Any) -> list[int]:
-    """Layers of the model in each stage of the pipeline."""
+    """Return the number of the model's layers in each stage of the pipeline."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
     if stages == 1:
@@ -89,8 +90,8 @@ def stage_sizes(vllm_config: Any) -> list[int]:
 def page_bytes(vllm_config: Any, kv_cache_config: Any, rank: int) -> int:
     """Return the bytes of one GPU block id on the rank with the most layers.
 
-    This is the same in every process of an engine. Each rank knows only its own KV cache, and the scheduler knows that
-    of rank 0.
+    This is the same in every process of an engine. Each rank knows only its own KV cache, and the scheduler knows only
+    the KV cache of rank 0.
     """
     own_bytes, sizes = _bytes_per_gpu_block(kv_cache_config), stage_sizes(vllm_config)
     if len(set(sizes)) == 1:
@@ -105,7 +106,7 @@ def stage_of(vllm_config: Any, rank: int) -> int:
 
 
 def layers_are_alike(vllm_config: Any, kv_cache_config: Any, rank: int) -> bool:
-    """Return whether all layers of the rank keep the same KV in one group, so that its size tells the size of the
+    """Return whether all layers of the rank keep the same KV in one group, so that its size determines the size of
     stages with other numbers of layers."""
     num_layers = stage_sizes(vllm_config)[stage_of(vllm_config, rank)]
     groups = kv_cache_config.kv_cache_groups
@@ -122,8 +123,8 @@ def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
 
 
 def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why blocks depend on the number of ranks, as a clause; ``None`` if they can be rank-free. The same in every
-    process of an engine."""
+    """Return why blocks depend on the number of ranks, as a clause, or ``None`` if they can be rank-free. It is the
+    same in every process of an engine."""
     groups = _groups_of_one_spec(kv_cache_config)
     if groups is None:
         return "layers of one KV group differ"
@@ -147,7 +148,7 @@ def why_not_rank_free(vllm_config: Any, kv_cache_config: Any) -> str | None:
 
 
 def kind_of(spec: Any) -> str:
-    """vLLM's kind of a KV group or layer: the value of a ``KVCacheSpecKind``."""
+    """Return vLLM's kind of a KV group or layer: the value of a ``KVCacheSpecKind``."""
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     return str(get_kv_cache_spec_kind(spec).value)
@@ -162,7 +163,7 @@ def window_of(spec: Any) -> int | None:
 
 
 def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Consecutive ranks of a stage that have the same heads in every layer, as far as it is known."""
+    """Return the number of consecutive ranks of a stage that certainly have the same heads in every layer."""
     ranks = vllm_config.parallel_config.tensor_parallel_size
     groups = _groups_of_one_spec(kv_cache_config)
     if groups is None:
@@ -171,15 +172,15 @@ def _ranks_of_same_heads(vllm_config: Any, kv_cache_config: Any) -> int:
 
 
 def _groups_of_one_spec(kv_cache_config: Any) -> list[Any] | None:
-    """The offloaded groups with layers, if each group has one spec for all of its layers. Of several the scheduler sees
-    one alone; but vLLM makes a tensor record for each, and the scheduler sees those."""
+    """Return the offloaded groups with layers, if each group has one spec for all of its layers. The scheduler sees
+    only one of several specs. But vLLM creates a tensor record for each spec, and the scheduler sees these records."""
     num_groups = sum(bool(group.layer_names) for group in kv_cache_config.kv_cache_groups)
     is_one_each = len(kv_cache_config.kv_cache_tensors) == num_groups
     return [group for group in offloaded_groups(kv_cache_config) if group.layer_names] if is_one_each else None
 
 
 def spec_of_layer(group: Any) -> Any:
-    """Of the layers of a KV group, or of the first of them."""
+    """Return the spec of a KV group's layers, or of its first layer."""
     spec = group.kv_cache_spec
     return next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
 
@@ -195,7 +196,7 @@ def _replicas_of_layer(spec: Any, vllm_config: Any, ranks: int) -> int:
 
 
 def _kv_heads(vllm_config: Any) -> int | None:
-    """KV heads of every layer, all ranks together; ``None`` if layers may differ."""
+    """Return the number of KV heads of every layer, for all ranks together, or ``None`` if layers may differ."""
     models = [vllm_config.model_config]
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.draft_model_config is not None:
@@ -207,11 +208,12 @@ def _kv_heads(vllm_config: Any) -> int | None:
 
 
 _KV_HEADS = re.compile(r"(kv|key_value).*head|head.*_kv|attention_groups|query_group|multi_query|heads_in_group")
-"""Names under which models' configurations have numbers of KV heads: of all layers, of some, or layer by layer."""
+"""Names of entries in models' configurations that contain numbers of KV heads: for all layers, for some, or layer by
+layer."""
 
 
 def _numbers_of_heads(value: Any, is_named: bool = False) -> Iterator[int]:
-    """All numbers below a name that may stand for KV heads."""
+    """Yield all numbers below a name that may mean KV heads."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield from _numbers_of_heads(each, is_named or _KV_HEADS.search(str(name)) is not None)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM loads a model's weights from, as blocks that outlive the process must know it."""
+"""Identify the files from which vLLM loads a model's weights, because the keys of persistent blocks must include
+them."""
 
 from __future__ import annotations
 
@@ -19,30 +20,30 @@ from kvoffload.engines.weights import WEIGHT_FILES, Files, Known, in_background,
 logger = logging.getLogger(__name__)
 
 DRAFTERS_WITH_KV = ("eagle", "eagle3", "mtp", "draft_model")
-"""Speculative methods whose drafter keeps KV that was shown to be good after a load."""
+"""Speculative methods whose drafter keeps KV. Tests have shown that this KV is correct after a load."""
 
 _READ_FROM_FILES = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "pt", "npcache", "mistral", "gguf"),
     *("bitsandbytes", "runai_streamer", "runai_streamer_sharded", "sharded_state"),
 )
-"""``load_format``s that read what lies in the model's directory, with vLLM's own loaders."""
+"""The ``load_format``s with which vLLM's own loaders read the files in the model's directory."""
 
 _before_load: dict[str, list[Files | str | OSError]] = {}
-"""By ``instance_id`` of an engine in this process, the files that were there right before vLLM loaded them."""
+"""The files as they were right before vLLM loaded them, by ``instance_id`` of an engine in this process."""
 
 _IS_SCALE_UP = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
 _IS_MODELSCOPE = "VLLM_USE_MODELSCOPE"
 
 
 def drafter_with_kv(vllm_config: Any) -> Any:
-    """vLLM's ``SpeculativeConfig`` if blocks hold KV of its drafter; ``None`` otherwise."""
+    """Return vLLM's ``SpeculativeConfig`` if blocks contain KV of its drafter, and ``None`` otherwise."""
     speculative = vllm_config.speculative_config
     return speculative if speculative is not None and speculative.method in DRAFTERS_WITH_KV else None
 
 
 def why_unnamed(vllm_config: Any, config: OffloadingConfig) -> str | None:
-    """Return why kvoffload cannot tell the weights from others, if blocks could outlive this process: vLLM reads them
-    from elsewhere than the model's files, or may replace them while it serves. Return ``None`` if it can."""
+    """Return why kvoffload cannot distinguish the weights from others, if blocks could outlive this process: vLLM does
+    not read them from the model's files, or may replace them while it serves. Return ``None`` if it can."""
     if outliving_tier(config) is None or config.weights_version is not None:
         return None
     for load, model in _loaded(vllm_config):
@@ -53,16 +54,16 @@ def why_unnamed(vllm_config: Any, config: OffloadingConfig) -> str | None:
 
 
 def note_files(vllm_config: Any) -> None:
-    """Records which files of weights there are. Call it right before vLLM loads them, in the scheduler's process."""
+    """Record the files of the weights. Call it right before vLLM loads them, in the scheduler's process."""
     _before_load[vllm_config.instance_id] = _files(vllm_config)
 
 
 def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
-    """The name of the weights of the model, and of a drafter with KV; empty if no block outlives the process or the
-    user names them.
+    """Return the name of the weights of the model and of a drafter with KV. The name is empty if no block outlives the
+    process, or if the user names the weights.
 
     Call it after the load. Raises ``UnclearError`` if the files cannot be read. If vLLM may have loaded other files,
-    their name stays unknown, and the log says so.
+    the name stays unknown, and the log says so.
     """
     if outliving_tier(config) is None or config.weights_version is not None:
         return str
@@ -83,7 +84,7 @@ def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
 
 
 def _doubt(before: list[Files | str | OSError] | None, after: list[Files | str | OSError]) -> str | None:
-    """Why vLLM need not have loaded the files that are here now: a sentence."""
+    """Return a sentence that explains why vLLM may not have loaded the current files, or ``None``."""
     if os.environ.get(_IS_SCALE_UP, "") not in ("", "0"):
         return "Elastic scaling has added this engine, and its weights come from others, which may have been updated"
     if before is None:
@@ -98,8 +99,8 @@ def _doubt(before: list[Files | str | OSError] | None, after: list[Files | str |
 
 
 def _files(vllm_config: Any) -> list[Files | str | OSError]:
-    """All that the weights come from: files, or a text for weights that are made up. An error stands for files that
-    are not here."""
+    """Return all sources of the weights: files, or a text for random weights. An error represents files that are not on
+    this host."""
     parallel = vllm_config.parallel_config
     found: list[Files | str | OSError] = []
     for load, model in _loaded(vllm_config):
@@ -123,7 +124,7 @@ def _files(vllm_config: Any) -> list[Files | str | OSError]:
 
 
 def _loaded(vllm_config: Any) -> list[tuple[Any, Any]]:
-    """How weights are loaded, and of which model: the target's, and those of a drafter with KV."""
+    """Return the load configuration and the model configuration of the target, and of a drafter with KV."""
     loaded = [(vllm_config.load_config, vllm_config.model_config)]
     speculative = drafter_with_kv(vllm_config)
     if speculative is not None:
@@ -132,7 +133,7 @@ def _loaded(vllm_config: Any) -> list[tuple[Any, Any]]:
 
 
 def _why_unnamed(load: Any, model: Any) -> str | None:
-    """Why the weights need not be what lies in the directory of ``model``."""
+    """Return why the weights may differ from the files in the directory of ``model``, or ``None``."""
     if model.model_weights or load.load_format not in (*_READ_FROM_FILES, "dummy"):
         return f"the weights come from {model.model_weights or load.load_format!r}"
     loader = _loader_of(load.load_format)
@@ -148,7 +149,7 @@ def _why_unnamed(load: Any, model: Any) -> str | None:
 
 
 def _loader_of(load_format: str) -> str:
-    """The module whose loader vLLM takes. Plug-ins bring formats, and may take the place of vLLM's own."""
+    """Return the module of the loader that vLLM uses. Plug-ins may add formats and replace vLLM's own."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
@@ -156,22 +157,23 @@ def _loader_of(load_format: str) -> str:
 
 
 def _elsewhere(part: Any, model: str, name: str = "") -> Iterator[str]:
-    """Repositories and files besides ``model`` that its configuration names."""
+    """Yield repositories and files besides ``model`` that its configuration names."""
     if isinstance(part, Mapping):
         for key, value in part.items():
             yield from _elsewhere(value, model, str(key))
     elif isinstance(part, (list, tuple)):
         for value in part:
             yield from _elsewhere(value, model, name)
-    elif isinstance(part, str) and name != "_name_or_path":  # which says where the configuration was read, or made
-        # A bare word, like that of an activation, may be the name of a directory here, and means no file.
+    elif isinstance(part, str) and name != "_name_or_path":  # it says where the configuration was read or created
+        # A bare word, such as the name of an activation, may also be the name of a local directory, but does not mean a
+        # file.
         is_path = os.path.isfile(part) or (os.sep in part and os.path.exists(part))
         if (name.endswith("_model_id") and part) or (is_path and os.path.realpath(part) != os.path.realpath(model)):
             yield f"{name} {part!r}"
 
 
 def _files_of(model: Any, load: Any) -> tuple[Path, tuple[str, ...]]:
-    """The directory, and patterns of names in it."""
+    """Return the directory of the weights, and patterns of file names in it."""
     if os.path.isfile(model.model):  # GGUF, maybe in several parts
         file = Path(model.model)
         part = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", file.name)
