@@ -16,8 +16,7 @@ from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.hits import Hits
 from kvoffload.connector.jobs import JobTable
-from kvoffload.connector.requests import Keys
-from kvoffload.connector.requests import Request as OwnRequest
+from kvoffload.connector.requests import Keys, TrackedRequest
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 
@@ -56,23 +55,23 @@ class Desk:
         self.jobs = JobTable(self.geometry, num_ranks=1)
         short_loads = ShortLoads(self.geometry, self.jobs, lambda: self.now_s)
         self.hits = Hits(self.manager, self.geometry, self.jobs, short_loads, None, lambda: self.now_s)
-        self.requests: list[OwnRequest] = []
+        self.requests: list[TrackedRequest] = []
 
-    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> OwnRequest:
+    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> TrackedRequest:
         context = ReqContext(f"r{len(self.requests)}")
         policy = self.manager.on_new_request(context).policy
         groups = tuple(map(Keys, self.geometry))
-        state = OwnRequest(Request(context.req_id, num_tokens), context, policy, groups, FIRST)
+        state = TrackedRequest(Request(context.req_id, num_tokens), context, policy, groups, FIRST)
         state.set_gpu_blocks((range(first_gpu_block, first_gpu_block + 9),))
         self.requests.append(state)
         return state
 
-    def find(self, state: OwnRequest, computed: int = 0) -> int | None:
+    def find(self, state: TrackedRequest, computed: int = 0) -> int | None:
         tokens = self.hits.find(state, computed)
         self.check()
         return tokens
 
-    def admit(self, state: OwnRequest, external: int) -> None:
+    def admit(self, state: TrackedRequest, external: int) -> None:
         self.hits.admit(state, external)
         self.check()
 
@@ -83,7 +82,7 @@ class Desk:
         self.check()
         return is_awaited
 
-    def forget(self, state: OwnRequest) -> None:
+    def forget(self, state: TrackedRequest) -> None:
         self.requests.remove(state)
         self.hits.forget(state)
         self.check()
@@ -107,15 +106,15 @@ def test_a_wait_lasts_from_the_first_question_without_an_answer_to_the_answer() 
     desk.manager.is_promoting = False
     desk.now_s = 5.0
     assert desk.find(state) == 32
-    assert (desk.waiting(), state.hit.wait_s) == (0, 4.0)
+    assert (desk.waiting(), state.prefix.wait_s) == (0, 4.0)
     desk.now_s = 9.0
     assert desk.find(state) == 32, "it found no GPU blocks meanwhile"
-    assert state.hit.wait_s == 4.0
+    assert state.prefix.wait_s == 4.0
     desk.admit(state, 32)
     stats = desk.hits.get_stats()
     assert sum(value for sample, value in stats.items() if sample[0] == "lookup_wait_seconds") == 1 + 4.0, "one, of 4 s"
     assert (stats["lookups_deferred",], stats["hit_tokens",], stats["tier_hit_tokens", "CPU"]) == (3, 32, 32)
-    assert state.hit.wait_s == 0.0, "the next admission has a wait of its own"
+    assert state.prefix.wait_s == 0.0, "the next admission has a wait of its own"
 
 
 def test_a_request_that_ends_waits_no_longer() -> None:
@@ -143,9 +142,9 @@ def test_a_crowd_waits_for_one_load_and_then_no_more() -> None:
     desk.admit(first, 32)
     (load,) = desk.jobs.take(()).loads
     assert desk.find(second) is None
-    assert second.hit.awaited_job_id == load.job_id
+    assert second.prefix.awaited_job_id == load.job_id
     assert desk.end(load.job_id)
-    assert first.hit.computed_tokens == 32
+    assert first.prefix.computed_tokens == 32
     third = desk.arrive(first_gpu_block=40)
     assert desk.find(third) == 32
     desk.admit(third, 32)
@@ -188,7 +187,7 @@ def test_without_pins_or_at_no_end_of_a_hit_the_load_is_lost(external: int) -> N
     meta = desk.jobs.take(())
     assert (meta.loads, len(meta.lost_loads)) == ((), 1)
     assert desk.end(meta.lost_loads[0].job_id, success=False)
-    assert state.hit.computed_tokens == 0
+    assert state.prefix.computed_tokens == 0
     desk.manager.loses = False
     assert desk.find(state, 4) == 4, "it gets no other load"
 
@@ -202,7 +201,7 @@ def test_a_request_that_lost_its_gpu_blocks_does_not_take_in_the_end_of_its_load
     state.lose_gpu_blocks()
     assert desk.find(state) is None, "its own transfers"
     assert not desk.end(load.job_id)
-    assert state.hit.computed_tokens == 0
+    assert state.prefix.computed_tokens == 0
     assert desk.find(state) == 32
 
 

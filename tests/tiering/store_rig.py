@@ -113,7 +113,7 @@ class Rig:
 
     def until_answered(self) -> None:
         """Until the store was asked all that it was to be asked."""
-        self.until(lambda: not self.tier._questions.are_open)
+        self.until(lambda: not self.tier._questions.are_pending)
 
     @property
     def is_scanned(self) -> bool:

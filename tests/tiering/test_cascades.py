@@ -79,11 +79,11 @@ def test_a_block_being_written_is_parked_and_cascaded_once_it_is_ready() -> None
     parts = Parts()
     parts.reserve(1)
     parts.cascades.submit_or_park(parts.request, keys(1, 9))
-    assert (parts.cascades.num_parked, parts.request.open_work) == (1, 1)
+    assert (parts.cascades.num_parked, parts.request.may_submit) == (1, 1)
     assert parts.cascades.retry_parked() == []
     parts.publish(1)
     assert parts.cascades.retry_parked(keys(1)) == [parts.request]
-    assert parts.request.open_work == 0
+    assert parts.request.may_submit == 0
     parts.finish()
     assert set(parts.fakes[0].blocks) == {*keys(1)}
     assert not parts.fakes[1].blocks
@@ -107,11 +107,11 @@ def test_a_stored_block_goes_to_the_tiers_of_all_stores_and_to_those_that_want_t
     parts.reserve(1, 2, 3)
     parts.cascades.begin_stores(parts.request, keys(1, 2), keys(1, 2))
     parts.cascades.begin_stores(other, keys(3), keys(3))
-    assert (parts.request.open_work, other.open_work) == (2, 1)
+    assert (parts.request.may_submit, other.may_submit) == (2, 1)
     parts.publish(1, 3)
     parts.publish(2, success=False)
     assert parts.cascades.end_stores(keys(1, 2, 3)) == [parts.request, other]
-    assert (parts.request.open_work, other.open_work) == (0, 0)
+    assert (parts.request.may_submit, other.may_submit) == (0, 0)
     parts.finish()
     assert [list(fake.blocks) for fake in parts.fakes] == [keys(1), keys(1, 3)]
 
@@ -122,7 +122,7 @@ def test_a_request_that_offers_what_another_one_stores_has_it_cascaded_when_it_i
     parts.reserve(1)
     parts.cascades.begin_stores(other, keys(1), keys(1))
     parts.cascades.begin_stores(parts.request, [], keys(1))
-    assert (parts.cascades.num_parked, parts.request.open_work) == (1, 1)
+    assert (parts.cascades.num_parked, parts.request.may_submit) == (1, 1)
     parts.publish(1)
     assert parts.cascades.end_stores(keys(1)) == [other, parts.request]
     parts.finish()
@@ -134,7 +134,7 @@ def test_a_reset_forgets_what_is_stored() -> None:
     parts.reserve(1, 2)
     parts.cascades.begin_stores(parts.request, keys(1, 2), keys(1, 2))
     assert parts.cascades.reset() == [parts.request] * 2
-    assert parts.request.open_work == 0
+    assert parts.request.may_submit == 0
     parts.publish(1, 2)
     assert parts.cascades.end_stores(keys(1, 2)) == []
     assert not parts.jobs.in_flight

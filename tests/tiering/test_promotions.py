@@ -38,7 +38,7 @@ class Parts:
         return LoadPlanner(["fake"], BlockWorth(BLOCK_BYTES), self.clock)
 
     def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        self.waits.left(evicted)
+        self.waits.gone(evicted)
 
     def request(self, name: str) -> Request:
         self.requests.append(Request(ReqContext(name), budget_s=1.0))

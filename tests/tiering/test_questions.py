@@ -95,7 +95,7 @@ def test_answers_are_foreign(make, kind: str, num_blocks: int) -> None:
     rig.store.contains = lambda keys: np.array(honest(keys)) if kind == "array" else honest(keys)[1:]
     rig.ask(prompt)
     rig.step()
-    rig.until(lambda: not rig.tier._questions.are_open)
+    rig.until(lambda: not rig.tier._questions.are_pending)
     if kind == "array":
         assert rig.ask(prompt) == [True] * num_blocks
     assert len(asked(rig)) <= 2

@@ -30,7 +30,7 @@ from kvoffload.connector.groups import (
 )
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.observer import Observer
-from kvoffload.connector.requests import Request
+from kvoffload.connector.requests import TrackedRequest
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
@@ -63,7 +63,7 @@ class Hits:
         self._short_loads = short_loads
         self._observer = observer
         self._clock = clock
-        self._waiting: dict[Request, tuple[float, int, int]] = {}
+        self._waiting: dict[TrackedRequest, tuple[float, int, int]] = {}
         """Requests whose last question is unanswered: the time of the first such question, its number of computed
         tokens, and the request's number of tokens."""
         self._loading: dict[OffloadKey, int] = {}
@@ -76,10 +76,10 @@ class Hits:
 
     # ------------------------------------------------------------------------------------------------- the search
 
-    def find(self, request: Request, computed_tokens: int, is_alone: bool = False) -> int | None:
+    def find(self, request: TrackedRequest, computed_tokens: int, is_alone: bool = False) -> int | None:
         """Return the number of tokens that the request can use, including the ``computed_tokens`` on the GPU. ``None``:
         ask again in a later step. ``is_alone``: the engine has no other request."""
-        hit, tokens = request.hit, computed_tokens
+        prefix, tokens = request.prefix, computed_tokens
         if request.context.reads_cache and not request.is_prefilled_elsewhere:
             # A request may have one load or several stores in flight, but never both. So a preempted request waits for
             # its old transfers.
@@ -94,28 +94,28 @@ class Hits:
                 self._counts["lookups_deferred",] += 1
                 self._waiting[request] = since_s, computed_tokens, num_tokens
                 if self._observer is not None:
-                    is_shared = hit.awaited_job_id in self._jobs.in_flight
+                    is_shared = prefix.awaited_job_id in self._jobs.in_flight
                     self._observer.deferred(
                         request, "own transfers" if request.job_ids else "another load" if is_shared else "tiers"
                     )
                 return None
             tokens = found
-            hit.sources = hit.sources or self._manager.sources(request.context)
+            prefix.sources = prefix.sources or self._manager.sources(request.context)
             if self._waiting.pop(request, None) is not None:
-                hit.wait_s += self._clock() - since_s
+                prefix.wait_s += self._clock() - since_s
             if self._observer is not None:
                 self._observer.answered(request)
-        hit.computed_tokens, hit.is_answered = computed_tokens, True
-        hit.within_step = tokens > computed_tokens and self._short_loads.fits(
+        prefix.computed_tokens, prefix.is_answered = computed_tokens, True
+        prefix.within_step = tokens > computed_tokens and self._short_loads.fits(
             sum(len(group.gpu_blocks_for_hit(computed_tokens, tokens)) for group in self._geometry), is_alone
         )
         return tokens
 
-    def has_asked(self, request: Request) -> bool:
+    def has_asked(self, request: TrackedRequest) -> bool:
         """Return whether the engine has asked for the request, and waits for the answer."""
         return request in self._waiting
 
-    def look_ahead(self, request: Request) -> tuple[int, bool]:
+    def look_ahead(self, request: TrackedRequest) -> tuple[int, bool]:
         """Look up the blocks of a request whose turn has not come. Return the tokens that it will probably load, and
         whether all of them are in host memory."""
         coming: list[int] = []
@@ -131,7 +131,7 @@ class Hits:
             return coming[0] if coming else 0, False  # full attention is looked up first
         return found, True
 
-    def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
+    def search(self, request: TrackedRequest, computed_tokens: int, most: int) -> int | None:
         """Return the longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer.
 
         Lookups read the blocks that they find from the tiers. So if a hit also needs windows or states, no attention is
@@ -147,10 +147,10 @@ class Hits:
         return found
 
     def _search(
-        self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
+        self, request: TrackedRequest, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
     ) -> int | None:
         """Do the same, but wait for no other request's load."""
-        if request.hit.load_failed:
+        if request.prefix.load_failed:
             return computed_tokens
         request.extend_keys()
         most = min(most, computed_tokens + request.max_load_tokens)
@@ -164,51 +164,51 @@ class Hits:
                 ask = functools.partial(ask, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
-    def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
+    def _awaits_load(self, request: TrackedRequest, computed_tokens: int, hit_tokens: int) -> bool:
         """Return whether another request is already loading at least half of these blocks.
 
         When that load has ended, the engine's own prefix cache contains them. A request waits for at most one such
         load, so that requests with a shared prefix never form a queue.
         """
-        hit = request.hit
-        if hit.awaited_job_id is None and self._loading:
+        prefix = request.prefix
+        if prefix.awaited_job_id is None and self._loading:
             for own in request.groups:
                 blocks = own.group.blocks_for_hit(computed_tokens, hit_tokens)
                 if blocks:
-                    hit.awaited_job_id = self._loading.get(own.keys[blocks[len(blocks) // 2]])
+                    prefix.awaited_job_id = self._loading.get(own.keys[blocks[len(blocks) // 2]])
                     break
-        return hit.awaited_job_id in self._jobs.in_flight
+        return prefix.awaited_job_id in self._jobs.in_flight
 
     # ------------------------------------------------------------------------------------- its admission, and its load
 
-    def admit(self, request: Request, num_external_tokens: int) -> None:
+    def admit(self, request: TrackedRequest, num_external_tokens: int) -> None:
         """Begin a load for ``num_external_tokens``, because the request has GPU blocks, and touch the prefix. The touch
         includes the blocks that were on the GPU, because blocks in use there should not age in host memory."""
-        hit = request.hit
-        self._wait_seconds.observe(hit.wait_s)
-        is_first = hit.tokens_by_tier is None
-        hit.tokens = hit.computed_tokens + num_external_tokens
-        hit.is_answered, hit.wait_s, hit.tokens_by_tier = False, 0.0, {}
-        sources, hit.sources = hit.sources or self._manager.sources(request.context), {}
+        prefix = request.prefix
+        self._wait_seconds.observe(prefix.wait_s)
+        is_first = prefix.tokens_by_tier is None
+        prefix.tokens = prefix.computed_tokens + num_external_tokens
+        prefix.is_answered, prefix.wait_s, prefix.tokens_by_tier = False, 0.0, {}
+        sources, prefix.sources = prefix.sources or self._manager.sources(request.context), {}
         if request.context.reads_cache:
             if num_external_tokens > 0:
-                hit.tokens_by_tier = self._tokens_by_tier(request, sources)
+                prefix.tokens_by_tier = self._tokens_by_tier(request, sources)
             if is_first:
                 self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
                 self._load(request)
-            blocks = [group.blocks_to_find(0, hit.tokens) for group in self._geometry]
+            blocks = [group.blocks_to_find(0, prefix.tokens) for group in self._geometry]
             keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
             if keys:
                 self._manager.touch(by_position(self._geometry, blocks, keys), request.context)
         if self._observer is not None:
             self._observer.admitted(request)
-        if hit.within_step:
-            hit.computed_tokens = hit.tokens
+        if prefix.within_step:
+            prefix.computed_tokens = prefix.tokens
 
-    def _count_admission(self, request: Request, num_external_tokens: int) -> None:
+    def _count_admission(self, request: TrackedRequest, num_external_tokens: int) -> None:
         """Count a request once, however often it is preempted."""
-        not_computed = max(0, request.of_engine.num_tokens - request.hit.computed_tokens)
+        not_computed = max(0, request.of_engine.num_tokens - request.prefix.computed_tokens)
         looked_up = min(not_computed, request.max_load_tokens)
         hinted = "no" if request.context.next_use is NextUse.UNKNOWN else "yes"
         counts = self._counts
@@ -216,14 +216,14 @@ class Hits:
         counts["lookup_tokens_by_hint", hinted] += looked_up
         counts["hit_tokens",] += num_external_tokens
         counts["hit_tokens_by_hint", hinted] += num_external_tokens
-        for tier, tokens in (request.hit.tokens_by_tier or {}).items():
+        for tier, tokens in (request.prefix.tokens_by_tier or {}).items():
             counts["tier_hit_tokens", tier] += tokens
 
-    def _tokens_by_tier(self, request: Request, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
+    def _tokens_by_tier(self, request: TrackedRequest, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
         """Return the tokens of a hit by the tier that contained their blocks when the request arrived. With several
         groups, the blocks of the group with the smallest blocks count. If there are only states, the one state counts
         for all tokens."""
-        first, stop = request.hit.computed_tokens, request.hit.tokens
+        first, stop = request.prefix.computed_tokens, request.prefix.tokens
         if not sources or any(stop > len(own.keys) * own.group.block_tokens for own in request.groups):
             return {HOST: stop - first}  # or no hit can be so long
         if self._counted is None:
@@ -235,19 +235,19 @@ class Hits:
             tokens[sources.get(keys[block], HOST)] += min(stop, (block + 1) * size) - max(first, block * size)
         return dict(tokens)
 
-    def _load(self, request: Request) -> None:
+    def _load(self, request: TrackedRequest) -> None:
         """Load the request's hit to its GPU blocks. If pins or GPU blocks are missing for any part, the load is lost:
         it is sent, and the workers report it as failed."""
-        hit = request.hit
+        prefix = request.prefix
         keys: list[OffloadKey] = []
         gpu_ids: list[int] = []
         sizes: list[int] = []
         starts: list[int] = []
         # A hit cannot end elsewhere: the tokens after the last whole block would be taken for loaded.
-        complete = hit.tokens % hit_unit_tokens(self._geometry) == 0
+        complete = prefix.tokens % hit_unit_tokens(self._geometry) == 0
         for own in request.groups:
-            positions = own.group.gpu_blocks_for_hit(hit.computed_tokens, hit.tokens)
-            blocks = own.group.blocks_for_hit(hit.computed_tokens, hit.tokens)
+            positions = own.group.gpu_blocks_for_hit(prefix.computed_tokens, prefix.tokens)
+            blocks = own.group.blocks_for_hit(prefix.computed_tokens, prefix.tokens)
             ids = own.gpu_block_ids[positions.start : positions.stop]
             complete &= len(ids) == len(positions) and NO_BLOCK not in ids and blocks.stop <= len(own.keys)
             keys += own.keys[blocks.start : blocks.stop]
@@ -262,11 +262,11 @@ class Hits:
             except TransferError:
                 source = None
         if source is None:
-            hit.load_failed = True
+            prefix.load_failed = True
             keys = []
-        job_id = self._jobs.begin_load(request, keys, source, destination, gpu_ids, hit.within_step).job_id
-        if not hit.within_step:
-            hit.load_job_id = job_id
+        job_id = self._jobs.begin_load(request, keys, source, destination, gpu_ids, prefix.within_step).job_id
+        if not prefix.within_step:
+            prefix.load_job_id = job_id
         for key in keys:
             self._loading.setdefault(key, job_id)
 
@@ -274,27 +274,27 @@ class Hits:
         """Release a load that ended on all ranks, and return whether its request waits for it. If not, the request was
         aborted or preempted meanwhile, or the load ended within the step."""
         self._release(job)
-        hit = job.request.hit
+        prefix = job.request.prefix
         if job.within_step:
-            hit.load_failed |= not job.success
-        if hit.load_job_id != job.job_id:
+            prefix.load_failed |= not job.success
+        if prefix.load_job_id != job.job_id:
             return False
-        hit.load_job_id = None
+        prefix.load_job_id = None
         if job.success:
-            hit.computed_tokens = hit.tokens
+            prefix.computed_tokens = prefix.tokens
         else:
-            hit.load_failed = True
+            prefix.load_failed = True
         return True
 
-    def is_new(self, request: Request) -> bool:
+    def is_new(self, request: TrackedRequest) -> bool:
         """Return whether the request has a load that was not sent to the workers yet."""
         return self._jobs.new_load(request) is not None
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: TrackedRequest) -> None:
         """Forget a request that ended. Cancels its load if it was not sent to the workers yet. A running load continues
         to its end; its GPU blocks are fenced."""
         self._waiting.pop(request, None)
-        request.hit.load_job_id = None
+        request.prefix.load_job_id = None
         if (job := self._jobs.cancel_load(request)) is not None:
             self._release(job)
 
@@ -313,12 +313,12 @@ class Hits:
     def get_stats(self) -> Stats:
         return {**self._counts, ("requests_waiting",): len(self._waiting), **self._wait_seconds.stats()}
 
-    def check_invariants(self, requests: Collection[Request]) -> None:
+    def check_invariants(self, requests: Collection[TrackedRequest]) -> None:
         """Check that keys being loaded belong to loads in flight. ``requests`` are all requests that have not ended.
         For tests."""
         assert set(requests).issuperset(self._waiting), "a request that has ended waits for an answer"
         for request in requests:
-            assert request.hit.load_job_id is None or request.hit.load_job_id in request.job_ids
+            assert request.prefix.load_job_id is None or request.prefix.load_job_id in request.job_ids
         for key, job_id in self._loading.items():
             job = self._jobs.in_flight[job_id]
             assert job.direction is Direction.LOAD

@@ -52,8 +52,8 @@ class Keys:
 
 
 @dataclass(slots=True)
-class Hit:
-    """The hit of one request, from the engine's first question to the end of the load."""
+class CachedPrefix:
+    """The tokens that one request need not compute, from the engine's first question to the end of the load."""
 
     computed_tokens: int = 0
     """Number of tokens on the GPU at admission: the hit in the engine's own prefix cache, plus the loaded tokens after
@@ -81,7 +81,7 @@ class Hit:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TrackedRequest:
     """One request, from its arrival to its end. Its jobs in flight keep this object alive until they end."""
 
     of_engine: EngineRequest
@@ -95,7 +95,7 @@ class Request:
     """The limits that its client asked for. They exclude everything once the request was left out."""
     leaves_out: Callable[[EngineRequest], bool] | None = None
     """The ``leaves_out`` of ``OffloadingConnectorScheduler``."""
-    hit: Hit = field(default_factory=Hit)
+    prefix: CachedPrefix = field(default_factory=CachedPrefix)
     num_prompt_tokens: int = field(init=False)
     """The engine's number of prompt tokens when this object last saw the keys. It grows in a session."""
     stored: set[OffloadKey] = field(default_factory=set)
@@ -190,10 +190,10 @@ class Request:
         a load in flight."""
         self.set_gpu_blocks(((),) * len(self.groups))
         self.forget_computed()
-        hit = self.hit
-        hit.computed_tokens = hit.tokens = 0
-        hit.is_answered = False
-        hit.load_job_id = hit.awaited_job_id = None
+        prefix = self.prefix
+        prefix.computed_tokens = prefix.tokens = 0
+        prefix.is_answered = False
+        prefix.load_job_id = prefix.awaited_job_id = None
 
     def begin_offers(self, hit_tokens: int) -> None:
         """Begin to offer blocks: the request was admitted with ``hit_tokens``.

@@ -27,7 +27,7 @@ from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.observer import Observer, Watch
 from kvoffload.connector.offers import StoreOffers
-from kvoffload.connector.requests import Keys, Request
+from kvoffload.connector.requests import Keys, TrackedRequest
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
@@ -63,7 +63,7 @@ class OffloadingConnectorScheduler:
         self._manager = manager
         self._leaves_out = leaves_out
         self._geometry = geometry = geometry_of(layout, config)
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._epochs = epochs = Epochs(config, weights_name)
         self._num_ranks = layout.num_ranks
         self._jobs = jobs = JobTable(geometry, layout.num_ranks)
@@ -99,7 +99,7 @@ class OffloadingConnectorScheduler:
         call."""
         self._request_of(request)
 
-    def _request_of(self, of_engine: EngineRequest) -> Request:
+    def _request_of(self, of_engine: EngineRequest) -> TrackedRequest:
         request = self._known(of_engine)
         if request is not None:
             return request
@@ -122,14 +122,14 @@ class OffloadingConnectorScheduler:
         )
         policy = self._manager.on_new_request(context).policy
         groups = tuple(map(Keys, self._geometry))
-        request = Request(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
+        request = TrackedRequest(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
         self._requests[context.req_id] = request
         self._ahead.arrive(request, only_reads=is_prefetch)
         if self._observer is not None:
             self._observer.arrived(request)
         return request
 
-    def _known(self, of_engine: EngineRequest) -> Request | None:
+    def _known(self, of_engine: EngineRequest) -> TrackedRequest | None:
         """Return the engine's request as it is tracked. ``None`` if it is not, even if another one has its id."""
         request = self._requests.get(of_engine.request_id)
         return request if request is not None and request.of_engine is of_engine else None
@@ -143,13 +143,13 @@ class OffloadingConnectorScheduler:
         """
         own = self._known(request)
         if own is not None:
-            if own.hit.load_job_id is None:
+            if own.prefix.load_job_id is None:
                 # With asynchronous scheduling that is its last full block: the step that fills it is scheduled before
                 # its last token is known, and when that token arrives, the request ends.
                 self._jobs.add_final_stores(self._offers.offer_rest(own))
             self._finish(own)
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: TrackedRequest) -> None:
         del self._requests[request.context.req_id]
         if self._observer is not None:
             self._observer.finished(request, self._offers.max_tokens(request), request in self._offers.refused)
@@ -184,7 +184,7 @@ class OffloadingConnectorScheduler:
         tokens = self._hits.find(own, num_computed_tokens, is_alone=len(self._requests) == 1)
         if tokens is None:
             return None, False
-        return tokens - num_computed_tokens, tokens > num_computed_tokens and not own.hit.within_step
+        return tokens - num_computed_tokens, tokens > num_computed_tokens and not own.prefix.within_step
 
     def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
         """The engine allocated GPU blocks. ``block_ids`` are all that the request has, in order.
@@ -195,19 +195,19 @@ class OffloadingConnectorScheduler:
         """
         own = self._request_of(request)
         self._epochs.use()
-        self._flush_users(block_ids, own.hit.computed_tokens)
+        self._flush_users(block_ids, own.prefix.computed_tokens)
         own.set_gpu_blocks(block_ids)
         self._ahead.leave(own)
-        if own.hit.is_answered:
+        if own.prefix.is_answered:
             self._hits.admit(own, num_external_tokens)
-            self._offers.admit(own, own.hit.tokens)
+            self._offers.admit(own, own.prefix.tokens)
         else:  # the second call, after a load: only the blocks are new; or a session goes on
             own.extend_keys()
 
     def hit_tokens_by_tier(self, request: EngineRequest) -> Mapping[str, int]:
         """The external tokens of the request's last admission, by the tier in which their blocks lay."""
         own = self._known(request)
-        return {} if own is None else own.hit.tokens_by_tier or {}
+        return {} if own is None else own.prefix.tokens_by_tier or {}
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -248,7 +248,7 @@ class OffloadingConnectorScheduler:
                 continue
             request.last_scheduled = scheduled
             done_tokens = scheduled.num_computed_tokens + num_tokens
-            if done_tokens >= request.next_offer_tokens and request.hit.load_job_id is None:
+            if done_tokens >= request.next_offer_tokens and request.prefix.load_job_id is None:
                 stores += self._offers.offer(request)
         if self._offers.refused:
             stores += self._offers.retry()
@@ -273,7 +273,7 @@ class OffloadingConnectorScheduler:
             named.append(own)
         return named
 
-    def _take_new_blocks(self, request: Request | None, scheduled: ScheduledRequest) -> None:
+    def _take_new_blocks(self, request: TrackedRequest | None, scheduled: ScheduledRequest) -> None:
         is_new = scheduled.block_table_is_new
         # Blocks under computed tokens are shared and only read, or their jobs were flushed when a load got them.
         self._flush_users(scheduled.new_block_ids, scheduled.num_computed_tokens if is_new else 0)
@@ -328,7 +328,7 @@ class OffloadingConnectorScheduler:
             if job.success:
                 loaded.add(request.context.req_id)
             else:
-                request.begin_offers(request.hit.computed_tokens)
+                request.begin_offers(request.prefix.computed_tokens)
                 failed[request.context.req_id] = frozenset(job.gpu_block_ids)
         return LoadOutcome(frozenset(loaded), failed)
 
@@ -337,7 +337,7 @@ class OffloadingConnectorScheduler:
         undefined: dict[str, frozenset[int]] = {}
         for job_id in self._jobs.in_flight.keys() & undefined_loads:
             job = self._jobs.in_flight[job_id]
-            job.success, job.request.hit.load_failed = False, True
+            job.success, job.request.prefix.load_failed = False, True
             if self._known(job.request.of_engine) is not None:
                 undefined[job.request.context.req_id] = frozenset(job.gpu_block_ids)
         self._short_loads.failed()
@@ -451,7 +451,7 @@ class OffloadingConnectorScheduler:
             siblings = [each for each in jobs if not each.within_step]
             loads = [each for each in siblings if each.direction is Direction.LOAD]
             assert not loads or len(siblings) == 1, f"a load beside other jobs: {siblings}"
-            waits = job.request.hit.load_job_id is not None
+            waits = job.request.prefix.load_job_id is not None
             assert not waits or job.request in live, f"{job} belongs to a half-dropped request"
         for request in live:
             assert all(job_id in self._jobs.in_flight for job_id in request.job_ids)

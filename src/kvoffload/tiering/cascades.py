@@ -111,7 +111,7 @@ class Cascades:
     def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
         """``request`` stores ``keys_to_store``, those of ``keys`` that were neither here nor on their way."""
         self._storing.update(dict.fromkeys(keys_to_store, request))
-        request.open_work += len(keys_to_store)
+        request.may_submit += len(keys_to_store)
         if request.whole_request_tiers:
             # Blocks that this very request is writing are cascaded in its name when they are complete.
             others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
@@ -130,7 +130,7 @@ class Cascades:
             if owner is not request:
                 request = owner
                 ready = stored.setdefault(request, [])
-            request.open_work -= 1
+            request.may_submit -= 1
             if block is not None:
                 ready.append(key)
         for request, ready in stored.items():
@@ -152,7 +152,7 @@ class Cascades:
                 ready.append(key)
             else:
                 self.parked.setdefault(key, []).append(request)
-                request.open_work += 1
+                request.may_submit += 1
         self.submit(request.whole_request_tiers, ready, request.context)
 
     def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[Request]:
@@ -164,7 +164,7 @@ class Cascades:
             if key not in self.parked or self._is_being_written(key):
                 continue
             for request in self.parked.pop(key):
-                request.open_work -= 1
+                request.may_submit -= 1
                 again.setdefault(request, []).append(key)
         for request, ready in again.items():
             self.submit_or_park(request, ready)
@@ -176,12 +176,12 @@ class Cascades:
 
     def reset(self) -> list[Request]:
         """Forgets every block that is being stored or is parked; returns the requests that had any."""
-        open_work = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
-        for request in open_work:
-            request.open_work -= 1
+        may_submit = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
+        for request in may_submit:
+            request.may_submit -= 1
         self._storing.clear()
         self.parked.clear()
-        return open_work
+        return may_submit
 
     def check_invariants(self, requests: Iterable[Request], promoted: Collection[OffloadKey]) -> None:
         """Blocks that are stored or parked are being written; parked ones for requests of which some tier wants all.
@@ -199,7 +199,7 @@ class Cascades:
             assert not block.is_ready
         for request in {*requests, *self._storing.values()}:
             parked = sum(each is request for parked in self.parked.values() for each in parked)
-            assert request.open_work == parked + sum(each is request for each in self._storing.values())
+            assert request.may_submit == parked + sum(each is request for each in self._storing.values())
         for key, requests in self.parked.items():
             block = self._primary.slots.get(key)
             assert block is not None

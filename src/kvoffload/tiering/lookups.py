@@ -89,7 +89,7 @@ class Lookups:
             return False  # it never asked, or its turn has come
         self._take_in(request)
         return (
-            wait.num_open > 0
+            wait.num_awaited > 0
             and not wait.is_dirty
             and all(told.is_kept for told in wait.told.values())
             and not self._waits.is_over(request)
@@ -165,14 +165,14 @@ class Lookups:
         told = wait.told.get(keys[0])
         if told is None or not told.is_kept or wait.is_dirty or told.keys != keys:
             return None
-        return None if self._clock() >= wait.due_s and wait.is_open and self._is_due(wait) else told
+        return None if self._clock() >= wait.due_s and wait.is_awaiting and self._is_due(wait) else told
 
     def _look_up(
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """For a request that may wait."""
         request, is_planned = wait.request, wait.is_planned(keys)
-        is_due = self._clock() >= wait.due_s and wait.is_open and self._is_due(wait)
+        is_due = self._clock() >= wait.due_s and wait.is_awaiting and self._is_due(wait)
         # These blocks are another group's, say, and were not weighed: there is nothing to plan again.
         if is_due and not is_planned and wait.is_late(self._clock()):
             self._stop_late(wait, keys)
@@ -271,7 +271,7 @@ class Lookups:
         below = [Segment(self._promotions.place_of(key), 1)] if is_here else self._places.below(request, [key])
         for place, _ in below:
             tier = next(iter(place.tiers or place.unknown), None)
-            self._planner.count_declined(tier, "late", wait.num_open_of(keys[ready:stop]))
+            self._planner.count_declined(tier, "late", wait.num_awaited_of(keys[ready:stop]))
             self._waits.refuse(request, [key], Miss.DECLINED)
         self._waits.decline(wait, keys, ready)
 

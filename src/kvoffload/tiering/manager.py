@@ -360,7 +360,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._waits.claimed or self._waits.watched:
             blocks = self.primary_tier.slots.get_all(keys)
             self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
-            self._waits.left([key for key, block in zip(keys, blocks) if block is None])
+            self._waits.gone([key for key, block in zip(keys, blocks) if block is None])
             self._waits.news(keys)
         self._end_stores(keys)
 
@@ -393,7 +393,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _close_if_done(self, request: Request) -> None:
         """Inform the tiers of the request's end, once nothing more can be submitted for it."""
-        if not request.is_ending or request.open_work:
+        if not request.is_ending or request.may_submit:
             return
         request.is_ending = False
         for tier in self._tiers:

@@ -197,7 +197,7 @@ class Promotions:
         for key in job.keys:
             del self._job_of[key]
         self._waits.arrived(job.succeeded, job.tier.name, job.ended_s)
-        self._waits.left(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
+        self._waits.gone(job.failed, Miss.PROMOTION_FAILED, job.ended_s)
 
     def reset(self) -> None:
         """Drop the queued jobs, because all waits have ended. Host memory forgets the blocks, and the slots of jobs in

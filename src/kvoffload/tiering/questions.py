@@ -53,7 +53,7 @@ class Questions:
         return f"Questions({len(self._asking)} open)"
 
     @property
-    def are_open(self) -> bool:
+    def are_pending(self) -> bool:
         """Whether a question waits to be asked, or the store has not answered yet."""
         return bool(self._asking or self._index.to_refresh)
 

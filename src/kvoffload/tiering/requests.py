@@ -33,7 +33,7 @@ class Request:
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
     """The reasons why blocks that may exist are misses for this request. Some of these blocks may have been found
     since. ``Waits`` alone writes them."""
-    open_work: int = 0
+    may_submit: int = 0
     """Number of blocks between ``prepare_store`` and ``complete_store``, plus parked cascades. Each may still become a
     job."""
     is_ending: bool = False
@@ -57,7 +57,7 @@ class Told:
     block."""
     waited: tuple[int, ...] = ()
     """The tiers whose answers the request waits for."""
-    is_open: bool = False
+    is_awaited: bool = False
     """Whether the request waits for ``watched``."""
 
 
@@ -80,7 +80,7 @@ class Wait:
     """Whether an event has concerned a block that it waits for or claims, so that its answers may have changed."""
     told: dict[OffloadKey, Told] = field(default_factory=dict)
     """The answers by the first key of each question."""
-    num_open: int = 0
+    num_awaited: int = 0
     """Number of claimed blocks that are not ready, plus the number of open ``Told``."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while it waited for them, with their tiers."""
@@ -109,7 +109,7 @@ class Wait:
     """The time at which to check whether its reads are late."""
 
     def __repr__(self) -> str:
-        return f"Wait({self.request.context.req_id!r}, open={self.num_open}, claims={len(self.claims)})"
+        return f"Wait({self.request.context.req_id!r}, awaited={self.num_awaited}, claims={len(self.claims)})"
 
     @property
     def has_begun(self) -> bool:
@@ -128,9 +128,9 @@ class Wait:
         return () if self.has_begun else self.claims.keys()
 
     @property
-    def is_open(self) -> bool:
+    def is_awaiting(self) -> bool:
         """Whether some answer is ``None``, or was ``None`` when its request last asked."""
-        return bool(self.num_open) or any(told.watched is not None for told in self.told.values())
+        return bool(self.num_awaited) or any(told.watched is not None for told in self.told.values())
 
     def is_late(self, now_s: float) -> bool:
         """Return whether it has waited for answers beyond its deadline."""
@@ -152,7 +152,7 @@ class Wait:
         """Return the blocks of ``told`` with the answer ``None`` that it does not claim."""
         return [key for key, answer in zip(told.keys, told.answers) if answer is None and key not in self.claims]
 
-    def num_open_of(self, keys: Sequence[OffloadKey]) -> int:
+    def num_awaited_of(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of ``keys`` have the answer ``None``."""
         unclaimed = {key for told in self.told.values() for key in self.unclaimed(told)}
         return sum(not self.claims.get(key, True) or key in unclaimed for key in keys)

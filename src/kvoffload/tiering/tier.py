@@ -254,7 +254,7 @@ class StoreTier(SecondaryTierManager):
         self._transfers.submit_stores()
         if self._scan is not None and (gone := self._scan.step()):
             self._losses.record(gone, "removed")
-        if self._questions is not None and self._questions.are_open:
+        if self._questions is not None and self._questions.are_pending:
             self._questions.submit()
         if self._touched and self._clock() >= self._next_touch_s:
             self._submit_touches()
@@ -266,7 +266,7 @@ class StoreTier(SecondaryTierManager):
         return self._transfers.take_results()
 
     def has_pending_work(self) -> bool:
-        return self._transfers.is_pending or (self._questions is not None and self._questions.are_open)
+        return self._transfers.is_pending or (self._questions is not None and self._questions.are_pending)
 
     def call_on_progress(self, call: Callable[[], None]) -> None:
         self._runner.on_ended = call

@@ -175,7 +175,7 @@ class Waits:
         claim[wait] = None
         wait.claims[key] = is_ready
         if not is_ready:
-            self._add_open(wait, 1, self._clock())
+            self._add_awaited(wait, 1, self._clock())
         return True
 
     def _hold(self, keys: Iterable[OffloadKey]) -> None:
@@ -194,7 +194,7 @@ class Waits:
                 given.append(key)
                 if len(given) == num_blocks:
                     break
-        self.left(given)
+        self.gone(given)
 
     def promote(self, keys: Sequence[OffloadKey], wait: Wait | None) -> None:
         """Claim ``keys``, whose promotions begin, for ``wait`` or (with ``None``) for no request. The caller has
@@ -203,7 +203,7 @@ class Waits:
             self._claims[key] = {} if wait is None else {wait: None}
         if wait is not None:
             wait.claims.update(dict.fromkeys(keys, False))
-            self._add_open(wait, len(keys), self._clock())
+            self._add_awaited(wait, len(keys), self._clock())
 
     def restart(self, wait: Wait) -> None:
         """Start a new lookup, because the request asks again in a later step. It stops waiting for answers that it does
@@ -232,7 +232,7 @@ class Waits:
         wait.told[told.keys[0]] = told
         if before is not None:
             self._unwatch(wait, before)
-        if before is not None and before.watched == told.watched is not None and not wait.num_open:
+        if before is not None and before.watched == told.watched is not None and not wait.num_awaited:
             # A tier had an answer for this block while nobody asked, and has lost it since. The time in between still
             # counts.
             wait.answered_s = None
@@ -243,8 +243,8 @@ class Waits:
             assert key is not None
             self._watchers.setdefault(key, {})[told] = wait
         if told.watched is not None:
-            told.is_open = True
-            self._add_open(wait, 1, self._clock())
+            told.is_awaited = True
+            self._add_awaited(wait, 1, self._clock())
 
     def _unwatch(self, wait: Wait, told: Told) -> None:
         """Stop waiting for the watched block."""
@@ -253,9 +253,9 @@ class Waits:
             watchers = self._watchers.get(key)
             if watchers is not None and watchers.pop(told, None) is not None and not watchers:
                 del self._watchers[key]
-        if told.is_open:
-            told.is_open = False
-            self._add_open(wait, -1, self._clock())
+        if told.is_awaited:
+            told.is_awaited = False
+            self._add_awaited(wait, -1, self._clock())
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """Record a plan made for ``keys``. ``marks`` are the places of blocks that are not in flight. The plan's times
@@ -297,14 +297,14 @@ class Waits:
             self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.claims])
 
     def _release(self, wait: Wait, keys: Collection[OffloadKey]) -> None:
-        num_open = 0
+        num_awaited = 0
         for key in keys:
-            num_open += not wait.claims.pop(key)
+            num_awaited += not wait.claims.pop(key)
             del self._claims[key][wait]
         self._drop_unclaimed(keys)
-        self._add_open(wait, -num_open, self._clock())
+        self._add_awaited(wait, -num_awaited, self._clock())
 
-    def _add_open(self, wait: Wait, count: int, now_s: float) -> None:
+    def _add_awaited(self, wait: Wait, count: int, now_s: float) -> None:
         """Add ``count`` (which may be negative) to the number of answers that are ``None``."""
         if not count:
             return
@@ -315,8 +315,8 @@ class Waits:
             if wait.deadline_s is not None:
                 wait.deadline_s += paused_s
                 wait.due_s += paused_s
-        wait.num_open += count
-        if not wait.num_open:
+        wait.num_awaited += count
+        if not wait.num_awaited:
             wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived earlier
 
     # --------------------------------------------------------------------------- events of claimed blocks
@@ -329,7 +329,7 @@ class Waits:
             for wait in self._claims[key]:
                 if not wait.claims[key]:
                     wait.claims[key] = wait.is_dirty = True
-                    self._add_open(wait, -1, now_s)
+                    self._add_awaited(wait, -1, now_s)
                 if source is not None:
                     wait.sources[key] = source
         self._hold([key for key in claimed if self._claims[key]])
@@ -349,7 +349,7 @@ class Waits:
         """Mark the wait as dirty if it waits for answers, because a tier cannot tell whether it has news."""
         wait.is_dirty |= any(told.watched is not None for told in wait.told.values())
 
-    def left(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
+    def gone(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """End all claims on blocks that were evicted or did not arrive. With a ``verdict``, they are misses for each
         request that waited for them. A block that had arrived for a wait is not promoted for it again."""
         if not self._claims:
@@ -364,9 +364,9 @@ class Waits:
                 del self._held[key]
                 released.append(key)
             for wait in claim:
-                was_open = not wait.claims.pop(key)
+                was_awaited = not wait.claims.pop(key)
                 wait.is_dirty = True
-                self._add_open(wait, -was_open, now_s)
+                self._add_awaited(wait, -was_awaited, now_s)
                 if verdict is not None:
                     wait.request.verdicts[key] = verdict
                 elif wait.sources.pop(key, None) is not None:
@@ -416,7 +416,7 @@ class Waits:
         if request.wait is not None:
             given_up += [key for key, is_ready in request.wait.claims.items() if not is_ready]
             for told in request.wait.told.values():
-                given_up += request.wait.unclaimed(told) if told.is_open else ()
+                given_up += request.wait.unclaimed(told) if told.is_awaited else ()
         self.refuse(request, given_up, Miss.OUT_OF_PATIENCE)
         self.num_expired += bool(given_up) and not request.has_given_up
         request.has_given_up |= bool(given_up)
@@ -433,7 +433,7 @@ class Waits:
             return
         for wait in [*self._with_news]:
             for told in wait.told.values():
-                if told.is_open:
+                if told.is_awaited:
                     key = next_unanswered(wait.request, told)
                     if key != told.watched:
                         self._unwatch(wait, told)
@@ -478,14 +478,14 @@ class Waits:
         for request, wait in self._waiting.items():
             assert request.wait is wait
             assert wait.request is request
-            assert (wait.answered_s is None) or not wait.num_open
+            assert (wait.answered_s is None) or not wait.num_awaited
             for key, is_ready in wait.claims.items():
                 assert wait in self._claims[key]
                 block = self._slots.get(key)
                 assert block is not None
                 assert is_ready == block.is_ready, f"{key!r} is claimed as {is_ready}"
-            num_open = sum(told.is_open for told in wait.told.values()) + [*wait.claims.values()].count(False)
-            assert wait.num_open == num_open, wait
+            num_awaited = sum(told.is_awaited for told in wait.told.values()) + [*wait.claims.values()].count(False)
+            assert wait.num_awaited == num_awaited, wait
             for told in wait.told.values():
                 if told.is_kept and not wait.is_dirty:
                     answers = dict(zip(told.keys, told.answers))
@@ -502,7 +502,7 @@ class Waits:
                 assert block is None or not block.is_ready or wait.is_dirty, "a block that is here is watched"
         for wait in self._waiting.values():
             for told in wait.told.values():
-                watched = {told.watched} if told.is_open else set()
+                watched = {told.watched} if told.is_awaited else set()
                 if told.is_kept and not wait.is_dirty:
                     watched |= {told.watched, told.missing}
                 assert all(told in self._watchers[key] for key in watched if key is not None)
