@@ -68,8 +68,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     starts a new epoch, private to this engine. Without a name, the weights' files identify the weights until the first
     reset. Default: none."""
     adapters_never_change: bool = False
-    """A promise that no LoRA adapter is ever replaced under the same name and path. Without it, kvoffload ignores
-    requests with an adapter if there is a persistent tier."""
+    """A promise that no LoRA adapter is ever replaced under the same name and path. Without it, kvoffload hashes
+    the files of adapters if there is a persistent tier. Set it if the files are not on the engine's host."""
     media_never_change: bool = False
     """A promise that a ``uuid`` always names the same image, video or sound. Without it, kvoffload ignores requests
     with media if there is a persistent tier."""

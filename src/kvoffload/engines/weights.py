@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of a model's weights: a hash of the content of their files, the same wherever there is a copy of them.
+"""The name of the weights of a model or an adapter: a hash of the content of their files, equal for all copies.
 
-KV that other weights computed is wrong, and files are replaced at their path. So the keys of blocks that outlive a
-process include this name. Loads neither an engine nor torch.
+KV of other weights is wrong, and users replace files at their paths. So the keys of persistent blocks include this
+name. This module loads neither an engine nor torch.
 
-An engine may load other content than kvoffload hashes later. So ``Files.of`` is called before the engine loads its
-files, and ``Files.why_not`` compares afterwards.
+The content that an engine loads may differ from the content that kvoffload hashes later. So an engine's adapter calls
+``Files.of`` before the engine loads its files, and compares afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.errors import ConfigError
@@ -39,7 +41,12 @@ WEIGHT_FILES = (
     "*quant*.json",  # says how they are read
     "*processor_config.json",  # says how images and sounds are prepared
 )
-"""The engine, its version and its options decide which of these an engine reads. So all count."""
+"""An engine reads some of these files, depending on its version and options. So all of them count."""
+
+ADAPTER_FILES = ("adapter_*", "new_embeddings.*")
+"""The files of a LoRA adapter. Engines read them from its directory, not from subdirectories."""
+
+Answer = TypeVar("Answer")
 
 Known = Callable[[], str | None]
 """The name of the weights; ``None`` while it is not known, and forever if it cannot be known. Returns at once."""
@@ -50,17 +57,20 @@ STARTUP_S = 0.5
 _THREADS = 2
 _READ_BYTES = 1 << 20
 _LEAST_CACHED_BYTES = 64 << 20
-"""The hash of a smaller file is computed again at each start."""
+"""Smaller files are hashed again at each start."""
 _SETTLED_S = 2.0
-"""The hash of a file that was changed less long ago is not cached. It might change again without another time."""
+"""The hash of a file is cached only if the file changed longer ago, because another change could leave its times as
+they are."""
 
 _Stat = tuple[int, int, int, int, int]
-"""Device, inode, bytes, and the times (ns) of the last change of content and of anything."""
+"""Device, inode, size, and the times in ns of the last change of the content and of the inode."""
 
 
 def outliving_tier(config: OffloadingConfig) -> str | None:
-    """The first persistent tier in ``secondary_tiers``; ``None`` if there is none. A tier that only a spec of the
-    user's own knows counts as persistent."""
+    """Return the label of the first persistent tier, or ``None``.
+
+    A type of tier that only the user's own spec knows counts as persistent.
+    """
     try:
         return next((tier.label for tier in parse_tiers(config.secondary_tiers) if tier.is_persistent), None)
     except ConfigError:
@@ -68,8 +78,10 @@ def outliving_tier(config: OffloadingConfig) -> str | None:
 
 
 def local_directory(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    """The directory with the files of ``model`` on this host: ``model`` itself, or the snapshot of a name of the Hub in
-    the Hub's cache. Asks no server. Raises ``FileNotFoundError`` if they are not here."""
+    """Return the directory with the files of ``model``: ``model`` itself, or a snapshot in the Hub's cache.
+
+    Asks no server. Raises ``FileNotFoundError`` if the files are not on this host.
+    """
     if os.path.isdir(model):
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -82,32 +94,48 @@ def local_directory(model: str, revision: str | None = None, cache_dir: str | No
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of a model's weights, as they were at one moment."""
+    """The files of a model or an adapter, as they were at one moment."""
 
     directory: Path
     stats: Mapping[str, _Stat]
     """By path in the directory."""
 
     @classmethod
-    def of(cls, directory: Path, patterns: Sequence[str] = WEIGHT_FILES) -> Files:
-        """The files in ``directory`` and its subdirectories whose names match one of ``patterns``. Follows links, and
-        reads no content. Raises ``OSError`` if no file has weights, or one cannot be read."""
-        found = {path for pattern in patterns for depth in ("", "*/") for path in directory.glob(depth + pattern)}
+    def of(cls, directory: Path, patterns: Sequence[str] = WEIGHT_FILES, depths: Sequence[str] = ("", "*/")) -> Files:
+        """Return the files in ``directory`` whose names match one of ``patterns``, including those in subdirectories.
+
+        Follows links, and reads no content. Raises ``OSError`` if no file contains weights, or a file cannot be read.
+        """
+        found = {path for pattern in patterns for depth in depths for path in directory.glob(depth + pattern)}
         paths = sorted(path for path in found if not path.is_dir())
         if all(path.suffix == ".json" for path in paths):
             raise FileNotFoundError(f"{str(directory)!r} has no file of weights")
         return cls(directory, {path.relative_to(directory).as_posix(): _stat_of(path.stat()) for path in paths})
 
+    @classmethod
+    def of_adapter(cls, path: str) -> Files:
+        """Return the files of the LoRA adapter at ``path``, a directory or a name of the Hub. Raises ``OSError``."""
+        return cls.of(local_directory(os.path.expanduser(path)), ADAPTER_FILES, depths=("",))
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs if a file was replaced or changed on this host. Reads no content."""
+        return hashlib.sha256(json.dumps(dict(self.stats), sort_keys=True).encode()).hexdigest()[:32]
+
     @property
     def is_of_hub(self) -> bool:
-        """Whether the directory is a snapshot in the Hub's cache. The Hub's client adds files to it and changes none,
-        since the directory's name stands for their content."""
+        """Whether the directory is a snapshot in the Hub's cache.
+
+        The Hub's client only adds files to a snapshot, because the name of the directory identifies their content.
+        """
         snapshots = self.directory.parent
         return snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
 
     def why_not(self, before: Files | None) -> str | None:
-        """The path of a file that need not be the one that an engine has loaded since ``before``; ``None`` if there is
-        no such file. ``before`` is ``None`` if there were no files then: the Hub's client may have downloaded them."""
+        """Return the path of a file that may differ from the one that an engine loaded after ``before``, or ``None``.
+
+        ``before`` is ``None`` if there were no files at that time: the Hub's client may have downloaded them.
+        """
         if before is None:
             return None if self.is_of_hub else str(self.directory)
         if before.directory != self.directory:
@@ -119,8 +147,11 @@ class Files:
         return None
 
     def name(self) -> str:
-        """A hash of the files' paths and content. Reads all content, but for blobs of the Hub and what an earlier call
-        on this host has read. Raises ``OSError`` if a file cannot be read, or is not the same any more."""
+        """Return a hash of the files' paths and content.
+
+        Reads all files, except for blobs of the Hub and files that an earlier call on this host has read. Raises
+        ``OSError`` if a file cannot be read, or has changed.
+        """
         with ThreadPoolExecutor(_THREADS) as threads:
             hashes = list(threads.map(self._hash_of, self.stats))
         digest = hashlib.sha256()
@@ -139,28 +170,41 @@ class Files:
 
 
 def fingerprint(directory: Path, patterns: Sequence[str] = WEIGHT_FILES) -> str:
-    """``Files.name`` of the files as they are."""
+    """Return ``Files.name`` of the current files."""
     return Files.of(directory, patterns).name()
 
 
-def in_background(compute: Callable[[], str]) -> Known:
-    """Calls ``compute`` in a thread, and waits for it for ``STARTUP_S`` at most. If it raises, the log says so, and the
-    name stays unknown."""
-    answer: Future[str] = Future()
+def _log_unnamed(error: Exception) -> None:
+    """Log that the files of the weights could not be hashed."""
+    logger.warning(
+        "kvoffload cannot hash the files of the weights (%s), so this engine shares no blocks with other engines, and "
+        "later engines will not find its blocks.",
+        error,
+    )
+
+
+def in_background(
+    compute: Callable[[], Answer],
+    wait_s: float = STARTUP_S,
+    on_error: Callable[[Exception], None] = _log_unnamed,
+) -> Callable[[], Answer | None]:
+    """Call ``compute`` in a thread, wait for at most ``wait_s``, and return a function that returns the answer.
+
+    The function returns ``None`` until the answer is known, and forever if ``compute`` raised. In this case, the thread
+    calls ``on_error`` with the exception.
+    """
+    answer: Future[Answer] = Future()
 
     def run() -> None:
         try:
             answer.set_result(compute())
-        except Exception as exc:  # noqa: BLE001 - then no block of another process is read
-            logger.warning(
-                "kvoffload cannot hash the files of the weights (%s), so this engine shares no blocks with other "
-                "engines, and later engines will not find its blocks.",
-                exc,
-            )
+        except Exception as exc:  # noqa: BLE001 - then there is no answer
+            on_error(exc)
             answer.cancel()
 
     threading.Thread(target=run, name="kvoffload-weights", daemon=True).start()
-    wait([answer], STARTUP_S)
+    if wait_s:
+        wait([answer], wait_s)
     return lambda: answer.result() if answer.done() and not answer.cancelled() else None
 
 
@@ -191,7 +235,7 @@ def _entry_of(stat: _Stat) -> Path:
 
 
 def _cached(stat: _Stat) -> str | None:
-    """The hash that ``_cache`` was given for a file that is the same in each way that ``stat`` says."""
+    """Return the hash that ``_cache`` stored for a file with the same ``stat``."""
     with contextlib.suppress(OSError, ValueError):
         *known, content = _entry_of(stat).read_text().split()
         if known == list(map(str, stat)) and _is_hash(content):

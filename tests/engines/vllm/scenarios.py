@@ -14,7 +14,7 @@ import socket
 import sys
 import tracemalloc
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from tests.engines.greedy import Prompt
@@ -513,22 +513,95 @@ def two_nodes(
 def adapter(model: str, extra: dict[str, Any] | None, path: str, prompts: int = 2) -> dict[str, Any]:
     """Serve the first long prompts with the LoRA adapter at ``path``, one after the other; without ``extra``, with vLLM
     alone."""
+    engine = Engine(model, extra=extra, gpu_blocks=100, enable_lora=True, max_lora_rank=8)
+    result = _with_adapter(engine, "tuned", 1, path, prompts)
+    engine.close()
+    return result
+
+
+def _with_adapter(engine: Engine, name: str, number: int, path: str, prompts: int = 2) -> dict[str, Any]:
+    """Return the tokens of the first long prompts with this adapter, and how many tokens of each were cached."""
     from vllm.lora.request import LoRARequest
 
-    engine = Engine(model, extra=extra, gpu_blocks=100, enable_lora=True, max_lora_rank=8)
     result: dict[str, Any] = {"tokens": {}, "cached": {}}
     for prompt in long_prompts()[:prompts]:
         (output,) = engine.llm.generate(
             [{"prompt_token_ids": list(prompt.token_ids)}],
             engine.parameters(prompt),
-            lora_request=LoRARequest("tuned", 1, path),
+            lora_request=LoRARequest(name, number, path),
             use_tqdm=False,
         )
         result["tokens"][prompt.name] = list(output.outputs[0].token_ids)
         result["cached"][prompt.name] = int(output.num_cached_tokens or 0)
-        engine.drain()
-    engine.close()
+    engine.drain()
     return result
+
+
+def adapters_alone(model: str, paths: dict[str, str]) -> dict[str, Any]:
+    """Return the answers of vLLM alone with each adapter, by name."""
+    engine = Engine(model, gpu_blocks=100, enable_lora=True, max_lora_rank=8)
+    named = enumerate(paths.items(), start=1)
+    answers = {name: _with_adapter(engine, name, number, path)["tokens"] for number, (name, path) in named}
+    engine.close()
+    return answers
+
+
+def adapters(model: str, extra: dict[str, Any], directory: str, passes: list[str], **options: Any) -> dict[str, Any]:
+    """Serve with the adapters ``one`` and ``two`` in ``directory``. Each of ``passes`` is a way to load them first.
+
+    ``load``: by the call of a server. ``replace``: the files of ``one`` are replaced, and it is loaded in place.
+    ``evict``: the files of ``two`` are replaced, and vLLM evicts it and loads it again by itself. ``again``: nothing.
+    vLLM's own cache is empty at the beginning of each pass.
+    """
+    from vllm.lora.request import LoRARequest
+
+    engine = Engine(
+        model,
+        extra=extra,
+        gpu_blocks=100,
+        enable_lora=True,
+        max_lora_rank=8,
+        max_loras=1,
+        max_cpu_loras=2,
+        **options,
+    )
+    root = Path(directory)
+
+    def load(name: str, number: int, in_place: bool = False) -> None:
+        request = LoRARequest(name, number, str(root / name), load_inplace=in_place)
+        engine.core.add_lora(request)
+        named = engine.connector.scheduler._adapters._current[number]
+        deadline = monotonic() + 60
+        while named.seed is None and monotonic() < deadline:
+            sleep(0.01)
+        assert named.seed is not None
+
+    def replace(name: str) -> None:
+        for file in (root / f"new-{name}").iterdir():
+            os.replace(file, root / name / file.name)
+
+    results: dict[str, Any] = {}
+    for each in passes:
+        engine.forget_device_cache()
+        if each == "load":
+            load("one", 1)
+            load("two", 2)
+        elif each == "replace":
+            replace("one")
+            load("one", 1, in_place=True)
+        elif each == "evict":
+            replace("two")
+            _with_adapter(engine, "third", 3, str(root / "third"), 1)
+            _with_adapter(engine, "one", 1, str(root / "one"), 1)
+            engine.forget_device_cache()
+        results[each] = {
+            "one": _with_adapter(engine, "one", 1, str(root / "one")),
+            "two": _with_adapter(engine, "two", 2, str(root / "two")),
+        }
+    results["metrics"] = engine.metrics()
+    results["idle"] = idle_state(engine)
+    engine.close()
+    return results
 
 
 def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:

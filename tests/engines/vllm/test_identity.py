@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +35,9 @@ from tests.engines.vllm.configs import (
 
 from kvoffload.config import parse_config
 from kvoffload.engines.facts import COUNTS
+from kvoffload.engines.vllm import adapters as adapters_module
 from kvoffload.engines.vllm import identity
+from kvoffload.engines.vllm.adapters import adapters_of
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.layout import layout_of
@@ -59,6 +61,15 @@ def _plain_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("VLLM_") or name == "PYTHONHASHSEED":
             monkeypatch.delenv(name)
+    monkeypatch.setattr(adapters_module, "Adapter", PlainAdapter)
+
+
+class PlainAdapter(adapters_module.Adapter):
+    """An adapter whose files were read at once."""
+
+    def read(self) -> None:
+        digest, name = getattr(self.request, "digest", self.request.content), self.request.content
+        self._content = lambda: adapters_module._Content(digest, name)
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,8 @@ class Engine:
     extra: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     """A field of a newer vLLM: its name, and whether it has its default."""
+    adapter: dict[str, Any] | None = None
+    """The content of a LoRA adapter's files, and other attributes of vLLM's ``LoRARequest``."""
 
     def namespace(self) -> str:
         extra = NAMED | self.extra
@@ -78,7 +91,15 @@ class Engine:
         for part, value in self.fields.items():
             setattr(engine, part, of_newer_vllm(getattr(engine, part), value))
         check_engine(engine)
-        return persistent_namespace(layout_of(engine, self.caches(), config), config.block_size or 1)
+        namespace = persistent_namespace(layout_of(engine, self.caches(), config), config.block_size or 1)
+        if self.adapter is None:
+            return namespace
+        adapter = SimpleNamespace(lora_name="a", lora_path="/a", lora_int_id=1, load_inplace=False, **self.adapter)
+        request = SimpleNamespace(request_id="1", lora_request=adapter, block_hashes=[b"0" * 32], mm_features=[])
+        adapters = adapters_of(engine, config)
+        own = adapters.of(request)
+        assert not adapters.leaves_out(own)
+        return f"{namespace} {own.block_hashes[0].hex()}"
 
 
 def of_newer_vllm(part: Any, value: Any) -> Any:
@@ -119,6 +140,11 @@ def rope(kind: str, limit: int | None, **more: Any) -> Engine:
 
 def adapters(**changes: Any) -> Engine:
     return Engine({"lora_config": stub("LoRAConfig", **changes)}, extra={"adapters_never_change": True})
+
+
+def with_adapter(content: str = "one", lora: dict[str, Any] | None = None, **more: Any) -> Engine:
+    """Return an engine that serves an adapter without a promise."""
+    return Engine({"lora_config": stub("LoRAConfig", **(lora or {}))}, adapter={"content": content, **more})
 
 
 def drafter(**changes: Any) -> Engine:
@@ -176,6 +202,7 @@ class Mode(Enum):
 
 
 PLAIN = Engine()
+PROMISE = {"adapters_never_change": True}
 OTHER = SimpleNamespace(models={"Other": SimpleNamespace(module_name="other", class_name="Other")})
 LLAMA_4 = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
 QUANTIZED = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
@@ -256,6 +283,12 @@ APART: dict[str, tuple[Engine, Engine]] = {
         PLAIN,
         engine(ec_transfer_config=stub("ECTransferConfig", ec_connector="Mine")),
     ),
+    "content of an adapter": (with_adapter(), with_adapter("other")),
+    "an adapter and none": (engine(lora_config=stub("LoRAConfig")), with_adapter()),
+    "an adapter with a promise and one without": (replace(with_adapter(), extra=PROMISE), with_adapter()),
+    "dtype of a hashed adapter": (with_adapter(), with_adapter(lora={"lora_dtype": "float32"})),
+    "modules with hashed adapters": (with_adapter(), with_adapter(lora={"target_modules": ["q_proj"]})),
+    "experts of an adapter": (with_adapter(), with_adapter(is_3d_lora_weight=True)),
     "dtype of adapters": (adapters(lora_dtype="float16"), adapters(lora_dtype="float32")),
     "modules with adapters": (adapters(), adapters(target_modules=["q_proj"])),
     "a drafter": (PLAIN, drafter()),
@@ -415,6 +448,8 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
     "logs": (PLAIN, engine(observability_config__kv_cache_metrics=True)),
     "adapters that are left out": (PLAIN, engine(lora_config=stub("LoRAConfig", lora_dtype="float16"))),
     "adapters that lie elsewhere": (adapters(), adapters(max_cpu_loras=7)),
+    "copies of an adapter": (with_adapter(digest="1"), with_adapter(digest="2")),
+    "memory for hashed adapters": (with_adapter(), with_adapter(lora={"max_cpu_loras": 7})),
     "drafts from the prompt": (PLAIN, engine(speculative_config=speculative(method="ngram"))),
     "number of drafts": (
         drafter(),

@@ -129,6 +129,37 @@ def test_described_events_carry_tokens_and_parent_of_each_of_the_engines_blocks(
     assert (plain.block_size, plain.token_ids, plain.extra_keys) == (0, [], None)
 
 
+def masked(block_hash: bytes) -> bytes:
+    return b"masked " + block_hash
+
+
+@BOTH
+@pytest.mark.parametrize("describe", [False, True])
+def test_events_name_vllms_own_hashes_where_keys_contain_an_adapter(describe: bool) -> None:
+    translator = EventTranslator(LAYOUT, factor=2, describe=describe)
+    lora = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
+    asked = request("a", 4, lora)
+    translator.track(asked, masked)
+    translator.track(request("b", 4))
+    ours = [make_offload_key(masked(f"a-{n}".encode()), 0) for n in (1, 3)]
+    events = translator.translate([stored(*ours, key("b", 1))])
+    hashes = [each for event in events for each in event.block_hashes]
+    inner = {b"a-0", b"a-2", b"b-0"} if describe else set()
+    assert set(hashes) == {b"a-1", b"a-3", b"b-1"} | inner
+    if describe:
+        assert events[0].token_ids == list(range(100, 108))
+        assert events[1].parent_block_hash == b"a-1"
+    translator.finish(asked)
+    assert not [*translator.translate([stored(*ours)])]
+    storage = OffloadingEvent(ours, "disk", removed=False)
+    again = [each for event in translator.translate([storage]) for each in event.block_hashes]
+    assert set(again) == {each for each in hashes if each.startswith(b"a-")}
+    for medium in ("CPU", "disk"):
+        gone = translator.translate([OffloadingEvent(ours, medium, removed=True)])
+        assert {each for event in gone for each in event.block_hashes} == set(again)
+    assert not translator._of_vllm
+
+
 def test_described_events_carry_what_else_went_into_the_hash() -> None:
     translator = EventTranslator(LAYOUT, factor=2, describe=True)
     asked = request("a", 8, salt="tenant", images=[image("cat", 3, 4), image("dog", 14, 6)])

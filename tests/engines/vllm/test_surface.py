@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[3]
 ADAPTER = ROOT / "src" / "kvoffload" / "engines" / "vllm"
 READ_BY_VLLM = {"_cache_hit_source"}
 """The names that the adapter defines for vLLM."""
-NOT_WRITTEN = {"_ModelRegistry", "_RegisteredModel", "_LazyRegisteredModel"}
-"""Classes of objects that the adapter gets elsewhere."""
+NOT_WRITTEN = {"_ModelRegistry", "_RegisteredModel", "_LazyRegisteredModel", "_load_adapter"}
+"""Classes of objects that the adapter gets elsewhere, and a method that it replaces."""
 
 
 def is_private(name: str) -> bool:

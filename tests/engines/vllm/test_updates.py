@@ -19,7 +19,7 @@ from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted
 
 from kvoffload.engines.vllm.checksums import weights_state
 from kvoffload.engines.vllm.sources import Sources
-from kvoffload.engines.vllm.updates import HARMLESS, UPDATES, Adapters, Device, unwatch, watch
+from kvoffload.engines.vllm.updates import HARMLESS, UPDATES, Device, unwatch, watch
 
 COMPARED = """
 apply_model init_weight_transfer_engine shutdown_weight_transfer_engine handle_ft_command reinitialize_distributed
@@ -218,46 +218,6 @@ def test_adapters_and_encoders_are_told_of(executor: Executor, heard: Heard, cal
     executor.collective_rpc("add_lora", **call)
     executor.collective_rpc("reset_encoder_cache")
     assert set(heard.calls) == {"adapter", "encoder"}
-
-
-def adapter(name: str, path: str, number: int = 1, load_inplace: bool = False) -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=load_inplace)
-
-
-def of(adapter: Any) -> Any:
-    return SimpleNamespace(lora_request=adapter)
-
-
-def test_requests_of_an_adapter_that_was_loaded_twice_are_left_out() -> None:
-    adapters = Adapters()
-    for _ in range(2):
-        assert not adapters.leaves_out(of(None))
-        assert not adapters.leaves_out(of(adapter("a", "/a")))
-        assert not adapters.leaves_out(of(adapter("b", "/b", 2)))
-    adapters.loaded(adapter("a", "/a", load_inplace=True))
-    assert adapters.leaves_out(of(adapter("a", "/a")))
-    assert not adapters.leaves_out(of(adapter("b", "/b", 2)))
-    # Unloaded and loaded again: the files may be others.
-    assert adapters.leaves_out(of(adapter("b", "/b", 3)))
-    assert adapters.leaves_out(of(adapter("b", "/b", 2)))
-    # Loaded from elsewhere: the keys include that.
-    assert not adapters.leaves_out(of(adapter("c", "/c1", 4)))
-    assert not adapters.leaves_out(of(adapter("c", "/c2", 5)))
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_requests_that_name_the_path_of_before_are_left_out_once_their_number_has_other_weights(
-    is_known: bool,
-) -> None:
-    """vLLM loads in place under the number that the name has, whatever the path."""
-    adapters = Adapters()
-    before, other = of(adapter("a", "/a1")), of(adapter("b", "/b", 2))
-    assert not adapters.leaves_out(other)
-    if is_known:
-        assert not adapters.leaves_out(before)
-    adapters.loaded(adapter("a", "/a2", load_inplace=True))
-    assert adapters.leaves_out(before)
-    assert not adapters.leaves_out(other)
 
 
 class Pool:

@@ -39,7 +39,8 @@ from kvoffload.connector import (
     OffloadingConnectorWorker,
     WorkerReport,
 )
-from kvoffload.engines.vllm import undone_steps
+from kvoffload.engines.vllm import loaded_adapters, undone_steps
+from kvoffload.engines.vllm.adapters import AdapterChecks, Adapters, Mismatch, adapters_of
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.events import EventTranslator
@@ -47,6 +48,7 @@ from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
 from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_layout
+from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.rejections import (
     TWO_CONNECTORS,
@@ -60,7 +62,7 @@ from kvoffload.engines.vllm.slices import offloaded_groups, offloaded_ids, why_n
 from kvoffload.engines.vllm.stats import OffloadPromMetrics, OffloadStats, StatsReporter
 from kvoffload.engines.vllm.steps import StepTranslator, with_needed_blocks, with_states
 from kvoffload.engines.vllm.undone_steps import undo_step
-from kvoffload.engines.vllm.updates import Adapters, Device, unwatch, watch
+from kvoffload.engines.vllm.updates import Device, unwatch, watch
 from kvoffload.engines.vllm.versions import hash_lookahead_tokens, untried_version
 from kvoffload.engines.vllm.weights import name_of_weights
 from kvoffload.engines.weights import Known, outliving_tier
@@ -115,6 +117,7 @@ class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
     has_forward_pass: bool = True
     packets: tuple[Packet, ...] = ()
     """To the agents of tiers that span nodes."""
+    adapters: AdapterChecks | None = None
 
 
 @dataclass
@@ -124,11 +127,20 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: WorkerReport
     packets: tuple[Packet, ...] = ()
     """From the agents of tiers that span nodes."""
+    other_adapters: frozenset[Mismatch] = frozenset()
+    """Adapters that workers have loaded from other files than expected."""
+    must_undo: bool = False
+    """The step computed with blocks of another adapter."""
     is_taken: bool = False
-    """By the scheduler side."""
+    """Whether the scheduler side has read this report."""
 
     def aggregate(self, other: StepReport) -> StepReport:
-        return StepReport(WorkerReport.merge((self.report, other.report)), self.packets + other.packets)
+        return StepReport(
+            WorkerReport.merge((self.report, other.report)),
+            self.packets + other.packets,
+            self.other_adapters | other.other_adapters,
+            self.must_undo or other.must_undo,
+        )
 
 
 class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -174,11 +186,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 group_ids=offloaded_ids(kv_cache_config),
                 encodings_are_shared=vllm_config.ec_transfer_config is not None,
                 weights_name=weights_name,
+                adapters=adapters_of(vllm_config, config),
             )
             watch(vllm_config, self._scheduler)
             undone_steps.watch(self._scheduler)
         else:
             self._worker = _WorkerSide(spec, layout, kv_cache_config)
+            if vllm_config.lora_config is not None:
+                self._worker.watch_adapters()
         self._open[self._name] = self
 
     @classmethod
@@ -285,18 +300,14 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
         # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
         # Final stores read such blocks too, so they start here.
-        meta = kv_connector_metadata.meta
         self.worker.receive(kv_connector_metadata.packets)
-        self.worker.core.start_step(ConnectorMeta(final_stores=meta.final_stores, flush_job_ids=meta.flush_job_ids))
+        self.worker.begin_final_stores(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
         # The last call before the forward pass, with both of vLLM's runners. One of them zeroes and copies blocks only
         # after ``handle_preemptions``, and loads must wait for that.
         super().bind_connector_metadata(connector_metadata)
-        meta = connector_metadata.meta
-        self.worker.core.start_step(
-            ConnectorMeta(loads=meta.loads, stores=meta.stores, lost_loads=meta.lost_loads),
-        )
+        self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: vLLM may call this only after it has launched the forward pass, and loads have started."""
@@ -308,7 +319,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing to do: whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self.worker.core.end_step()
+        self.worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
@@ -321,9 +332,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        report, packets = self.worker.core.get_report(), self.worker.take_packets()
-        has_news = report.results or report.undefined_loads or packets
-        return StepReport(report, packets) if has_news else None
+        return self.worker.take_report()
 
     # -------------------------------------------------------------------------------------------------- metrics
 
@@ -353,11 +362,6 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
             "kvoffload does not know these options of vLLM, so its tiers serve engines alone that have them alike: %s",
             ", ".join(unknown),
         )
-    if vllm_config.lora_config is not None and not config.adapters_never_change:
-        logger.warning(
-            "kvoffload neither stores nor loads for requests with a LoRA adapter, because one may be replaced at its "
-            "path: set adapters_never_change if none ever is, or leave out the tiers that outlive the process"
-        )
     if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
         logger.warning(
             "kvoffload neither stores nor loads for requests with images, videos or sounds, because a client may name "
@@ -371,9 +375,7 @@ def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], b
     if outliving_tier(config) is None:
         return lambda request: False
     return lambda request: (
-        (request.lora_request is not None and not config.adapters_never_change)
-        or (bool(request.mm_features) and not config.media_never_change)
-        or _has_unclear_embeddings(request, dtype)
+        (bool(request.mm_features) and not config.media_never_change) or _has_unclear_embeddings(request, dtype)
     )
 
 
@@ -412,6 +414,7 @@ class _SchedulerSide:
         group_ids: Sequence[int] | None = None,
         encodings_are_shared: bool = False,
         weights_name: Known = str,
+        adapters: Adapters | None = None,
     ) -> None:
         """``leaves_out``: whether keys of a request say too little of its blocks. ``can_describe``: a block's hash
         covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's numbers of the
@@ -419,7 +422,7 @@ class _SchedulerSide:
         too. ``weights_name``: of the weights that vLLM has loaded."""
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
-        self._adapters = Adapters()
+        self._adapters = adapters or Adapters(reads_files=False)
         self._device = Device(encodings_are_shared)
         self.core = OffloadingConnectorScheduler(
             manager,
@@ -465,14 +468,22 @@ class _SchedulerSide:
         self._device.bind(pool, lambda: len(self._held.blocks_without_request()) if self._held is not None else 0)
 
     def on_new_request(self, request: Any) -> None:
-        self._events.track(request)
-        self.core.on_new_request(request)
+        self.core.on_new_request(self._track(request))
+
+    def _track(self, request: Any) -> Any:
+        """Return ``request`` as the connector sees it. From now on events can describe its blocks."""
+        own = self._adapters.of(request)
+        self._events.track(request, own.mask if own is not request and own.seed else bytes)
+        return own
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.core.is_closed and self._device.is_empty():
             self.core.open_epoch()
-        self._events.track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
-        answer = self.core.get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._adapters.waits_for_empty_device and self._device.is_empty():
+            self._adapters.device_is_empty()
+        own = self._track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
+        self._adapters.admit(own, num_computed_tokens)
+        answer = self.core.get_num_new_matched_tokens(own, num_computed_tokens)
         self._refused_waiting |= answer[0] is not None
         return answer
 
@@ -482,11 +493,14 @@ class _SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         self._refused_waiting = False
-        self.core.update_state_after_alloc(request, self._steps.block_ids(block_ids), num_external_tokens)
+        own = self._adapters.of(request)
+        if num_external_tokens:
+            self._adapters.begins_with_load(own)
+        self.core.update_state_after_alloc(own, self._steps.block_ids(block_ids), num_external_tokens)
 
     def hit_sources(self, request: Any) -> dict[Any, int]:
         sources: dict[Any, int] = {}
-        for tier, tokens in self.core.hit_tokens_by_tier(request).items():
+        for tier, tokens in self.core.hit_tokens_by_tier(self._adapters.of(request)).items():
             place = self._places.get(tier, Place("STORAGE"))
             source = hit_source(place)
             sources[source] = sources.get(source, 0) + tokens
@@ -504,7 +518,9 @@ class _SchedulerSide:
         self._refused_running = self._refused_waiting = False
         meta = self.core.build_connector_meta(step)
         packets = self._nodes.take_packets() if self._nodes is not None else ()
-        return StepMeta(meta, bool(scheduler_output.num_scheduled_tokens), packets)
+        tokens = scheduler_output.num_scheduled_tokens
+        checks = self._adapters.checks(tokens, (job.request_id for job in (*meta.stores, *meta.final_stores)))
+        return StepMeta(meta, bool(tokens), packets, checks)
 
     def step_has_ended(self, scheduler: Any, connector_output: Any) -> None:
         """vLLM's ``scheduler`` will take the output of a step. Loads within steps need that this is called."""
@@ -515,7 +531,7 @@ class _SchedulerSide:
         for each in getattr(whole, "metadata", (whole,)):  # of each connector of a ``MultiConnector``
             if isinstance(each, StepReport):
                 self._take_output(connector_output.invalid_block_ids, each)
-                if each.report.undefined_loads:
+                if each.report.undefined_loads or each.must_undo:
                     undo_step(scheduler)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -531,11 +547,14 @@ class _SchedulerSide:
             if self._nodes is not None:
                 self._nodes.receive(worker_meta.packets)
             self.core.update_connector_output(worker_meta.report)
+            self._adapters.others_are_loaded(worker_meta.other_adapters)
             self._stats_due_s = 0.0
 
     def request_finished(self, request: Any) -> None:
         self._events.finish(request)
-        self.core.request_finished(request)
+        own = self._adapters.of(request)
+        self.core.request_finished(own)
+        self._adapters.finish(own)
         self._stats_due_s = 0.0
 
     def take_events(self) -> list[Any]:
@@ -570,10 +589,13 @@ class _SchedulerSide:
         self._device.encoder_cache_is_reset()
 
     def adapter_is_loaded(self, adapter: Any) -> None:
-        self._adapters.loaded(adapter)
+        self._adapters.load(adapter)
 
     def _begin_epoch(self, begin: Callable[[bool], bool]) -> None:
-        tiers_are_kept = begin(self._device.is_empty())
+        device_is_empty = self._device.is_empty()
+        if device_is_empty:
+            self._adapters.device_is_empty()
+        tiers_are_kept = begin(device_is_empty)
         self._ended_events += self._translate()
         if not tiers_are_kept:
             self._ended_events += self._events.forget_tiers()
@@ -606,6 +628,37 @@ class _WorkerSide:
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._agent = spec.make_agent() if isinstance(spec, TieringOffloadingSpec) else None
         self._invalid_block_ids: set[int] = set()
+        self._adapters = LoadedAdapters(layout.rank)
+
+    def watch_adapters(self) -> None:
+        """vLLM serves adapters: record which files it loads."""
+        try:
+            loaded_adapters.watch()
+        except Exception as exc:  # noqa: BLE001 - then no block of an adapter is stored
+            logger.warning("kvoffload does not offload requests with LoRA adapters, because this vLLM lacks %s", exc)
+
+    def begin_final_stores(self, step: StepMeta) -> None:
+        self.end_step()  # of a step for which vLLM did not call it
+        stores = self._adapters.begin_final_stores(step.meta.final_stores, step.adapters)
+        self.core.start_step(ConnectorMeta(final_stores=stores, flush_job_ids=step.meta.flush_job_ids))
+
+    def begin_step(self, step: StepMeta) -> None:
+        meta = step.meta
+        stores = self._adapters.begin_step(meta.stores, step.adapters)
+        self.core.start_step(ConnectorMeta(loads=meta.loads, stores=stores, lost_loads=meta.lost_loads))
+
+    def end_step(self) -> None:
+        if (checked := self._adapters.end_step()) is not None:
+            self.core.start_step(checked)
+        self.core.end_step()
+
+    def take_report(self) -> StepReport | None:
+        report, packets = self.core.get_report(), self.take_packets()
+        refused, others, must_undo = self._adapters.take()
+        if refused:
+            report = WorkerReport.merge((report, WorkerReport(refused)))
+        has_news = report.results or report.undefined_loads or packets or others or must_undo
+        return StepReport(report, packets, others, must_undo) if has_news else None
 
     def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
         """``kv_caches`` by layer name. Layers that only reuse the cache of another are ignored."""

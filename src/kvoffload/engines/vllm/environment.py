@@ -78,7 +78,7 @@ VARIABLES: Mapping[str, str] = {
     "the division of pages counts": "VLLM_PP_LAYER_PARTITION",
     "its result is in the spec of each layer": ("VLLM_MLA_DISABLE VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"),
     "counts as layout and limit (identity.py)": "VLLM_KV_CACHE_LAYOUT VLLM_ALLOW_LONG_MAX_MODEL_LEN",
-    "adapters are told apart by path, or left out": (
+    "adapters are told apart by their files, or by path if a user promises that none is replaced": (
         "VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST VLLM_ALLOW_RUNTIME_LORA_UPDATING"
     ),
     "the use of hidden states, after the KV": (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,13 +46,15 @@ class _Tracked:
     """A request, or what is left of a finished one."""
 
     request: Any
+    mask: Callable[[bytes], bytes] = bytes
+    """Returns the hash in a key of a block with vLLM's hash. They differ if the request has an adapter."""
     hashes: list[bytes] = field(default_factory=list)
-    """Its block hashes that name it in ``_holders``."""
+    """Its block hashes, as in keys, by which ``_holders`` finds it."""
 
     def still_has(self, block_hash: bytes, hash_index: int) -> bool:
-        """False once the next input of a session has replaced a token of this block."""
+        """Return whether the block is still the request's: the next input of a session may have replaced a token."""
         hashes = self.request.block_hashes
-        return hash_index < len(hashes) and bool(hashes[hash_index] == block_hash)
+        return hash_index < len(hashes) and self.mask(hashes[hash_index]) == block_hash
 
 
 class EventTranslator:
@@ -79,6 +81,10 @@ class EventTranslator:
         ]
         self._holders: dict[bytes, dict[_Tracked, int]] = {}
         """By hash, the requests that have it, and its index in them. Any of them describes it."""
+        self._has_masked = False
+        """Whether hashes in keys may differ from vLLM's."""
+        self._of_vllm: dict[bytes, tuple[bytes, int]] = {}
+        """vLLM's hash of each announced block whose key has another, and how often it was announced."""
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
         self._num_finished_hashes = 0
@@ -87,35 +93,38 @@ class EventTranslator:
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
-    def track(self, request: Any) -> None:
-        """Tracks a request from its arrival on: a lookup may bring its blocks to the CPU tier before it is admitted.
-        Does nothing for one that is tracked already, unless its hashes grew."""
-        if not self._describe:
+    def track(self, request: Any, mask: Callable[[bytes], bytes] = bytes) -> None:
+        """Track a request from its arrival on, because a lookup may promote its blocks before vLLM admits it.
+
+        ``mask``: see ``_Tracked``. If the request is already tracked, this only adds its new hashes.
+        """
+        self._has_masked |= mask is not bytes
+        if not self._describe and mask is bytes:
             return
         tracked = self._live.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            if tracked is not None:  # the id is used again, without an end
+            if tracked is not None:  # vLLM uses the id again, and did not report an end
                 self.finish(tracked.request)
-            tracked = self._live[request.request_id] = _Tracked(request)
+            tracked = self._live[request.request_id] = _Tracked(request, mask)
         self._add_hashes(tracked)
 
     def _add_hashes(self, tracked: _Tracked) -> None:
-        hashes, known = tracked.request.block_hashes, tracked.hashes
+        hashes, known, mask = tracked.request.block_hashes, tracked.hashes, tracked.mask
         # The next input of a session takes the place of the session's last token, and so changes the hash of the block
         # that this token had filled. Hashes are chained: those before one that is the same are the same.
-        while known and (len(known) > len(hashes) or known[-1] != hashes[len(known) - 1]):
+        while known and (len(known) > len(hashes) or known[-1] != mask(hashes[len(known) - 1])):
             self._forget_hash(known.pop(), tracked)
         for index in range(len(known), len(hashes)):
-            known.append(bytes(hashes[index]))
+            known.append(mask(hashes[index]))
             self._holders.setdefault(known[-1], {})[tracked] = index
 
     def finish(self, request: Any) -> None:
-        if not self._describe:
-            return
         tracked = self._live.get(request.request_id)
+        if tracked is None and not self._describe:
+            return
         if tracked is not None and tracked.request is not request:
             return  # another request has the id by now, and this one was finished then
-        self.track(request)
+        self.track(request, bytes if tracked is None else tracked.mask)
         tracked = self._live.pop(request.request_id)
         if request.prompt_embeds is not None:
             self._hash_prompt_embeds(tracked)
@@ -199,7 +208,7 @@ class EventTranslator:
                 keys.append(key)
         for (group, known), keys in gone.items():
             yield BlockRemoved(
-                block_hashes=[_external(key) for key in keys],
+                block_hashes=[self._external(key, is_removed=True) for key in keys],
                 medium=known.place.medium,
                 group_idx=group,
                 locality=known.place.locality,
@@ -212,13 +221,34 @@ class EventTranslator:
             for key in keys:
                 if not self._announced.add(event.medium, key):
                     continue
-                found = self._holder(key) if self._describe and self._hashes_per_block[group] else None
-                if found is None:
-                    plain.append(key)
-                else:
+                is_described = self._describe and self._hashes_per_block[group] > 0
+                found = self._holder(key) if is_described or self._has_masked else None
+                if found is not None and is_described:
                     yield self._described(event.medium, key, group, *found)
+                    continue
+                plain.append(key)
+                if found is not None:
+                    self._note(key, *found)
             if plain:
-                yield self._event([_external(key) for key in plain], group, place)
+                yield self._event([self._external(key) for key in plain], group, place)
+
+    def _note(self, key: OffloadKey, tracked: _Tracked, hash_index: int) -> None:
+        """Remember vLLM's hash of a block of ``tracked`` that is announced, if its key has another hash."""
+        if tracked.mask is not bytes:
+            own_hash, block_hash = get_offload_block_hash(key), bytes(tracked.request.block_hashes[hash_index])
+            self._of_vllm[own_hash] = block_hash, self._of_vllm.get(own_hash, (block_hash, 0))[1] + 1
+
+    def _external(self, key: OffloadKey, is_removed: bool = False) -> Any:
+        """Return the hash by which vLLM's events name a block. ``is_removed``: the event undoes an announcement."""
+        own_hash = get_offload_block_hash(key)
+        if own_hash not in self._of_vllm:
+            return _convert(own_hash)
+        block_hash, count = self._of_vllm[own_hash]
+        if is_removed:
+            self._of_vllm[own_hash] = block_hash, count - 1
+            if count == 1:
+                del self._of_vllm[own_hash]
+        return _convert(block_hash)
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> Iterable[tuple[int, list[OffloadKey]]]:
         """Without keys that no block of this engine has: a damaged directory names some."""
@@ -235,9 +265,11 @@ class EventTranslator:
         hashes, lora = request.block_hashes, request.lora_request
         first = hash_index + 1 - self._hashes_per_block[group]
         ends = range(first + step - 1, hash_index + 1, step)
-        inner = [make_offload_key(bytes(hashes[end]), group) for end in ends[:-1]]
+        inner = [make_offload_key(tracked.mask(hashes[end]), group) for end in ends[:-1]]
         num_known = self._announced.describe(tier, key, inner)
         first, ends = first + num_known * step, ends[num_known:]
+        for each, end in zip([*inner[num_known:], key], ends, strict=True):
+            self._note(each, tracked, end)
         size = step * self._hash_tokens
         first_token, stop_token = first * self._hash_tokens, (hash_index + 1) * self._hash_tokens
         return self._event(
@@ -296,10 +328,6 @@ def _extra_keys(request: Any, first_tokens: range) -> list[Any] | None:
     size = first_tokens.step
     hashed = [generate_block_hash_extra_keys(request, first, first + size, 0)[0] for first in first_tokens]
     return cast("list[Any] | None", to_event_extra_keys(hashed))
-
-
-def _external(key: OffloadKey) -> Any:
-    return _convert(get_offload_block_hash(key))
 
 
 def _convert(block_hash: bytes) -> Any:

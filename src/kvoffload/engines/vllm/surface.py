@@ -113,7 +113,11 @@ _ATTRIBUTES = {
         "kv_cache_spec_sliding_window extra_keys locality ownership session_id"
     ),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
-    ("vllm.lora.request", "LoRARequest"): "adapter_id name lora_name lora_path lora_int_id load_inplace",
+    ("vllm.lora.request", "LoRARequest"): (
+        "adapter_id name lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"
+    ),
+    ("vllm.config.lora", "LoRAConfig"): "enable_tower_connector_lora",
+    ("vllm.lora.worker_manager", "WorkerLoRAManager"): "_adapter_manager",
     ("vllm.distributed.kv_events", "BlockRemoved"): "block_hashes medium group_idx locality ownership",
     (_BASE, "KVConnectorBase_V1"): "_get_connector_metadata",
     (_BASE, "KVConnectorTransferResults"): "finished_recving failed_recving",
@@ -151,6 +155,8 @@ _CALLS = {
     ("vllm.v1.executor.abstract", "Executor", "get_class"): "vllm_config",
     ("vllm.v1.executor.abstract", "Executor", "collective_rpc"): "method timeout args kwargs",
     ("vllm.v1.core.block_pool", "BlockPool", "free_blocks"): "ordered_blocks",
+    ("vllm.lora.worker_manager", "WorkerLoRAManager", "_load_adapter"): "lora_request",
+    ("vllm.lora.model_manager", "LoRAModelManager", "activate_adapter"): "lora_id",
     ("vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache"): "",
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"): "",
 }
@@ -178,6 +184,8 @@ PRIVATE = {
     "_gauge_cls": "the same",
     "_histogram_cls": "the same",
     "_get_attn_isa": "tells which instructions pack keys on this CPU; without it, kvoffload rejects persistent tiers",
+    "_load_adapter": "tells which files of a LoRA adapter a worker has read; without it, adapters are not offloaded",
+    "_adapter_manager": "tells which of vLLM's managers has read them",
     "_LOAD_FORMAT_TO_MODEL_LOADER": "tells whether a plug-in loads the weights, which then need a `weights_version`",
     "_ModelRegistry": "finds the class registered for an architecture, which a plug-in may have replaced",
     "_RegisteredModel": "one of its entries",

@@ -159,34 +159,6 @@ def _loses_weights(executor: Any, method: str, arguments: tuple[Any, ...]) -> bo
     return is_lost
 
 
-class Adapters:
-    """Which LoRA adapters may have had two sets of weights, under keys that have name and path alone."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[str, str], int] = {}
-        """By what keys have of an adapter, vLLM's number for it when it was seen first."""
-        self._keys: dict[int, tuple[str, str]] = {}
-        """By that number, what keys had of its adapter then."""
-        self._replaced: set[tuple[str, str]] = set()
-
-    def loaded(self, adapter: Any) -> None:
-        """vLLM has loaded ``adapter``, or will for a request. It loads in place under the number that the name has, by
-        which requests that name another path then compute too."""
-        key = adapter.lora_name, adapter.lora_path
-        number = self._numbers.setdefault(key, adapter.lora_int_id)
-        known = self._keys.setdefault(adapter.lora_int_id, key)
-        if adapter.load_inplace or number != adapter.lora_int_id or known != key:
-            self._replaced |= {key, known}
-
-    def leaves_out(self, request: Any) -> bool:
-        """Whether the request has an adapter that was replaced."""
-        adapter = request.lora_request
-        if adapter is None:
-            return False
-        self.loaded(adapter)
-        return (adapter.lora_name, adapter.lora_path) in self._replaced
-
-
 class Device:
     """What the device may have of weights before their last update: KV in vLLM's block pool, and outputs of encoders.
     Scheduler thread only."""
