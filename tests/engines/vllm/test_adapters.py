@@ -282,7 +282,7 @@ class World:
     def admit(self, each: Served) -> None:
         """It gets blocks of vLLM's prefix cache, of a load, both or none."""
         path = each.key[1]
-        cached = self.random.choice([*self.device.get(path, ()), None])
+        cached = self.random.choice([*sorted(self.device.get(path, ())), None])
         self.adapters.admit(each.named, 0 if cached is None else 16)
         each.contents = set() if cached is None else {cached}
         each.is_admitted = each.is_new = True

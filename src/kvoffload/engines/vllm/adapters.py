@@ -272,14 +272,17 @@ class Adapters:
         This cache only knows names and paths. So if an adapter was replaced, its blocks may belong to other weights.
         """
         if isinstance(request, NamedRequest):
-            adapter = request.adapter
-            first = self._on_device.setdefault(adapter.key, adapter)
-            if first is not adapter and (first in self._unchecked or first.seed is None or first.seed != adapter.seed):
-                self._mixed.add(adapter.key)
+            adapter, key = request.adapter, _key_of(request.lora_request)
+            first = self._on_device.setdefault(key, adapter)
+            is_known = self._current[request.lora_request.lora_int_id] is adapter and adapter.key == key
+            if not is_known or (
+                first is not adapter and (first in self._unchecked or first.seed is None or first.seed != adapter.seed)
+            ):
+                self._mixed.add(key)
             if request.loaded is None:
                 self._unchecked.add(adapter)
             request.has_cached = num_computed_tokens > 0
-            request.is_left_out |= request.has_cached and adapter.key in self._mixed
+            request.is_left_out |= request.has_cached and key in self._mixed
 
     @property
     def waits_for_empty_device(self) -> bool:
@@ -308,10 +311,10 @@ class Adapters:
         if self._of_requests is None:
             self._of_requests = frozenset(self._expected)
         known, self._known = self._known, set()
-        if not (self._of_requests or ended or known):
-            return None
         begun = self._loading.intersection(scheduled) if self._loading else ()
         self._loading.difference_update(begun)
+        if not (self._of_requests or ended or known or begun):
+            return None
         of_stores = {}
         for request_id in stores:
             named = self._requests.get(request_id)
