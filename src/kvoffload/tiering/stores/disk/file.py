@@ -142,13 +142,8 @@ class SlabFile:
                 raise SlabRefused(f"{name} is of another format")
             if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
                 raise SlabRefused(f"{name}{TABLE_SUFFIX} was cut off")
-            payload, payload_bytes = os.fstat(payload_fd), num_slots * layout.block_bytes
-            if payload.st_size < payload_bytes:
+            if os.fstat(payload_fd).st_size < num_slots * layout.block_bytes:
                 raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} was cut off")
-            if access.is_group and 2 * 512 * payload.st_blocks < payload_bytes:
-                # Every process that opens a table needs memory for it. So a group member must use disk space for a
-                # large table.
-                raise SlabRefused(f"{name}{PAYLOAD_SUFFIX} has holes")
             return cls(name, layout, num_slots, table_fd, payload_fd, is_shared=access.is_group)
         except BaseException:
             for fd in fds:

@@ -32,7 +32,7 @@ from kvoffload.tiering.stores.disk.directory import (
     sweep,
     try_remove,
 )
-from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, most_slabs
+from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, SlabRefused, most_slabs
 from kvoffload.tiering.stores.disk.format import TABLE_SUFFIX, SlabFormat
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
@@ -54,6 +54,8 @@ _LEAST_SHARE = 8
 _FREE_SHARE = 5
 """Without a quota, one in this many bytes of the disk stays free. The kubelet evicts pods of a node whose disk has less
 than 10% free, or less than 15% where images share it, and others write there as well."""
+_MOST_QUOTAS = 2
+"""Limit on the open slabs of a group, in quotas. Members may have different quotas, or may lower theirs."""
 _GROW_S = 1.0
 """Seconds to wait before trying again, after a quota or disk had no room for a slab."""
 _WANT_S = 10.0
@@ -183,6 +185,20 @@ class Quota:
                         self._root,
                         display_name(directory),
                     )
+
+    def check_share(self, file: SlabFile) -> None:
+        """Raise ``SlabRefused`` if the open slabs and ``file`` are far above the quota, in a root that a group shares.
+
+        A slab needs memory for its table in every process that opens it. A member could create files without content
+        that claim any number of slots. The space that files use does not show this, because file systems compress, and
+        some do not preallocate. May raise ``OSError``.
+        """
+        if not self._access.is_group:
+            return
+        open_bytes = sum(self._layout.slab_bytes(slab.file.num_slots) for slab in self._slabs.snapshot())
+        most_bytes = _MOST_QUOTAS * (self._max_bytes or _disk_bytes(self._root))
+        if open_bytes + self._layout.slab_bytes(file.num_slots) > most_bytes:
+            raise SlabRefused(f"{file.name} is above the quota")
 
     def close(self) -> None:
         self._request.withdraw()

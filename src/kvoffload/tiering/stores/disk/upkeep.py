@@ -223,8 +223,9 @@ class Upkeep:
         try:
             file = self._directory.open_slab(name)
             try:
+                self._quota.check_share(file)
                 is_own = file.try_lock()
-            except OSError:
+            except (OSError, SlabRefused):
                 file.close()
                 raise
             if not file.is_linked(self._directory.fd):
