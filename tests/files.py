@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the files under a directory while stores use it."""
+"""List the files under a directory while stores use it, and count the names that stores read."""
 
 from __future__ import annotations
 
+import os
 import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 
-__all__ = ["disk_bytes"]
+__all__ = ["CountedNames", "disk_bytes"]
 
 
 def disk_bytes(root: Path) -> int:
@@ -24,3 +30,33 @@ def disk_bytes(root: Path) -> int:
             continue
         total += status.st_size if stat.S_ISREG(status.st_mode) and path.name != BULLETIN_NAME else 0
     return total
+
+
+class CountedNames:
+    """Counts the names that this process reads from directories."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_read = 0
+        self._scandir, self._listdir = os.scandir, os.listdir
+        monkeypatch.setattr(os, "scandir", self._scan)
+        monkeypatch.setattr(os, "listdir", self._list)
+
+    def _list(self, place: Any = ".") -> list[Any]:
+        names = self._listdir(place)
+        self.num_read += len(names)
+        return names
+
+    def _scan(self, place: Any = ".") -> AbstractContextManager[Iterator[os.DirEntry[Any]]]:
+        entries = self._scandir(place)  # opened at once
+
+        @contextmanager
+        def counted() -> Iterator[Iterator[os.DirEntry[Any]]]:
+            with entries:
+                yield self._counted(entries)
+
+        return counted()
+
+    def _counted(self, entries: Iterator[os.DirEntry[Any]]) -> Iterator[os.DirEntry[Any]]:
+        for entry in entries:
+            self.num_read += 1
+            yield entry

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,15 @@ def _no_file_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
     directory = request.getfixturevalue("tmp_path")
     yield
     assert not open_in(directory)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """Yield a directory in which everybody may write, as in /tmp."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.files import disk_bytes
+from tests.files import CountedNames, disk_bytes
 from tests.tiering.stores.disk.rig import (
     PAGED,
     SMALL,
@@ -100,6 +100,41 @@ def test_a_copy_of_a_namespace_is_another_programs(tmp_path: Path) -> None:
     assert len(tables(tmp_path / "kv" / "backup")) == 1
 
 
+def test_a_large_folder_of_another_program_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read with the root's lock held, whenever there is no room for a slab."""
+    (tmp_path / "kv" / "app").mkdir(parents=True)
+    for number in range(40_000):
+        (tmp_path / "kv" / "app" / f"photo-{number}.jpg").touch()
+    names = CountedNames(monkeypatch)
+    store = DiskStore(tmp_path / "kv", SMALL, max_bytes=slab_of(8))
+    before = names.num_read
+    assert write(store, KEYS[0]) == [True]
+    assert names.num_read - before < 20_000
+    store.close()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_namespace_with_blank_tables_gives_way(tmp_path: Path, is_cut: bool) -> None:
+    """After a power failure, recent tables are empty or full of zeros."""
+    size, max_bytes = 1 << 16, 4 << 20
+    store = DiskStore(tmp_path / "kv", size, "old", max_bytes=max_bytes)
+    for first in range(0, 60, 4):
+        write(store, *KEYS[first : first + 4], size=size)
+    store.close()
+    assert len(tables(tmp_path / "kv")) > 1
+    for path in tables(tmp_path / "kv"):
+        table_bytes = path.stat().st_size
+        os.truncate(path, 0)
+        os.truncate(path, 0 if is_cut else table_bytes)
+    assert DiskRoot(tmp_path / "kv").directories() == ["old"]
+    store = DiskStore(tmp_path / "kv", size, "new", max_bytes=max_bytes)
+    for first in range(0, 60, 4):
+        assert write(store, *KEYS[first : first + 4], size=size) == [True] * 4
+        may_grow(store)
+    assert disk_bytes(tmp_path / "kv") <= max_bytes
+    store.close()
+
+
 class TestMembers:
     """Test members of a group that shares a root."""
 
@@ -127,6 +162,22 @@ class TestMembers:
         assert len(slabs_of(store).open) == 1
         for first in range(0, 12, 4):
             assert write(store, *KEYS[first : first + 4], size=PAGED) == [True] * 4
+        store.close()
+
+    def test_slabs_that_a_file_system_compresses_are_used(self, root: Path) -> None:
+        """It reports little space for their content. Files with punched holes look the same."""
+        store = DiskStore(root, PAGED, max_bytes=slab_of(64, PAGED), mode="group")
+        assert store.write(KEYS[:4], [memoryview(bytes(PAGED)) for _ in range(4)]) == [True] * 4
+        store.close()
+        for path in payloads(root):
+            size = path.stat().st_size
+            os.truncate(path, 0)
+            os.truncate(path, size)
+            assert path.stat().st_blocks == 0
+        store = DiskStore(root, PAGED, max_bytes=slab_of(64, PAGED), mode="group")
+        assert here(store, *KEYS[:4]) == set(KEYS[:4])
+        assert read(store, KEYS[0], PAGED) == bytes(PAGED)
+        assert write(store, *KEYS[4:8], size=PAGED) == [True] * 4
         store.close()
 
     def test_a_slab_that_was_cut_off_is_no_room(self, root: Path) -> None:

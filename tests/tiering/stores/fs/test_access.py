@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -41,15 +40,6 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
     yield request.param
     os.umask(before)
-
-
-@pytest.fixture
-def public() -> Iterator[Path]:
-    """Yield a directory in which everybody may write, as in /tmp."""
-    path = Path(tempfile.mkdtemp())
-    path.chmod(0o777)
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -9,10 +9,12 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.tiering.stores.fs.host import Host
 from tests.tiering.stores.rig import SMALL, files, here, path_of, read, room_for, write
+from tests.users import GROUP, NOBODY, SOMEBODY, as_user, needs_root
 
 from kvoffload.base import OffloadKey
 from kvoffload.testing.keys import keys as keys_of
@@ -39,6 +41,58 @@ def test_blocks_that_are_written_after_a_clock_was_wrong_stay(open_store, tmp_pa
         if first > 100:  # unknown until the first listing
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
     assert not here(store, *keys_of(*range(80))), "the oldest went first"
+
+
+def test_times_at_the_end_of_a_file_system_starve_nobody(
+    open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems end in 2038. A wrong clock, or another program, has dated files there."""
+    end_ns, real = (2**31 - 1) * 10**9, os.utime
+
+    def utime(path: Any, ns: tuple[int, int] | None = None, **rest: Any) -> None:
+        real(path, ns=ns and (min(ns[0], end_ns), min(ns[1], end_ns)), **rest)
+
+    monkeypatch.setattr(os, "utime", utime)
+    store = open_store(max_bytes=room_for(40))
+    fill(store, range(80))
+    for path in files(tmp_path):
+        os.utime(path, ns=(end_ns, end_ns))
+    for first in range(100, 400, 20):
+        fill(store, range(first, first + 20))
+        if first > 100:
+            assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
+    assert not here(store, *keys_of(*range(80)))
+
+
+@needs_root
+def test_a_member_of_the_group_makes_no_block_older_by_a_use(public: Path) -> None:
+    """A clock was ahead, and only its owner may give a file a time other than the current one."""
+    root = public / "kv"
+    root.mkdir()
+    os.chown(root, -1, GROUP)
+    root.chmod(0o2770)
+
+    def open_shared() -> FileSystemStore:
+        return FileSystemStore(root, SMALL, max_bytes=room_for(8), mode="group")
+
+    def write_ahead() -> None:
+        fill(open_shared(), range(8))
+        for number, path in enumerate(sorted(files(root))):
+            os.utime(path, (time.time() + DAY_S + number,) * 2)
+
+    def use() -> list[tuple[float, float]]:
+        store, keys = open_shared(), keys_of(*range(8))
+        fill(store, range(10, 14))
+        before = {key: (root / path_of(store, key)).stat().st_mtime for key in here(store, *keys)}
+        assert before
+        for key in before:
+            assert read(store, key) == block_of(key, SMALL)
+            write(store, key)
+        return [(time_before, (root / path_of(store, key)).stat().st_mtime) for key, time_before in before.items()]
+
+    as_user(NOBODY, write_ahead, gid=GROUP, umask=0o077)
+    for time_before, time_after in as_user(SOMEBODY, use, gid=GROUP, umask=0o077):
+        assert time_after >= time_before
 
 
 def test_a_mount_that_permits_no_dates_still_takes_blocks(

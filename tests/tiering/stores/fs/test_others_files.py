@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.files import disk_bytes
+from tests.files import CountedNames, disk_bytes
 from tests.tiering.stores.rig import KEY, SMALL, files, here, path_of, room_for, write
 
 from kvoffload.testing.keys import keys as keys_of
@@ -105,10 +105,11 @@ def test_a_namespace_that_nobody_uses_counts_and_gives_way(open_store, tmp_path:
 
 def test_a_large_directory_is_listed_by_several_writes(open_store, tmp_path: Path, monkeypatch) -> None:
     """On a slow mount one write would take many seconds for it."""
-    from kvoffload.tiering.stores.fs import quota
+    from kvoffload.tiering.stores.fs import owned, quota
 
     monkeypatch.setattr(quota, "_MOST_IN_A_WRITE", 64)
     monkeypatch.setattr(quota, "_AT_ONCE", 16)
+    monkeypatch.setattr(owned, "NAMES_AT_ONCE", 16)
     many = open_store(max_bytes=None)
     write(many, *keys_of(*range(1000)))
     store, looked_at = open_store(max_bytes=room_for(300)), list[str]()
@@ -124,3 +125,38 @@ def test_a_large_directory_is_listed_by_several_writes(open_store, tmp_path: Pat
     assert disk_bytes(tmp_path) <= 1.1 * room_for(300)
     assert here(store, *keys_of(*range(2500, 2600))) == set(keys_of(*range(2500, 2600)))
     assert SMALL
+
+
+def test_a_write_reads_a_limited_number_of_other_programs_names(open_store, tmp_path: Path, monkeypatch) -> None:
+    """They are in a folder for blocks, so every listing meets them."""
+    store = open_store(max_bytes=room_for(40))
+    write(store, *keys_of(*range(40)))
+    fan = files(tmp_path)[0].parent
+    for number in range(20_000):
+        (fan / f"photo-{number}.jpg").touch()
+    names = CountedNames(monkeypatch)
+    most = total = 0
+    for number in range(100, 200):
+        names.num_read = 0
+        write(store, *keys_of(number))
+        most, total = max(most, names.num_read), total + names.num_read
+    assert total >= 20_000, "all of them are read, by several writes"
+    assert most <= 4096 + 1024
+    names.num_read = 0
+    for _ in store.scan():
+        assert names.num_read <= 1024
+        names.num_read = 0
+
+
+@pytest.mark.parametrize("size", [0, SMALL])
+def test_a_namespace_with_many_blank_files_gives_way(open_store, tmp_path: Path, size: int) -> None:
+    """After a power failure, recent files are empty or full of zeros. Perhaps all of them."""
+    write(open_store(namespace="old"), *keys_of(*range(100)))
+    for path in files(tmp_path / "kv" / "old"):
+        os.truncate(path, 0)
+        os.truncate(path, size)
+    store = open_store(max_bytes=room_for(8))
+    assert "old" in StoreRoot(tmp_path / "kv").directories()
+    for number in range(20):
+        write(store, *keys_of(100 + number))
+    assert files(tmp_path / "kv" / "old") == []

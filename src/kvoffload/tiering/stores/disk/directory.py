@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import stat
@@ -36,6 +37,10 @@ _FINE_NS, _COARSE_NS = 100_000_000, 1_000_000_000
 """Resolution of directory times: a few milliseconds, or up to two seconds on some file systems."""
 _MAX_LISTINGS = 256
 _START_BYTES = 64
+_ENTRIES_TRIED = 16_384
+"""Number of a directory's entries that are read to find a table. Another program's may contain millions."""
+_WHOLE_NAME = re.compile("[0-9a-f]{16}")
+"""The name that every slab gets, without a suffix."""
 _TABLES_TRIED = 64
 """Number of a directory's tables whose headers are read before it counts as another program's."""
 
@@ -231,21 +236,32 @@ def namespaces_in(
 
 
 def _holds_slabs(directory: str, dir_fd: int) -> bool:
-    """Return whether a table in this directory belongs to this namespace."""
+    """Return whether a table in this directory belongs to this namespace, or whether a slab's table has no
+    content."""
     num_tried = 0
     try:
         with os.scandir(dir_fd) as entries:
-            for entry in entries:
+            for entry in itertools.islice(entries, _ENTRIES_TRIED):
                 name, _, suffix = entry.name.rpartition(".")
                 if f".{suffix}" == TABLE_SUFFIX and _NAME.fullmatch(name) and entry.is_file(follow_symlinks=False):
-                    stated = _proof(name, dir_fd)[1]
+                    is_ours, stated = _proof(name, dir_fd)
                     if stated is not None and stated.is_of(directory):
                         return True
+                    is_blank = is_ours and stated is None and _WHOLE_NAME.fullmatch(name) is not None
+                    if is_blank and _exists(name + PAYLOAD_SUFFIX, dir_fd):
+                        return True  # as after a power failure
                     if (num_tried := num_tried + 1) >= _TABLES_TRIED:
                         break
     except OSError:
         pass
     return False
+
+
+def _exists(name: str, dir_fd: int) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
 
 
 def is_unused(dir_fd: int) -> bool:

@@ -100,7 +100,7 @@ class FileIO:
             if os.lstat(full).st_mtime_ns < self._quota.old_before_ns:
                 fd = os.open(full, os.O_RDONLY | SAFE)
                 try:
-                    self._use(fd)
+                    self._quota.use(fd)
                 finally:
                     os.close(fd)
 
@@ -177,10 +177,6 @@ class FileIO:
             if self._durable:
                 os.fsync(opened.fd(os.path.dirname(part)))
 
-    def _use(self, fd: int) -> None:
-        os.utime(fd)
-        self._quota.date(fd)
-
     def _read(self, full: str, key: OffloadKey, payload: memoryview, *, direct: bool) -> tuple[ReadOutcome, int]:
         """Read the file, and return the outcome and its inode."""
         fd = self._open(full, os.O_RDONLY, payload, direct)
@@ -198,7 +194,7 @@ class FileIO:
             good = self._layout.unseal(header.tobytes(), self._layout.identity(key), payload)
             if good and status.st_mtime_ns < self._quota.old_before_ns:
                 with contextlib.suppress(OSError):
-                    self._use(fd)  # it is deleted later
+                    self._quota.use(fd)  # it is deleted later
             return ReadOutcome.GOOD if good else ReadOutcome.BAD, status.st_ino
         finally:
             os.close(fd)

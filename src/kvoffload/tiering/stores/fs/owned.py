@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
 from collections.abc import Iterator
 
 from kvoffload.tiering.stores.fs.format import (
+    SUFFIX,
     fan_of_name,
     identity_of,
     is_blank,
@@ -19,8 +21,15 @@ from kvoffload.tiering.stores.fs.format import (
 )
 from kvoffload.tiering.stores.root import ANYBODYS, SAFE, Access, Directories
 
+NAMES_AT_ONCE = 256
+"""Number of names that are read from a directory at once, which may contain millions."""
+_NAMES_TRIED = 16_384
+"""Number of names in a directory that are read to find ours. Another program's directory may contain millions."""
 _FILES_TRIED = 64
 """Number of a directory's files whose headers are read before it counts as another program's."""
+_BLANK_BLOCKS = 8
+"""Number of blank files, as after a power failure, that prove a directory ours without any header. A name in hex whose
+checksum is the directory that contains it is a coincidence in one of 256 files."""
 _START_BYTES = 128
 _LOOKED_SHARE = 20
 """A directory that is not ours is checked again after this many times the duration of the check."""
@@ -73,16 +82,30 @@ def namespaces_of(root: str) -> list[str]:
 
 
 def holds_blocks(root: str, namespace: str) -> bool:
-    """Return whether the header of a file in this directory identifies it as a block of this namespace."""
-    tried = 0
-    with Directories(root, ANYBODYS) as opened, contextlib.suppress(OSError):
-        for fan in fans_in(root, namespace):
-            for name in ours_in(root, f"{namespace}/{fan}"):
-                if _proves(opened.path(f"{namespace}/{fan}/{name}"), namespace, name):
+    """Return whether the header of a file in this directory identifies it as a block of this namespace, or whether
+    several files have names of blocks and no content."""
+    num_tried = num_blank = 0
+    with Directories(root, ANYBODYS) as opened:
+        for fan, name in itertools.islice(_names_of(root, namespace), _NAMES_TRIED):
+            if not is_our_name(fan, name):
+                continue
+            with contextlib.suppress(OSError):
+                start = _start_of(opened.path(f"{namespace}/{fan}/{name}"))
+                num_blank += is_blank(start) and name.endswith(SUFFIX)
+                if _proves(start, namespace, name) or num_blank >= _BLANK_BLOCKS:
                     return True
-                if (tried := tried + 1) >= _FILES_TRIED:
-                    return False
+            if (num_tried := num_tried + 1) >= _FILES_TRIED:
+                break
     return False
+
+
+def _names_of(root: str, namespace: str) -> Iterator[tuple[str, str]]:
+    """Yield fan and name of each file of a namespace. Skips unreadable directories."""
+    with contextlib.suppress(OSError):
+        for fan in fans_in(root, namespace):
+            with contextlib.suppress(OSError):
+                for names in names_in(root, f"{namespace}/{fan}"):
+                    yield from ((fan, name) for name in names)
 
 
 def is_ours(path: str) -> bool:
@@ -99,35 +122,27 @@ def is_ours(path: str) -> bool:
 
 def fans_in(root: str, namespace: str) -> Iterator[str]:
     """Return the names of the directories for blocks in a namespace. Raises ``OSError``."""
-    return (name for name in list_names(root, namespace) if fan_of_name(name) is not None)
+    names = itertools.chain.from_iterable(names_in(root, namespace))
+    return (name for name in itertools.islice(names, _NAMES_TRIED) if fan_of_name(name) is not None)
 
 
-def ours_in(root: str, directory: str, access: Access | None = None) -> list[str]:
-    """Return the names of our block files and temporary files in one directory. Returns none if it cannot be read."""
-    fan = directory.rpartition("/")[2]
-    with contextlib.suppress(OSError):
-        return [name for name in list_names(root, directory, access) if is_our_name(fan, name)]
-    return []
-
-
-def list_names(root: str, directory: str, access: Access | None = None) -> list[str]:
-    """Return the names in one directory, as the server of a network mount lists them. Returns none if the directory
-    does not exist, is a link, or, with ``access``, belongs to another user. Raises ``OSError``."""
+def names_in(root: str, directory: str, access: Access | None = None) -> Iterator[list[str]]:
+    """Yield the names in one directory, a few at a time, as the server of a network mount lists them. Yields none if
+    the directory does not exist, is a link, or, with ``access``, belongs to another user. Raises ``OSError``."""
     with Directories(root, access or ANYBODYS) as opened:
         try:
-            return os.listdir(opened.fd(directory))
+            entries = os.scandir(opened.fd(directory))
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.EPERM):
-                return []
+                return
             raise
+    with entries as left:
+        while names := [entry.name for entry in itertools.islice(left, NAMES_AT_ONCE)]:
+            yield names
 
 
-def _proves(path: str, namespace: str, name: str) -> bool:
-    try:
-        stated = stated_in(_start_of(path))
-    except OSError:
-        return False
-    if stated is None:
+def _proves(start: bytes, namespace: str, name: str) -> bool:
+    if (stated := stated_in(start)) is None:
         return False
     key = parse_name(name)
     return key is None or identity_of(namespace, key) == stated[1]

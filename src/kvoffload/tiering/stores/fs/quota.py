@@ -10,12 +10,13 @@ import stat
 import statistics
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, TEMPORARY_PREFIX, fan_of, turn_of
-from kvoffload.tiering.stores.fs.owned import Namespaces, fans_in, is_ours, ours_in
+from kvoffload.tiering.stores.fs.format import NUM_FANS, SUFFIX, TEMPORARY_PREFIX, fan_of, is_our_name, turn_of
+from kvoffload.tiering.stores.fs.owned import NAMES_AT_ONCE, Namespaces, fans_in, is_ours, names_in
 from kvoffload.tiering.stores.root import ANYBODYS, CONTROL_DIR, SAFE, Access, Directories
 
 _DEAD_AFTER_NS = 3600 * 10**9
@@ -27,7 +28,7 @@ _FREED_SHARE = 10
 _FEWEST_CHOICES = 64
 """Number of files to list before the oldest of them are deleted."""
 _EVERY_FAN = frozenset(range(NUM_FANS))
-_AT_ONCE = 256
+_AT_ONCE = NAMES_AT_ONCE
 """Number of files listed or deleted between two checks of a write's progress."""
 _DIRECTORY_COSTS = 4
 """Listing a directory counts as this many files."""
@@ -35,6 +36,11 @@ _MOST_IN_A_WRITE = 4096
 """Number of files that one write lists or deletes. A slow mount needs a quarter of a millisecond for each."""
 _STEP_NS = 1000
 """Difference between the times of two files if this host's clock is behind the root's."""
+_WRONG_NS = 366 * 86_400 * 10**9
+"""A file with a time so far ahead counts as the oldest: no later time may fit in the file system, which may end in
+2038."""
+_AHEAD_NS = 60 * 10**9
+"""A root whose newest file is dated so far ahead of its clock has files that a wrong clock has dated."""
 
 
 class FileSeen(NamedTuple):
@@ -83,21 +89,36 @@ class Quota:
         # This low, so that the average is a twentieth below the quota.
         margin = (self._period - 1) * (1.5 if self._by_fan else 3)
         self._kept_bytes = self._share_bytes - int(margin * file_bytes)
-        self._newest_ns = 0
+        self._newest_ns = self._now_ns = 0
+        """The time of the newest file in any listing so far, and the clock of the root at the last write."""
         self._lock = threading.Lock()
-        self._begun: deque[tuple[frozenset[int], Iterator[Sequence[FileSeen]]]] = deque()
+        self._begun: deque[tuple[frozenset[int], Generator[Sequence[FileSeen], None, None]]] = deque()
         """Unfinished listings, by their fans. A thread removes one while it works on it."""
         self._namespaces = Namespaces(root, access, own)
 
     def date(self, fd: int) -> None:
         """Set the time of a file that was just written or used: now, but no earlier than the newest file of the
         root."""
-        if os.fstat(fd).st_mtime_ns < self._newest_ns:
+        self._now_ns = now_ns = os.fstat(fd).st_mtime_ns
+        if self._newest_ns > now_ns + _WRONG_NS:
+            self._newest_ns = 0  # the clock was wrong when this file was listed
+        if now_ns < self._newest_ns:
             with self._lock:
                 self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
             # Some mounts permit no dates: then the file may be deleted early.
             with contextlib.suppress(OSError):
                 os.utime(fd, ns=(newest_ns, newest_ns))
+
+    def use(self, fd: int) -> None:
+        """Set the time of a file that was used. A file of another member of the group can only get the time of the
+        clock, so it keeps its time if the clock is behind."""
+        if self._newest_ns < self._now_ns + _AHEAD_NS:
+            os.utime(fd)
+            self.date(fd)
+            return
+        with self._lock:
+            self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
+        os.utime(fd, ns=(newest_ns, newest_ns))
 
     def keep(self, published: Iterable[tuple[OffloadKey, str]]) -> list[str]:
         """List the fans that are due, after files were published. Returns the paths of deleted files."""
@@ -116,11 +137,18 @@ class Quota:
                     self._begun.append((fans, self._tidy(sorted(fans), paths)))
         return self._go_on()
 
+    def close(self) -> None:
+        """Close the directories whose listings are unfinished."""
+        with self._lock:
+            begun, self._begun = self._begun, deque()
+        for _, listing in begun:
+            listing.close()
+
     def make_room(self, path: str, num_bytes: int) -> list[str]:
         """Delete old files on a full disk, from the fan of ``path`` and enough others to offer a choice. Returns their
         paths, or none if no file of ours can be deleted."""
         seen, first = list[FileSeen](), fan_of(path)
-        for files in self._listed([*range(first, NUM_FANS), *range(first)]):
+        for _, files in self._listed([*range(first, NUM_FANS), *range(first)]):
             seen += files
             if len(seen) >= _FEWEST_CHOICES:
                 break
@@ -148,13 +176,13 @@ class Quota:
                     break
         return gone
 
-    def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Iterator[Sequence[FileSeen]]:
+    def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Generator[Sequence[FileSeen], None, None]:
         """List fans, and delete the oldest of their files if they exceed the quota. Yields the deleted files after each
         part of the work."""
         seen, cost = list[FileSeen](), 0
-        for files in self._listed(fans):
+        for num_names, files in self._listed(fans):
             seen += files
-            cost += len(files) + _DIRECTORY_COSTS
+            cost += num_names + _DIRECTORY_COSTS
             if cost >= _AT_ONCE:
                 cost = 0
                 yield ()
@@ -188,8 +216,9 @@ class Quota:
         if has_deleted:
             self.old_before_ns = statistics.median_low(file.written_ns for file in blocks)
 
-    def _listed(self, fans: Sequence[int]) -> Iterator[list[FileSeen]]:
-        """Yield the files of ``fans`` one after the other, of all namespaces, a few at a time."""
+    def _listed(self, fans: Sequence[int]) -> Iterator[tuple[int, list[FileSeen]]]:
+        """Yield the files of ``fans`` one after the other, of all namespaces, a few at a time, and the number of names
+        that were read for them. The others belong to other programs."""
         namespaces = self._namespaces.known()
         if len(fans) < NUM_FANS:  # opening these few directories is faster than listing all
             directories = {fan: [f"{namespace}/{fan:02x}" for namespace in namespaces] for fan in fans}
@@ -197,13 +226,18 @@ class Quota:
             directories = fan_directories(self._root, namespaces)
         for fan in fans:
             for directory in directories.get(fan, ()):
-                names = ours_in(self._root, directory, self._access)
-                for first in range(0, len(names), _AT_ONCE):
-                    seen = seen_in(self._root, directory, self._access, names[first : first + _AT_ONCE])
-                    newest_ns = max((file.written_ns for file in seen), default=0)
-                    with self._lock:
-                        self._newest_ns = max(self._newest_ns, newest_ns)
-                    yield seen
+                with contextlib.suppress(OSError):
+                    for names in names_in(self._root, directory, self._access):
+                        seen = [self._sane(file) for file in seen_in(self._root, directory, self._access, names)]
+                        newest_ns = max((file.written_ns for file in seen), default=0)
+                        with self._lock:
+                            self._newest_ns = max(self._newest_ns, newest_ns)
+                        yield len(names), seen
+
+    def _sane(self, file: FileSeen) -> FileSeen:
+        """Return the file, as the oldest if it is a block whose time is far in the future."""
+        is_wrong = file.is_block and 0 < self._now_ns < file.written_ns - _WRONG_NS
+        return file._replace(written_ns=0) if is_wrong else file
 
     def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
         """Return the blocks among the files that were ``seen``. Deletes temporary files of dead writers."""
@@ -224,11 +258,13 @@ def fan_directories(root: str, namespaces: Iterable[str]) -> dict[int, list[str]
 def seen_in(
     root: str, directory: str, access: Access | None = None, names: Sequence[str] | None = None
 ) -> list[FileSeen]:
-    """Return the block files and temporary files in one directory: the ones in ``names``, or all. Skips unreadable
+    """Return the block files and temporary files in one directory: the ones among ``names``, or all. Skips unreadable
     files, and a directory that is a link or, with ``access``, not ours."""
-    seen = list[FileSeen]()
-    with Directories(root, access or ANYBODYS) as opened:
-        for name in ours_in(root, directory, access) if names is None else names:
+    seen, fan = list[FileSeen](), directory.rpartition("/")[2]
+    with Directories(root, access or ANYBODYS) as opened, contextlib.suppress(OSError):
+        for name in chain.from_iterable(names_in(root, directory, access)) if names is None else names:
+            if not is_our_name(fan, name):
+                continue
             path = f"{directory}/{name}"
             with contextlib.suppress(OSError):  # deleted meanwhile
                 status = os.lstat(opened.path(path))

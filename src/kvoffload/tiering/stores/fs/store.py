@@ -17,7 +17,7 @@ from kvoffload.tiering.stores.base import LossCause, StoreStats
 from kvoffload.tiering.stores.direct_io import BLOCK_ERRORS, NO_SPACE
 from kvoffload.tiering.stores.fs.format import MARKER, NUM_FANS, TEMPORARY_PREFIX, BlockFormat, parse_name
 from kvoffload.tiering.stores.fs.io import FileIO, ReadOutcome, is_absence
-from kvoffload.tiering.stores.fs.owned import list_names
+from kvoffload.tiering.stores.fs.owned import NAMES_AT_ONCE, names_in
 from kvoffload.tiering.stores.fs.quota import Quota, delete_oldest, seen_in, sweep
 from kvoffload.tiering.stores.root import (
     Directories,
@@ -154,7 +154,7 @@ class FileSystemStore(RootedStore):
                     self._io.remove(opened, path)
 
     def close(self) -> None:
-        """Do nothing: the store keeps no file open."""
+        self._quota.close()
 
     def scan(self) -> Iterator[Sequence[OffloadKey]]:
         with self._directories() as opened:
@@ -163,13 +163,14 @@ class FileSystemStore(RootedStore):
         for fan in range(NUM_FANS):
             directory = f"{self._layout.directory}/{fan:02x}"
             try:
-                names = list_names(self._root, directory, self._access)
+                for names in names_in(self._root, directory, self._access):
+                    if unfinished := [name for name in names if name.startswith(TEMPORARY_PREFIX)]:
+                        sweep(self._root, seen_in(self._root, directory, self._access, unfinished), self._access)
+                    keys = self._own_keys(f"{directory}/{name}" for name in names)
+                    if keys or len(names) >= NAMES_AT_ONCE:
+                        yield [key for path, key in keys if path not in self._unreadable]
             except OSError as exc:
                 raise StoreError(f"Scanning {self._root} failed: {reason_of(exc)}.") from exc
-            if any(name.startswith(TEMPORARY_PREFIX) for name in names):
-                sweep(self._root, seen_in(self._root, directory, self._access), self._access)
-            if keys := self._own_keys(f"{directory}/{name}" for name in names):
-                yield [key for path, key in keys if path not in self._unreadable]
         if not os.path.isdir(self._root):
             raise StoreError(root_is_gone(self._root))
 
@@ -185,10 +186,12 @@ class FileSystemStore(RootedStore):
         for directory in plain:
             num_deleted = 0
             for fan in range(NUM_FANS):
-                seen = seen_in(self._root, f"{directory}/{fan:02x}", self._access)
-                num_deleted += len(delete_oldest(self._root, seen, -1, (), self._access))
-                if seen:
-                    yield ()
+                fan_directory = f"{directory}/{fan:02x}"
+                with suppress(OSError):
+                    for names in names_in(self._root, fan_directory, self._access):
+                        seen = seen_in(self._root, fan_directory, self._access, names)
+                        num_deleted += len(delete_oldest(self._root, seen, -1, (), self._access))
+                        yield ()
             if num_deleted:
                 _log.warning(
                     "%d blocks in %s/%s were not encrypted: they are deleted, as encryption_key is set. Blocks of "
