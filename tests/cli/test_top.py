@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import base64
+import http.server
+import importlib
 import io
 import json
 import socket
@@ -273,6 +276,63 @@ def test_a_proxy_of_the_environment_is_named(
     with pytest.raises(SystemExit):
         main(["top", "127.0.0.1:1", "--once"])
     assert "proxy" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["", "/metrics", ":99999", ":x"])
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_no_error_shows_a_password(scheme: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", f"{scheme}me:hun%20ter2@127.0.0.1{ending or ':1'}", "--once"])
+    err = capsys.readouterr().err
+    assert "127.0.0.1" in err and "hun" not in err and "me:" not in err
+
+
+def test_credentials_in_the_address_are_sent_to_this_server_alone(served: ServedTiers) -> None:
+    seen = list[tuple[str, str | None]]()
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
+        page = response.read()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            is_first = self.path == "/metrics"
+            self.send_response(302 if is_first else 200)
+            if is_first:
+                self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/other")
+            self.end_headers()
+            if not is_first:
+                self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            main_of(["top", f"me:hun%20ter2@127.0.0.1:{server.server_address[1]}", "--once", "--interval", "0.01"])
+        finally:
+            server.shutdown()
+    basic = "Basic " + base64.b64encode(b"me:hun ter2").decode()
+    assert seen == [("/metrics", basic), ("/other", None)] * 2
+
+
+def test_an_answer_that_never_ends_is_given_up(
+    serve_raw: Callable[[list[bytes]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.import_module("kvoffload.cli.top"), "_MOST_BYTES", 1 << 20)
+    port = serve_raw([b"HTTP/1.0 200 OK\r\n\r\n" + b"x 1\n" * (1 << 19)])
+    with pytest.raises(SystemExit) as caught:
+        main(["top", f"127.0.0.1:{port}", "--once"])
+    assert caught.value.code == 2
+    assert "more than" in capsys.readouterr().err
+
+
+def test_labels_are_shown_as_they_are() -> None:
+    """Rich would read brackets as markup, and reject some. Control characters could change the terminal."""
+    name = "[/red] [bold]x"
+    page = f'kvoffload_tier_healthy{{tier="{name}"}} 1\nkvoffload_tier_healthy{{tier="\x1b[2J"}} 1\n'
+    text = shown(compare(parse(page, 0, 0), parse(page, 1, 1)))
+    assert name in text and "\x1b" not in text and "\\x1b[2J" in text
 
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import importlib
 import json
 import math
+import re
 import sys
 import time
 import urllib.error
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import typer
 from rich.console import Console, Group
@@ -29,9 +31,10 @@ from rich.text import Text
 from kvoffload.cli.output import can_print, positive
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
-from kvoffload.units import format_bytes
+from kvoffload.units import format_bytes, printable
 
 _TIMEOUT_S = 10.0
+_MOST_BYTES = 64 << 20
 _CLOCK_S = 2.0
 """Accepted difference between clocks of one server: start times are exact, but dates of answers are whole seconds."""
 _KEPT = 6
@@ -63,8 +66,10 @@ def top(
     Shows hit rates, bandwidth, used space, queues, health, and waiting requests.
     """
     positive(interval, "--interval")
-    url = metrics_url(url)
-    last = _scrape(url)
+    address = metrics_url(url)
+    url = without_credentials(address)
+    scrape = partial(_scrape, address)
+    last = scrape()
     if not last.series:
         raise ConfigError(f"{url} has no series of kvoffload{_through_proxy(url)}: is this a server that uses it?")
     processes = {last.started_s: last}
@@ -79,7 +84,7 @@ def top(
             while True:
                 time.sleep(interval)
                 try:
-                    now = _scrape(url)
+                    now = scrape()
                     views.append(compare(_before(url, now, last, processes), now))
                 except ConfigError as exc:
                     if once:
@@ -123,15 +128,28 @@ def metrics_url(url: str) -> str:
     except ValueError:  # an incomplete IPv6 address, or an invalid port
         is_address = False
     if not is_address:
-        raise ConfigError(f"{url!r} is not the address of a server; write it as http://localhost:8000.")
+        raise ConfigError(
+            f"{without_credentials(url)!r} is not the address of a server; write it as http://localhost:8000."
+        )
     path = parts.path if parts.path.strip("/") else "/metrics"
     return parts._replace(path=path).geturl()
 
 
-def _scrape(url: str) -> Snapshot:
+def without_credentials(url: str) -> str:
+    """Return ``url`` for messages, without the user and password that it may contain."""
+    return printable(re.sub(r"^([a-zA-Z]*:?//)?[^/]*@", r"\1", url))
+
+
+def _scrape(address: str) -> Snapshot:
+    url, parts = without_credentials(address), urlsplit(address)
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            text, date = response.read().decode(), response.headers["Date"]
+        request = urllib.request.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+        if parts.username is not None:
+            credentials = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            # Not sent to another server that this one redirects to.
+            request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(credentials).decode()}")
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            text, date = _content(response).decode(), response.headers["Date"]
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         what = reason_of(reason) if isinstance(reason, BaseException) else reason
@@ -144,6 +162,20 @@ def _scrape(url: str) -> Snapshot:
     except (TypeError, ValueError):
         server_unix_s = unix_s
     return replace(parse(text, time.monotonic(), unix_s), server_unix_s=server_unix_s)
+
+
+def _content(response: http.client.HTTPResponse) -> bytes:
+    """Return the whole answer. Raises ``ValueError`` if it is too long or takes too long."""
+    content, end_s = bytearray(), time.monotonic() + _TIMEOUT_S
+    while part := response.read1(1 << 16):
+        content += part
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it sends more than {format_bytes(_MOST_BYTES)}")
+        if time.monotonic() > end_s:
+            raise ValueError(f"it does not end its answer within {_TIMEOUT_S:.0f} seconds")
+    if response.length:
+        raise http.client.IncompleteRead(bytes(content), response.length)
+    return bytes(content)
 
 
 def _through_proxy(url: str) -> str:
@@ -209,7 +241,7 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue
-                key = tuple(sample.labels.get(label, "") for label in metric.labels)
+                key = tuple(printable(sample.labels.get(label, "")) for label in metric.labels)
                 if metric.kind is Kind.HISTOGRAM:
                     if not sample.name.endswith("_bucket"):
                         continue
@@ -221,7 +253,7 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                 join, known = _JOIN.get(name) if key in values else None, values.get(key, 0)
                 values[key] = join(known, sample.value) if join else known + sample.value
     except (ValueError, KeyError, IndexError) as exc:
-        raise ConfigError(f"This is not a page of metrics: {exc}.") from exc
+        raise ConfigError(f"This is not a page of metrics: {printable(str(exc))}.") from exc
     return Snapshot(at_s, unix_s, series, engines, started_s, unix_s)
 
 
@@ -414,7 +446,7 @@ def draw(views: Iterable[View]) -> Group:
         if tier.fill is not None:
             used = f"{tier.fill:.1%}" if at == 0 else f"{used}, {tier.fill:.0%}"
         table.add_row(
-            tier.name,
+            Text(tier.name),  # not a str, whose brackets would be markup
             _percent(tier.hit_rate),
             sparkline([each.hit_rate or 0 for each in course], 1.0),
             _percent(tier.hit_rate_total),
