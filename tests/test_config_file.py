@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvoffload.config_file import ENVIRONMENT, load_config_file, with_config_file
+from kvoffload.config_file import ENVIRONMENT, file_in_environment, load_config_file, with_config_file
 from kvoffload.errors import ConfigError
 
 GOOD = {"cpu_bytes_to_use": "64MiB", "block_size": 32}
@@ -126,3 +128,40 @@ def test_variables_that_are_not_set_are_all_named() -> None:
         with_config_file(values, {})
     first, second, third = caught.value.args
     assert "a contains ${ONE}" in first and "c contains $(TWO)" in second and "d contains $()" in third
+
+
+SECRETS = ["hun${xqz}2", "${hunxqz}2", "hun$(xqz2)"]
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda secret: {"secondary_tiers": [{"type": "redis", "password": secret}]},
+        lambda secret: {"secondary_tiers": [{"type": "redis", "url": f"redis://me:{secret}@here:6379/0"}]},
+        lambda secret: {"secondary_tiers": [{"type": "redis", "url": f"redis://{secret}:x@here"}]},
+        lambda secret: {"secondary_tiers": [{"type": "object", "config": {"aws_secret_access_key": secret}}]},
+        lambda secret: {"secondary_tiers": [{"type": "disk", "encryption_key": ["k" * 32, secret]}]},
+    ],
+)
+def test_no_part_of_a_secret_is_shown(values: Callable[[str], dict[str, Any]], secret: str) -> None:
+    """It contains characters that look like a variable."""
+    with pytest.raises(ConfigError) as caught:
+        with_config_file(values(secret), {})
+    (problem,) = caught.value.args
+    assert "hun" not in problem and "xqz" not in problem and "file" in problem
+
+
+@pytest.mark.parametrize(
+    "value", ["${NAME}", "redis://${NAME}:6379", "redis://me:${NAME}@here", "rediss://${NAME}:${NAME}@here/0"]
+)
+def test_a_variable_that_is_a_whole_secret_is_named(value: str) -> None:
+    with pytest.raises(ConfigError, match="NAME"):
+        with_config_file({"url": value}, {})
+
+
+@pytest.mark.parametrize("path", ['"/etc/kv.yaml"', "'/etc/kv.yaml'", " 'kv.yaml'", "file:///etc/kv.yaml"])
+def test_an_environment_file_that_keeps_quotes_is_named(path: str) -> None:
+    """As ``docker --env-file`` does. An engine reads the variable by itself."""
+    with pytest.raises(ConfigError, match=f"{ENVIRONMENT} is .* without quotes"):
+        file_in_environment({ENVIRONMENT: path})

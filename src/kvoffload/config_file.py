@@ -33,29 +33,36 @@ _BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16"
 _VARIABLE = re.compile(r"\$(?:\{([^{}$]*)\}|\(([^()$]*)\))")
 """A variable: ``${NAME}`` as in shells and Compose, or ``$(NAME)`` as in Kubernetes."""
 
+_SECRET = re.compile("password|secret|token|key$", re.IGNORECASE)
+"""Keys whose values are secrets, or paths of secrets."""
+
 
 def file_in_environment(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the file that ``KVOFFLOAD_CONFIG`` names, with variables replaced by their values; ``None`` if it is not
-    set, or blank. Raises ``ConfigError`` if it contains a variable that is not set."""
-    path: str | None = _all_expanded({ENVIRONMENT: environ.get(ENVIRONMENT, "")}, environ)[ENVIRONMENT].strip() or None
-    return path
+    set, or blank. Raises ``ConfigError`` if it contains a variable that is not set, or is not a path."""
+    path: str = _all_expanded({ENVIRONMENT: environ.get(ENVIRONMENT, "")}, environ)[ENVIRONMENT].strip()
+    _check_path(path, ENVIRONMENT)
+    return path or None
 
 
 def with_config_file(values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return ``values`` merged into the file that ``config_file`` or else ``KVOFFLOAD_CONFIG`` names. A key in
     ``values`` overrides the file's. Variables are replaced by their values (``expanded``). Raises ``ConfigError`` if
     the file cannot be read, or a variable is not set."""
-    own, source = dict(values), "config_file"
-    path = _all_expanded({source: own.pop(source, None)}, environ)[source]
-    if not path:
-        path, source = file_in_environment(environ), ENVIRONMENT
+    own = dict(values)
+    path = _all_expanded({"config_file": own.pop("config_file", None)}, environ)["config_file"]
+    if path and not isinstance(path, str):
+        raise ConfigError(f"config_file must be the path of a file, not a {type(path).__name__}.")
+    _check_path(path or "", "config_file")
+    path = (path or "").strip() or file_in_environment(environ)
     if path is None:
         return _all_expanded(own, environ)
-    if not isinstance(path, str):
-        raise ConfigError(f"config_file must be the path of a file, not a {type(path).__name__}.")
-    if re.match("[\"']|[a-z]+://", path):
+    return _all_expanded(load_config_file(Path(os.path.expanduser(path))) | own, environ)
+
+
+def _check_path(path: str, source: str) -> None:
+    if re.match("\\s*([\"']|[a-z]+://)", path):
         raise ConfigError(f"{source} is {path!r}: write the path alone, without quotes or file://.")
-    return _all_expanded(load_config_file(Path(os.path.expanduser(path.strip()))) | own, environ)
 
 
 def load_config_file(path: Path) -> dict[str, Any]:
@@ -106,20 +113,33 @@ def expanded(values: Mapping[str, Any], environ: Mapping[str, str], problems: Pr
 
     def walk(value: Any, key: str) -> Any:
         if isinstance(value, str):
-            return _VARIABLE.sub(lambda found: replaced(found, key), value)
+            return _VARIABLE.sub(lambda found: replaced(found, key, value), value)
         if isinstance(value, Mapping):
             return {name: walk(inner, str(name)) for name, inner in value.items()}
         return [walk(inner, key) for inner in value] if isinstance(value, list | tuple) else value
 
-    def replaced(found: re.Match[str], key: str) -> str:
+    def replaced(found: re.Match[str], key: str, text: str) -> str:
         name = found[1] or found[2] or ""
-        if name not in environ:
+        if name not in environ and _may_be_secret(found, key, text):
+            problems.add(
+                f"{key} contains a variable in ${{}} or $(), but no such environment variable is set: set it, or put a "
+                'secret that contains these characters itself into a file, as {"file": path}.'
+            )
+        elif name not in environ:
             problems.add(
                 f"{key} contains {found[0]}, but no such environment variable is set: set it, or write a value."
             )
         return environ.get(name, found[0])
 
     return {name: walk(value, name) for name, value in values.items()}
+
+
+def _may_be_secret(found: re.Match[str], key: str, text: str) -> bool:
+    """Return whether a variable found in ``text`` may be a part of a secret that contains these characters itself."""
+    before, after = text[: found.start()], text[found.end() :]
+    if "@" in after:  # user and password of a URL
+        return not (before.endswith((":", "/")) and after.startswith((":", "@")))
+    return bool(before or after) and _SECRET.search(key) is not None
 
 
 def _all_expanded(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
