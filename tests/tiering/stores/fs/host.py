@@ -249,7 +249,7 @@ class _Listing:
 
     def __init__(self, cache: _AttributeCache, path: str | int) -> None:
         self._top = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
-        self._names = os.listdir(self._top)
+        self._names = os.listdir(path)  # opening a directory asks the server whether it has changed
         self._cache = cache
 
     def __enter__(self) -> Iterator[_Entry]:
