@@ -193,6 +193,32 @@ def test_the_whole_lines_of_a_file_with_a_torn_end_are_used(tmp_path: Path, cut:
     assert load_trace(path).cut_line is None
 
 
+def test_a_torn_line_in_the_middle_is_left_out(tmp_path: Path) -> None:
+    """Files of servers that were killed were joined, or zeros took the place of a lost page."""
+    path = tmp_path / "t.jsonl"
+    first, second = two_lines().splitlines(keepends=True)
+    for torn in (first[:-20] + first, bytes(100) + first, b"\xff\xfe\n", b"{\n"):
+        path.write_bytes(first + torn + second)
+        trace = load_trace(path)
+        assert (len(trace), trace.cut_line) == (2, 2)
+    path.write_bytes(first + b"torn\n" * 100 + second)
+    with pytest.raises(TraceError, match="line 10: this is not a line"):
+        load_trace(path)
+    path.write_bytes(b"torn\n" + first + second)
+    with pytest.raises(TraceError, match="line 1: this is not a line"):
+        load_trace(path)
+
+
+def test_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + two_lines())
+    assert len(load_trace(path)) == 2
+    for encoding in ("utf-16", "utf-16-be"):
+        path.write_bytes(("\ufeff" * (encoding != "utf-16") + two_lines().decode()).encode(encoding))
+        with pytest.raises(TraceError, match="UTF-16"):
+            load_trace(path)
+
+
 def test_a_last_line_without_a_line_break_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     for end in (b"", bytes(100)):

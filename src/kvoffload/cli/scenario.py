@@ -366,11 +366,11 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
 
 
 def read_trace(path: Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
-    """``load_trace``, which says on standard error if the trace's last line was cut off."""
+    """``load_trace``, which says on standard error if a line of the trace was cut off."""
     trace = load_trace(path, block_tokens, max_requests)
     if trace.cut_line is not None:
         used = counted(len(trace), "complete request")
-        print(f"{path}: line {trace.cut_line} is cut off; {used} before it are used.", file=sys.stderr)
+        print(f"{path}: line {trace.cut_line} is cut off; {used} are used.", file=sys.stderr)
     return trace
 
 

@@ -168,7 +168,9 @@ def read_explanations(path: Path) -> Explanations:
     for number, text in Lines(path):
         try:
             line = decoder.decode(text)
-        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            if lines and not isinstance(exc, msgspec.ValidationError):
+                continue  # a torn line; ``load_trace`` says how many a trace may have
             raise TraceError(f"{path}, line {number}: {not_a_line(exc)}.") from exc
         each = line.explanation
         if each is not None and sum(each.found.values()) + sum(each.missed.values()) != line.input_length:

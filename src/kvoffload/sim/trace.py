@@ -48,7 +48,7 @@ class Trace:
     """What the client of each request said of its next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
     no client said anything."""
     cut_line: int | None = None
-    """The number of the file's last line if it was cut off, and so left out."""
+    """The number of the file's first line that was cut off, and so left out."""
 
     def __repr__(self) -> str:
         return (

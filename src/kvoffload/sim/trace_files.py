@@ -16,11 +16,12 @@ Prompts of Mooncake's form may keep the partial last id of earlier turns (``sim/
 A file is read once, as a stream. An access takes 8 bytes while reading and 4 afterwards.
 
 Traces often end in the middle of a line, or with zeros: the server was killed, the disk was full, or the file was
-copied while it grew. Then the complete lines are used.
+copied while it grew. If such files were joined, such a line is in the middle. Then the complete lines are used.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import importlib
@@ -47,6 +48,8 @@ _ZEROS_AT_ONCE = 1 << 20
 _GZIP_SIZE_BYTES = 4
 """A gzip file ends with a number that may have zeros at its end."""
 _MOONCAKE_TOKENS, _BAILIAN_TOKENS = 512, 16
+_MOST_TORN = 8
+"""A file with more torn lines, and with more than 1%, is not a trace."""
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 64
 """Ids are numbers that 64 bits hold."""
@@ -78,7 +81,8 @@ def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: 
     """The trace in ``path``, or its first ``max_requests`` requests.
 
     ``block_tokens`` follows from the lengths if it is not given: it is the power of two that fits every request, or the
-    form's usual size (512 or 16) if several fit. A last line that was cut off is left out, and named in ``cut_line``.
+    form's usual size (512 or 16) if several fit. Lines that were cut off are left out, and the first is named in
+    ``cut_line``.
     Raises ``TraceError``, which names the file, the line and the field, for anything that cannot be replayed.
     """
     path = Path(path)
@@ -90,7 +94,7 @@ def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: 
         reader.add(number, text)
         if max_requests is not None and len(reader.lines) >= max_requests:
             break
-    return reader.finish(block_tokens, lines.cut_line)
+    return reader.finish(block_tokens, reader.torn_line or lines.cut_line)
 
 
 class _Reader:
@@ -104,6 +108,9 @@ class _Reader:
         self._device_blocks = 0
         self._sessions_seen: dict[object, int] = {}
         self.lines = array("q")
+        self.num_torn = 0
+        self.torn_line: int | None = None
+        """The first line that is not whole: a server that was killed while it wrote, before another one continued."""
         self._times = array("d")
         self._inputs = array("q")
         self._outputs = array("q")
@@ -120,7 +127,11 @@ class _Reader:
         except msgspec.ValidationError as exc:
             raise self._error(number, _plain(exc)) from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise self._error(number, not_a_line(exc)) from exc
+            if not self.lines or self.num_torn >= max(_MOST_TORN, len(self.lines) // 100):
+                raise self._error(number, not_a_line(exc)) from exc
+            self.num_torn += 1
+            self.torn_line = self.torn_line or number
+            return
         if line.session_id is not None or self._turns:
             self._add_turn(number, line)
             return
@@ -341,6 +352,10 @@ class Lines:
                     stream = cast(BinaryIO, stack.enter_context(io.BufferedReader(reader, 1 << 20)))
                 while text := stream.readline(_MAX_LINE_BYTES):
                     number += 1
+                    if number == 1:
+                        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                            raise TraceError(f"{path} is UTF-16: save it as UTF-8.")
+                        text = text.removeprefix(codecs.BOM_UTF8)
                     if len(text) == _MAX_LINE_BYTES:
                         raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
                     if text[-1:] != b"\n":
