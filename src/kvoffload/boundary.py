@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -64,8 +63,9 @@ def up_to_a_miss(answers: Sequence[object], keys: Sequence[object], *_: object) 
     Raises ``TypeError`` if there are fewer answers than keys without a ``False`` at the end. Answers after a miss are
     dropped, because they must not turn it into a hit.
     """
-    if {*map(type, answers)} == {NoneType} and len(answers) >= len(keys):  # most of the long ones
-        return [None] * len(keys)
+    are_whole = type(answers) is list and len(answers) >= len(keys) > 0
+    if are_whole and answers.count(first := answers[0]) == len(answers) and first in (None, True):  # most long ones
+        return [None if first is None else True] * len(keys)
     found = [None if answer is None else bool(answer) for answer in answers]
     if len(found) < len(keys) and not (found and found[-1] is False):
         raise TypeError(f"this is not an answer for {len(keys)} blocks: {answers!r:.100}")

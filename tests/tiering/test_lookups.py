@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from tests.tiering.rig import BLOCK_BYTES, keys
 from tests.tiering.test_promotions import Parts
+from tests.tiering.test_waits import lines_run
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.miss import Miss
@@ -16,7 +17,7 @@ from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.places import Places, Survey
-from kvoffload.tiering.segments import HERE, Place, Segment
+from kvoffload.tiering.segments import HERE, Place, Segment, joined
 from kvoffload.tiering.tier_jobs import GuardedTier
 
 
@@ -116,7 +117,10 @@ def test_a_survey_of_blocks_that_alternate_between_tiers_takes_few_calls(num_blo
     guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
     planner = LoadPlanner([tier.name for tier in guarded], BlockWorth(BLOCK_BYTES), parts.clock)
     places = Places(parts.primary, guarded, parts.waits, parts.promotions, planner, parts.clock)
-    assert places.below(parts.request("r"), blocks) == [Segment(Place((at % 2,)), 1) for at in range(num_blocks)]
+    found: list[Segment] = []
+    lines = lines_run(lambda: found.extend(places.below(parts.request("r"), blocks)))
+    assert found == [Segment(Place((at % 2,)), 1) for at in range(num_blocks)]
+    assert lines < 12 * num_blocks + 500, "a few for each block"
     assert max(len(tier.calls) for tier in tiers) <= num_blocks.bit_length()
 
 
@@ -129,7 +133,7 @@ def test_a_survey_over_two_tiers_makes_one_call_for_a_run(num_blocks: int) -> No
     tiers[1].answers = dict.fromkeys(blocks, True)
     guarded = [GuardedTier(number, tier) for number, tier in enumerate(tiers)]
     places = Places(parts.primary, guarded, parts.waits, parts.promotions, parts.planner(), parts.clock)
-    assert places.below(parts.request("r"), blocks) == [Segment(Place((1,)), num_blocks)]
+    assert joined(places.below(parts.request("r"), blocks)) == [Segment(Place((1,)), num_blocks)]
     assert len(tiers[0].calls) <= num_blocks.bit_length()
     assert len(tiers[1].calls) <= num_blocks.bit_length()
 
@@ -139,7 +143,7 @@ def test_a_long_prefix_that_a_tier_has_is_looked_up_in_few_calls() -> None:
     tier, blocks = Noting(0, parts), keys(*range(1000))
     tier.answers = dict.fromkeys(blocks, True)
     places = Places(parts.primary, [GuardedTier(0, tier)], parts.waits, parts.promotions, parts.planner(), parts.clock)
-    assert places.below(parts.request("r"), blocks) == [Segment(Place((0,)), 1000)]
+    assert joined(places.below(parts.request("r"), blocks)) == [Segment(Place((0,)), 1000)]
     assert len(tier.calls) == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -163,24 +163,24 @@ class Places:
         views = [_View(tier) for tier in self._tiers]
         found: list[Segment] = []
         at = 0
-        while at < len(keys):
-            having: list[_View] = []
+        while views and at < len(keys):
+            sure: list[int] = []
             for view in views:
-                sure = [each.tier.index for each in having if each.answer(at)]
                 if view.stop <= at and (not sure or self._planner.adds(view.tier.index, sure)):
                     self._ask(view, request, keys, at)
-                if view.answer(at) is not False:
-                    having.append(view)
-            if not having:
-                break
-            stop = min(view.end_of_run(at) for view in views)
-            place = _place(
-                tuple(view.tier.index for view in having if view.answer(at)),
-                tuple(view.tier.index for view in having if not view.answer(at)),
-            )
-            found.append(Segment(place, min(stop, len(keys)) - at))
-            at = stop
-        return joined(found)
+                if view.stop > at and view.answer(at):
+                    sure.append(view.tier.index)
+            stop = min(view.stop for view in views if view.stop > at)
+            is_partial = any(view.stop <= at for view in views)
+            for answers, num_blocks in _runs([view.answers_of(at, stop) for view in views]):
+                place = _place(answers)
+                if place is HERE:  # no tier has it
+                    return found
+                found.append(Segment(place, num_blocks))
+                at += num_blocks
+                if is_partial:
+                    break  # a tier that was not asked may have the next block
+        return found
 
     def _ask(self, view: _View, request: Request, keys: Sequence[OffloadKey], at: int) -> None:
         """Asks a tier for the blocks from ``at`` on. Of its unknown blocks one is watched."""
@@ -286,20 +286,24 @@ class _View:
         self.size *= _GROWTH
 
     def answer(self, at: int) -> bool | None:
-        return self._answers[at - self._start] if at < self.stop else False
+        return self._answers[at - self._start]
 
-    def end_of_run(self, at: int) -> int:
-        """Where another answer follows, or the tier must be asked again."""
-        if at >= self.stop:  # it was not asked
-            return at + 1
-        answers, first = self._answers, at - self._start
-        answer = answers[first]
-        if ({True, None, False} - {answer}).isdisjoint(answers):
-            return self.stop
-        return self._start + next((n for n in range(first + 1, len(answers)) if answers[n] is not answer), len(answers))
+    def answers_of(self, at: int, stop: int) -> list[bool | None]:
+        """Return the answers for these blocks. A tier that was not asked counts as one that lacks them."""
+        return self._answers[at - self._start : stop - self._start] if at < self.stop else [False] * (stop - at)
+
+
+def _runs(columns: list[list[bool | None]]) -> Iterable[tuple[tuple[bool | None, ...], int]]:
+    """Yield each run of blocks with equal answers of all tiers: the answers, and the number of blocks. ``columns``: the
+    answers of each tier."""
+    if all(column.count(column[0]) == len(column) for column in columns):  # most of the long ones
+        return [(tuple(column[0] for column in columns), len(columns[0]))]
+    return ((answers, len([*same])) for answers, same in itertools.groupby(zip(*columns)))
 
 
 @cache
-def _place(having: tuple[int, ...], unknown: tuple[int, ...]) -> Place:
-    """Of a block that some tiers have and others must find out."""
-    return Place(having, unknown)
+def _place(answers: tuple[bool | None, ...]) -> Place:
+    """Return the place of a block by the answers of all tiers; ``HERE``: no tier has it."""
+    tiers = tuple(tier for tier, answer in enumerate(answers) if answer)
+    unknown = tuple(tier for tier, answer in enumerate(answers) if answer is None)
+    return Place(tiers, unknown) if tiers or unknown else HERE
