@@ -41,7 +41,7 @@ def explain(
 ) -> None:
     """Say why prompts of a recorded trace were computed.
 
-    Sums up what was found where, why the rest was computed, and what would save most.
+    Summarises where tokens were found, why the others were computed, and which change would save most.
     """
     if prefill_speed is not None:
         positive(prefill_speed, "--prefill-speed")
@@ -96,7 +96,7 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
 
 
 def _prefill_speed(given: float | None, summary: Explanations, trace: Trace) -> tuple[float, str]:
-    """The server's speed in tokens per second, and where that is from: the option, the trace or a guess."""
+    """Return the server's speed in tokens per second, and its source: the option, the trace or a guess."""
     if given is not None:
         return given, "--prefill-speed"
     if summary.computed_blocks_per_s is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload plan``: how much memory and disk are worth buying?"""
+"""``kvoffload plan``: find out how much memory and disk to buy."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def plan(
 
 
 def _share(hit_rate: str) -> float:
-    """``"60"`` or ``"60%"`` as 0.6."""
+    """Return 0.6 for ``"60"`` or ``"60%"``."""
     try:
         percent = float(hit_rate.removesuffix("%"))
     except ValueError as exc:
@@ -132,7 +132,7 @@ def _print(verdict: Verdict, notes: list[str], verbose: bool) -> None:
 
 
 def _as_json(made: Plan, read: Scenario, verdict: Verdict, notes: list[str]) -> dict[str, Any]:
-    """The verdict, the goal, the choice and its price, and what ``simulate --json`` has of every run."""
+    """Return the verdict, the goal, the choice and its price, and the figures of ``simulate --json`` for every run."""
     return {
         "verdict": verdict.as_json(),
         "assumptions": notes,

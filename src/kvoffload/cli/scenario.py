@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is simulated: the options that ``simulate``, ``plan`` and ``explain`` share, and the file of ``--fleet``."""
+"""Define a simulation: the options that ``simulate``, ``plan`` and ``explain`` share, and the file of ``--fleet``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from kvoffload.units import counted, format_bytes, parse_bytes
 
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
-"""Per token: a dense model of about 8 billion parameters with grouped-query attention in 16 bits."""
+"""Bytes per token of a dense model of about 8 billion parameters with grouped-query attention in 16 bits."""
 USUAL_PREFILL = SimConfig(0, 1).prefill_tokens_per_s
 _STEP_S, _DECODE_S = 0.006, 2e-5
-"""A step of such a model on a GPU with 3 TB/s: reading 16 GB of weights, and work for each request that decodes."""
+"""Seconds of a step of such a model on a GPU with 3 TB/s: the time to read 16 GB of weights, and the time for each
+request that decodes."""
 _GPU_BYTES_PER_S = 3e12
-"""By which a decoding request reads the KV of its context."""
+"""Speed at which a decoding request reads the KV of its context."""
 
 GpuKVTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of the GPU's own cache, as in vLLM's log.")]
 Model = Annotated[
@@ -62,12 +63,12 @@ Fleet = Annotated[
 class _Store(msgspec.Struct, frozen=True, kw_only=True):
     size: int | str
     link: int | str | None = None
-    """Bytes per second of each server, and of the ``store`` itself."""
+    """Bytes per second of each server's link, and of the link of the ``store`` itself."""
     store: int | str | None = None
     latency_s: float | None = None
     ttl_s: float | None = None
     away: tuple[tuple[float, float], ...] = ()
-    """From and to, in seconds."""
+    """Start and end of each outage, in seconds."""
 
 
 class _Death(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +112,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 _OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers", "deaths")
 _WHAT = "the file of --fleet"
 _MOST_SERVERS = 4096
-"""More than a replay has time for."""
+"""A limit above the number of servers that a replay can handle in reasonable time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Scenario:
         return self._file.servers is not None
 
     def load(self, path: Path) -> Trace:
-        """The trace in a file, or a synthetic one for the name ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
+        """Return the trace in a file, or a synthetic one for the name ``synthetic:KIND`` or ``synthetic:KIND:SEED``."""
         file = self._file
         hinted = hinter(file.hints) if file.hints is not None else None
         word, _, rest = str(path).partition(":")
@@ -199,7 +200,7 @@ class Scenario:
         return self.sizes.bytes_per_token * trace.block_tokens
 
     def alone(self, trace: Trace) -> SimConfig:
-        """The machine without host memory and disk."""
+        """Return the machine without host memory and disk."""
         file, block_bytes = self._file, self.block_bytes(trace)
         speeds: dict[str, Any] = {
             name.replace("speed", "bytes_per_s"): float(parse_bytes(given, f"{name} of {_WHAT}"))
@@ -224,8 +225,8 @@ class Scenario:
 
     @property
     def _step(self) -> dict[str, float]:
-        """The costs of a step: those of the file. The others are those of a usual GPU, or of as many of them as the
-        prefill speed takes."""
+        """Return the costs of a step from the file. Missing costs are the costs of a usual GPU, or of as many GPUs as
+        the prefill speed requires."""
         share = min(max(USUAL_PREFILL / self.prefill_tokens_per_s, 0.1), 4)
         usual = {"step_s": _STEP_S, "decode_s": _DECODE_S}
         usual["decode_context_s"] = self.sizes.bytes_per_token / _GPU_BYTES_PER_S
@@ -233,7 +234,8 @@ class Scenario:
         return {name: share * usual[name] if given[name] is None else given[name] for name in usual}
 
     def assumptions(self, base: SimConfig, trace: Trace) -> list[str]:
-        """What a simulation assumes of the machine, and what its times are worth: lines of at most 80 columns."""
+        """Return the simulation's assumptions about the machine, and a note on the accuracy of its times, in lines of
+        at most 80 columns."""
         per_token = format_bytes(base.block_bytes // trace.block_tokens)
         guess = "" if self.is_kv_given else ", a guess for a dense model of 8B parameters (--model)"
         tokens = base.gpu_blocks * trace.block_tokens
@@ -263,7 +265,7 @@ class Scenario:
         return [*lines, NO_FORECAST]
 
     def warnings(self, base: SimConfig) -> list[str]:
-        """What is not known of the machine, in sentences."""
+        """Return sentences about unknown facts of the machine."""
         found = []
         if not base.gpu_blocks:
             found.append(
@@ -280,7 +282,7 @@ class Scenario:
         return found
 
     def policies(self, text: str | None) -> list[str]:
-        """Those of ``text``, else that of the file."""
+        """Return the policies in ``text``, or else the policy of the file."""
         names = [name for name in map(str.strip, (text or self._file.policy or "").split(",")) if name]
         for name in names:
             if name not in POLICIES.names():
@@ -290,12 +292,12 @@ class Scenario:
         return list(dict.fromkeys(names))
 
     def cascades(self) -> Sequence[CascadeMode | None]:
-        """The modes to try; ``None`` is the default, which depends on the sizes."""
+        """Return the modes to try. ``None`` is the default, which depends on the sizes."""
         cascade = self._file.cascade
         return [cascade] if isinstance(cascade, str) else [*dict.fromkeys(cascade)] if cascade else [None]
 
     def server_numbers(self) -> list[int]:
-        """The fleets to simulate."""
+        """Return the numbers of servers to simulate."""
         servers = self._file.servers
         numbers = [servers] if isinstance(servers, int) else [*servers] if isinstance(servers, tuple) else []
         if not numbers or not all(1 <= number <= _MOST_SERVERS for number in numbers):
@@ -303,7 +305,7 @@ class Scenario:
         return numbers
 
     def server_range(self) -> tuple[int, int]:
-        """The smallest and the largest fleet that a plan may name."""
+        """Return the smallest and the largest number of servers that a plan may choose."""
         servers = self._file.servers
         found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", servers if isinstance(servers, str) else str(servers))
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -316,7 +318,7 @@ class Scenario:
     def fleets(
         self, trace: Trace, servers: Sequence[SimConfig], numbers: Sequence[int], router: str
     ) -> list[FleetConfig]:
-        """Every combination, one after the other. ``router`` is used where the file names none."""
+        """Return every combination, each once. ``router`` is used if the file names none."""
         file, block_bytes = self._file, self.block_bytes(trace)
         routers = router if file.routers is None else file.routers
         shared = file.shared if isinstance(file.shared, tuple) else (file.shared,)
@@ -344,7 +346,7 @@ class Scenario:
         ]
         if not found:
             raise ConfigError(f"routers and shared of {_WHAT} must name at least one.")
-        return [*dict.fromkeys(found)]  # servers without host memory have no shared tier
+        return [*dict.fromkeys(found)]  # servers without host memory cannot use a shared tier
 
 
 def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, block_bytes: int) -> SharedStore | None:
@@ -375,12 +377,14 @@ def read_trace(path: Path, block_tokens: int | None = None, max_requests: int | 
 
 
 def device_blocks(trace: Trace, gpu_kv_tokens: int | None) -> int:
-    """Blocks of ``trace`` that the device's own cache holds: by the option, else what the trace says, else 0."""
+    """Return the size of the GPU's own cache in blocks of ``trace``: from the option, or else from the trace, or else
+    0."""
     return trace.device_blocks if gpu_kv_tokens is None else gpu_kv_tokens // trace.block_tokens
 
 
 def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = None) -> ModelKV:
-    """Of ``model``, its KV cache in ``dtype``; or ``kv_bytes`` per token, or a default, and no states."""
+    """Return the sizes of ``model``'s KV cache in ``dtype``, or of ``kv_bytes`` per token, or a default. The last two
+    assume no states."""
     if model is not None and kv_bytes is not None:
         raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
@@ -391,7 +395,8 @@ def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = Non
 
 
 def _config_file(model: str) -> Path:
-    """The file of a path, or that of a name such as ``Qwen/Qwen3-8B`` in the Hub's cache or on the Hub."""
+    """Return the file at a path, or the config.json of a name such as ``Qwen/Qwen3-8B`` from the Hub's cache or the
+    Hub."""
     if Path(model).exists() or model.endswith(".json") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return Path(model)
     try:
@@ -409,10 +414,10 @@ def _config_file(model: str) -> Path:
 
 
 def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:
-    """The number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
+    """Return the number of blocks for each size in a list like ``"64GiB,10%"``, without repetitions.
 
-    A percentage is of the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which names
-    ``option``, for a size of less than one block.
+    A percentage refers to the trace's different whole blocks. Only ``--disk`` may be 0. Raises ``ConfigError``, which
+    names ``option``, for a size of less than one block.
     """
     footprint = trace.whole_blocks().num_unique
     sizes = []
@@ -439,7 +444,8 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
 
 
 def capacity(text: str, option: str, trace: Trace, block_bytes: int, several: str = "") -> int:
-    """The one size in ``text``, as ``capacities`` has it. ``several``: what an error adds about more of them."""
+    """Return the one size in ``text``, as ``capacities`` does. ``several`` is added to the error about more than
+    one."""
     blocks, *more = capacities(text, option, trace, block_bytes)
     if more:
         raise ConfigError(f"{option} is one size, not {text}{several}.")

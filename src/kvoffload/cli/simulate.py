@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvoffload simulate``: what would which tiers, policies and fleets have done for this traffic?"""
+"""``kvoffload simulate``: compare tiers, policies and fleets on recorded traffic."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _head(read: Scenario, configs: Sequence[SimConfig], trace: Trace) -> str:
 
 
 def _machines(read: Scenario, trace: Trace, policies: Sequence[str], cpu: str | None, disk: str) -> list[SimConfig]:
-    """Every combination of sizes, policies and cascades, each with host memory."""
+    """Return every combination of sizes, policies and cascades, each with host memory."""
     block_bytes, alone = read.block_bytes(trace), read.alone(trace)
     return [
         replace(alone, cpu_blocks=cpu_blocks, disk_blocks=disk_blocks, policy=name, cascade=mode)
@@ -157,7 +157,7 @@ def _print(report: Report, is_wide: bool) -> None:
 
 
 def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int | None) -> list[Result]:
-    """In the order of the configurations. A single one says how far it is."""
+    """Return the results in the order of the configurations. A single replay reports its progress."""
     trace = trace.whole_blocks()
     if len(configs) == 1:
         with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums up the explanations that ``record_trace`` wrote, and asks the simulator what would have changed them."""
+"""Summarise the explanations that ``record_trace`` wrote, and let the simulator compute the effect of changes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvoffload.tiering.options import STORES, default_cascade
 from kvoffload.units import exact_size
 
 _INTERVALS = 48
-"""Parts of the trace's time for which the course is kept."""
+"""Number of intervals of the trace's time for which the course is kept."""
 
 
 def advice_on(cause: str) -> str:
-    """What a cause of a trace means; empty for one of another version."""
+    """Return the explanation of a cause in a trace, or an empty text for a cause of another version."""
     miss = Miss.of(cause)
     return miss.advice if miss is not None else ""
 
@@ -40,13 +40,13 @@ def advice_on(cause: str) -> str:
 
 
 class MachineTier(msgspec.Struct, frozen=True):
-    """A tier as the recording server was configured."""
+    """The configuration of one tier of the recording server."""
 
     type: str | None = None
     max_bytes: int | None = None
-    """``None``: no bound."""
+    """``None``: there is no limit."""
     cascade: CascadeMode | None = None
-    """``None``: the sizes decide; traces of older versions never say it."""
+    """``None``: the sizes decide. Traces of older versions lack it."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -65,13 +65,14 @@ class Machine(msgspec.Struct, frozen=True):
 
     @property
     def tier_of_unknown_size(self) -> str | None:
-        """The type of a tier whose size only its servers know, if any."""
+        """The type of a tier whose size only its servers know, or ``None``."""
         known = (tier.type for tier in self.tiers if tier.type in STORES.names() and tier.max_bytes is None)
         return next((name for name in known if STORES.get(name).server_evicts), None)
 
     @property
     def cascade(self) -> CascadeMode | None:
-        """Of all tiers as one: what is written to any of them as it is stored is there. ``None``: the sizes decide."""
+        """The mode of all tiers as one: ``on_store`` if any of them is ``on_store``, ``on_evict`` if all of them are,
+        and ``None`` if the sizes decide."""
         modes = {tier.cascade for tier in self.tiers}
         if "on_store" in modes:
             return "on_store"
@@ -104,42 +105,42 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Explanations:
-    """The explanations of a trace, added up."""
+    """The sums of a trace's explanations."""
 
     requests: int
-    """All of the trace."""
+    """Number of requests in the trace."""
     explained: int
-    """Those with an explanation; the others were never admitted, or the recording ended before."""
+    """Number of requests with an explanation. The others were never admitted, or the recording ended earlier."""
     tokens: int
-    """Prompt tokens of the requests with an explanation: ``found`` and ``missed`` together."""
+    """Number of prompt tokens of the explained requests: ``found`` and ``missed`` together."""
     found: dict[str, int]
-    """By where they were: the device, host memory, tiers."""
+    """Number of found tokens by source: the GPU, host memory, tiers."""
     missed: dict[str, int]
-    """Computed tokens by cause, the largest first."""
+    """Number of computed tokens by cause, the largest first."""
     lost_s: dict[str, float]
-    """For causes with a time, how many seconds before they were missed: the mean over tokens."""
+    """For causes with a time: the seconds between the loss and the miss, as the mean over tokens."""
     waits_s: dict[str, list[float]]
-    """By what requests waited for, the seconds of each that did."""
+    """For each reason to wait, the seconds of each request that waited."""
     weighed_s: dict[str, dict[str, list[float]]]
-    """By tier that requests got blocks from: by where these could have come from, ``computing`` included, the seconds
-    that were expected of it for each request."""
+    """For each tier that supplied blocks, and for each possible source of these blocks (including ``computing``): the
+    expected seconds of each request."""
     course: list[tuple[float, dict[str, int]]]
-    """For each interval, its end in seconds and the tokens by where they were; computed ones are ``computed``."""
+    """For each interval: its end in seconds, and its tokens by source. Computed tokens have the source ``computed``."""
     computed_blocks_per_s: float | None
-    """How fast the server computed, by its own estimates: the median. ``None`` if it weighed nothing."""
+    """The server's speed of computing, as the median of its own estimates; ``None`` if it weighed nothing."""
     read_blocks_per_s: float | None
-    """Likewise of reading from the tiers below host memory."""
+    """The same for reading from the tiers below host memory."""
     hints: dict[str, int]
-    """Requests with an explanation by what their client said of the next use; without those that said nothing."""
+    """Number of explained requests by their client's hint about the next use, without requests that gave no hint."""
     hinted_tokens: int
-    """Of ``tokens``, those of requests with a hint."""
+    """Number of ``tokens`` that belong to requests with a hint."""
     hinted_found: int
-    """Of these, the found ones."""
+    """Number of these tokens that were found."""
     machine: Machine | None
 
     @property
     def hints_text(self) -> str:
-        """One sentence on hinted requests and the others; empty if no client gave a hint."""
+        """One sentence that compares requests with and without hints; empty if no client gave a hint."""
         if not self.hints:
             return ""
         by_hint = ", ".join(f"{name} {count:,}" for name, count in sorted(self.hints.items()))
@@ -152,16 +153,16 @@ class Explanations:
 
     @property
     def avoidable(self) -> int:
-        """Computed tokens that were missing for a cause that could have been otherwise."""
+        """Number of computed tokens that were missing for an avoidable cause."""
         return sum(
             tokens for cause, tokens in self.missed.items() if (miss := Miss.of(cause)) is None or miss.is_avoidable
         )
 
 
 def read_explanations(path: Path) -> Explanations:
-    """The explanations in a file that ``record_trace`` wrote.
+    """Return the sums of the explanations in a file that ``record_trace`` wrote.
 
-    Raises ``TraceError`` for a file that has none, and for one whose tokens do not add up.
+    Raises ``TraceError`` for a file without explanations, and for one whose tokens do not add up.
     """
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
@@ -241,15 +242,15 @@ def _course(timed: Sequence[tuple[float, _Explanation]]) -> list[tuple[float, di
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One change, and what the simulator says of it on the same trace."""
+    """One change, and its effect on the same trace according to the simulator."""
 
     change: str
     config: SimConfig
     result: Result
     more_tokens: int
-    """Prompt tokens found beyond those of the configuration as it was."""
+    """Number of prompt tokens found in addition to the original configuration."""
     saved_s: float
-    """Seconds of prefill that these take."""
+    """Seconds of prefill for these tokens."""
 
 
 def base_config(
@@ -261,10 +262,11 @@ def base_config(
     prefill_tokens_per_s: float,
     disk_read_bytes_per_s: float | None = None,
 ) -> SimConfig:
-    """The machine that recorded the trace, for the simulator; arguments override what the trace says.
+    """Return the machine that recorded the trace, for the simulator. Arguments override the trace.
 
-    The tiers below host memory become one disk, as large as all of them together; if one has no bound, it holds the
-    ``footprint_blocks`` of the trace. Raises ``ConfigError`` if a size is not known, as that of a Redis is not.
+    The tiers below host memory become one disk, as large as all of them together. If one of them is unlimited, the disk
+    holds the ``footprint_blocks`` of the trace. Raises ``ConfigError`` if a size, such as the size of a Redis, is not
+    known.
     """
     if machine is None:
         raise ConfigError("The trace lacks its first line, which has the server's sizes: give the whole file.")
@@ -295,7 +297,8 @@ def base_config(
 
 
 def what_ifs(base: SimConfig, *, has_unbounded_disk: bool = False) -> list[tuple[str, SimConfig]]:
-    """The changes to try, each with its configuration; the first is none. An unbounded disk is not made larger."""
+    """Return the changes to try, each with its configuration. The first one is no change. An unlimited disk is not
+    enlarged."""
     changes = [
         ("as it was, unbounded disk" if has_unbounded_disk else "as it was", base),
         ("twice the host memory", replace(base, cpu_blocks=2 * base.cpu_blocks)),
@@ -322,7 +325,8 @@ def ask_what_if(
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> list[WhatIf]:
-    """What the simulator says of ``changes``: the first as it is, the others by what they would save, most first."""
+    """Simulate ``changes``, and return the results: first the original configuration, then the changes in descending
+    order of their savings."""
     report = sweep(trace, [config for _, config in changes], processes, progress)
     rate = changes[0][1].prefill_tokens_per_s
 
@@ -339,7 +343,7 @@ WORTH_IT = 0.01
 
 
 def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
-    """The one change to make, or that none is worth it. ``tokens``: of all prompts."""
+    """Return a sentence that recommends one change or none. ``tokens`` is the number of all prompt tokens."""
     best = max(asked[1:], key=lambda each: each.more_tokens, default=None)
     if best is None or best.more_tokens < WORTH_IT * tokens:
         return "Change nothing: no change finds 1 % more of the prompt tokens."
@@ -358,7 +362,7 @@ def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
 
 
 def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The keys of ``found`` in the order in which they are shown, with words for them."""
+    """Return the keys of ``found`` in the order of display, each with its name for people."""
     words = {"device": "on the device", HOST: "host memory"}
     order = ["device", HOST, *sorted(found.keys() - {"device", HOST})]
     return [(key, words.get(key, key)) for key in order if key in found]

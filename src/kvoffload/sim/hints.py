@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hints for traces without them: what clients would say of the next use of their blocks, and how often wrongly."""
+"""Add hints to traces that lack them: the hints that clients would give about the next use of their blocks, some of
+them wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _SOON_S, _LATER_S = 60.0, 600.0
 
 
 def hinter(text: str) -> Callable[[Trace], Trace]:
-    """What gives a trace its hints: ``oracle``, the true ones; ``noisy:P``, of which a share P (0 to 1) is wrong."""
+    """Return a function that adds hints to a trace: ``oracle`` adds true hints, and ``noisy:P`` replaces a share P (0
+    to 1) of them by wrong ones."""
     if text == "oracle":
         return true_hints
     name, _, share = text.partition(":")
@@ -30,10 +32,10 @@ def hinter(text: str) -> Callable[[Trace], Trace]:
 
 
 def true_hints(trace: Trace) -> Trace:
-    """The trace with what every client could have said: when its session's next request comes.
+    """Return the trace with the true hint of every client: the time of its session's next request.
 
-    Of requests without a session, it is the next one that uses their last whole block. Who comes back after more than
-    ten minutes says nothing.
+    For requests without a session, it is the next request that uses their last whole block. A client that returns after
+    more than ten minutes gives no hint.
     """
     gap_s = _gaps_s(trace)
     hints = np.select(
@@ -45,7 +47,7 @@ def true_hints(trace: Trace) -> Trace:
 
 
 def wrong_hints(trace: Trace, share: float, seed: int = 0) -> Trace:
-    """The trace with a ``share`` of its hints, drawn at random, replaced by one of the other two."""
+    """Return the trace with a random ``share`` of its hints replaced by one of the other two."""
     if trace.next_uses is None:
         return trace
     random = np.random.default_rng(seed)
@@ -56,7 +58,7 @@ def wrong_hints(trace: Trace, share: float, seed: int = 0) -> Trace:
 
 
 def _gaps_s(trace: Trace) -> npt.NDArray[np.float64]:
-    """Seconds from each request until its client is back; infinite if it never is."""
+    """Return the seconds from each request until its client returns; infinite if it never does."""
     requests = len(trace)
     following = np.full(requests, requests)
     whole = trace.num_whole

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Sequence
 
 
 class DevicePool:
-    """GPU blocks. A block is used by requests, or free. A free block keeps its content, and can be found by its key,
-    until it is taken for other content. The least recently freed block is taken first.
+    """Manages GPU blocks. A block is used by requests, or free. A free block keeps its content and can be found by its
+    key until it is allocated for other content. The least recently freed block is allocated first.
 
-    ``num_blocks`` of 0 means that the size is not known: there is always room, and nothing is found. Several blocks may
-    have the same content. With ``finds_copies``, the next copy is found when the first is taken; without, a copy cannot
-    be found.
+    If ``num_blocks`` is 0, the size is not known: there is always room, and no block is found. Several blocks may have
+    the same content. With ``finds_copies``, the next copy is found when the first is taken; without, a copy cannot be
+    found.
     """
 
     def __init__(self, num_blocks: int, *, finds_copies: bool = False) -> None:
         self.num_blocks = num_blocks
         self._finds_copies = finds_copies
         self._next = 0
-        """Blocks from here on were never used. Those from ``num_blocks`` on do not exist (``take``)."""
+        """The first block that was never used. Blocks from ``num_blocks`` on do not exist (see ``take``)."""
         self._free: OrderedDict[int, None] = OrderedDict()
         """Blocks that were used, in the order in which they were freed."""
         self._first: list[int] = []
@@ -43,7 +43,7 @@ class DevicePool:
         return not self._users
 
     def find_prefix(self, path: Sequence[bytes]) -> list[int]:
-        """Return the blocks with the first keys of ``path``, up to the first key that is not here."""
+        """Return the blocks with the first keys of ``path``, up to the first missing key."""
         found: list[int] = []
         if self._block_of:
             for key in path:
@@ -54,7 +54,7 @@ class DevicePool:
         return found
 
     def find(self, keys: Sequence[bytes]) -> list[int] | None:
-        """Return the blocks with these keys, or ``None`` if one is not here."""
+        """Return the blocks with these keys, or ``None`` if one is missing."""
         found = [block for key in keys if (block := self._block_of.get(key)) is not None]
         return found if len(found) == len(keys) else None
 
@@ -73,8 +73,8 @@ class DevicePool:
                 users[block] = 1
 
     def take(self, count: int) -> list[int]:
-        """Take ``count`` blocks for new content. Beyond what is free, the blocks are made up: only a request that is
-        larger than the pool, and has it alone, may take so many."""
+        """Allocate ``count`` blocks for new content. If there are too few free blocks, the others are fictitious: only
+        a request that is larger than the pool, and uses it alone, may allocate so many."""
         if not self.num_blocks:
             self._next += count
             return [*range(self._next - count, self._next)]
@@ -133,7 +133,7 @@ class DevicePool:
         self._first += [block for block in unfilled if self._is_freed(block)]
 
     def _is_freed(self, block: int) -> bool:
-        """Remove a user. Return whether the block is free with that."""
+        """Remove a user, and return whether the block is then free."""
         users = self._users
         users[block] -= 1
         if users[block]:
@@ -142,7 +142,7 @@ class DevicePool:
         return block < self.num_blocks
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
-        """For tests. ``tables`` has the blocks of each request."""
+        """Check the pool against ``tables``, the blocks of each request. For tests."""
         if not self.num_blocks:
             return
         users: dict[int, int] = {}

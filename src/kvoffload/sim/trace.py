@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request traces in memory: which request used which blocks, and when. Compact arrays without tokens or text."""
+"""Request traces in memory: the blocks that each request used, and the time. They are compact arrays without tokens or
+text."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ class TraceError(ConfigError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests in order of arrival, each a path in the tree of prefixes.
+    """Requests in order of arrival. Each is a path in the tree of prefixes.
 
-    Blocks are numbered 0 .. ``num_unique`` - 1 by first appearance, and *prefix-chained*: a number stands for a
-    block together with everything before it, so it always has the same predecessor. Request ``r`` used, head to
-    tail, ``ids[offsets[r]:offsets[r + 1]]``. All arrays are read-only by convention and shared freely.
+    Blocks are numbered 0 .. ``num_unique`` - 1 by first appearance, and *prefix-chained*: a number represents a block
+    together with all blocks before it, so it always has the same predecessor. Request ``r`` used
+    ``ids[offsets[r]:offsets[r + 1]]``, from head to tail. All arrays are read-only by convention and shared freely.
     """
 
     name: str
@@ -43,10 +44,10 @@ class Trace:
     ids: npt.NDArray[np.int32]
     """Shape (accesses,)."""
     device_blocks: int = 0
-    """Blocks that the device's own cache held when the trace was recorded; 0 if the trace does not say."""
+    """Size of the GPU's own cache in blocks when the trace was recorded; 0 if the trace does not contain it."""
     next_uses: npt.NDArray[np.int8] | None = None
-    """What the client of each request said of its next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
-    no client said anything."""
+    """The hint of each request's client about the next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
+    no client gave a hint."""
     cut_line: int | None = None
     """The number of the file's first line that was cut off, and so left out."""
 
@@ -57,7 +58,7 @@ class Trace:
         )
 
     def __len__(self) -> int:
-        """Requests."""
+        """Return the number of requests."""
         return len(self.times_s)
 
     @property
@@ -75,19 +76,19 @@ class Trace:
         return int(self.input_tokens.sum())
 
     def blocks(self, request: int) -> npt.NDArray[np.int32]:
-        """The blocks of one request, head to tail."""
+        """Return the blocks of one request, from head to tail."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
     @property
     def num_whole(self) -> npt.NDArray[np.int64]:
-        """Whole blocks of each request's prompt, shape (requests,)."""
+        """Return the number of whole blocks of each request's prompt, shape (requests,)."""
         return np.minimum(np.diff(self.offsets), self.input_tokens // self.block_tokens)
 
     def next_use(self, request: int) -> NextUse:
         return NextUse.UNKNOWN if self.next_uses is None else NextUse(int(self.next_uses[request]))
 
     def whole_blocks(self) -> Trace:
-        """The same requests without their partial last blocks, which engines never offload."""
+        """Return the same requests without their partial last blocks, which engines never offload."""
         counts = np.diff(self.offsets)
         kept = self.num_whole
         position = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], counts)
@@ -98,7 +99,7 @@ class Trace:
         )
 
     def first(self, requests: int) -> Trace:
-        """The first ``requests`` requests."""
+        """Return the first ``requests`` requests."""
         if requests >= len(self):
             return self
         end = int(self.offsets[requests])
@@ -120,20 +121,20 @@ class Trace:
         return len(self) / span_s if span_s else float("inf")
 
     def stretched(self, factor: float) -> Trace:
-        """The same requests arriving ``factor`` times as slowly."""
+        """Return the same requests arriving ``factor`` times as slowly."""
         return replace(self, times_s=self.times_s * factor)
 
     def keys(self) -> list[OffloadKey]:
-        """The key of every block, by its number."""
+        """Return the key of every block, by its number."""
         return [make_offload_key(block_hash, 0) for block_hash in self.hashes()]
 
     def hashes(self) -> list[bytes]:
-        """The hash of every block, by its number."""
+        """Return the hash of every block, by its number."""
         return [number.to_bytes(8, "big") for number in range(self.num_unique)]
 
 
 def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """The values numbered from 0 in order of first appearance."""
+    """Return the values numbered from 0 in order of first appearance."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     number = np.empty(len(first), dtype=np.int32)
     number[np.argsort(first, kind="stable")] = np.arange(len(first), dtype=np.int32)
@@ -141,7 +142,7 @@ def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def parents_of(offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The block before each access in its request, -1 at a head. Shape (accesses,)."""
+    """Return the block before each access in its request, or -1 at a head. Shape (accesses,)."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     heads = offsets[:-1]

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads trace files: JSON lines, plain, gzip or zstd, one request per line.
+"""Read trace files: JSON lines, plain, gzip or zstd, one request per line.
 
-Three forms are known by their fields:
+The fields distinguish three formats:
 
 * *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
   that are prefix-chained, optionally ``session``, ``next_use`` (``"soon"``, ``"later"`` or ``"never"``),
   ``block_tokens`` and, in the first line, ``machine`` with ``device_blocks``.
 * *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
-  single blocks. They are chained here.
-* *AIPerf*: as Mooncake's, with a ``session_id`` in each line. A line has the new tokens of one turn, and after the
-  first turn a ``delay`` in ms may take the place of the timestamp.
+  single blocks. This module chains them.
+* *AIPerf*: like Mooncake's, with a ``session_id`` in each line. A line contains the new tokens of one turn, and after
+  the first turn, a ``delay`` in ms may replace the timestamp.
 
-Prompts of Mooncake's form may keep the partial last id of earlier turns (``sim/turns.py``).
+Prompts in Mooncake's format may keep the partial last id of earlier turns (``sim/turns.py``).
 
-A file is read once, as a stream. An access takes 8 bytes while reading and 4 afterwards.
+A file is read once, as a stream. Each access takes 8 bytes while reading and 4 bytes afterwards.
 
 Traces often end in the middle of a line, or with zeros: the server was killed, the disk was full, or the file was
-copied while it grew. If such files were joined, such a line is in the middle. Then the complete lines are used.
+copied while it grew. If such files were joined, such a line is in the middle. In this case, the complete lines are
+used.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _MOST_TORN = 8
 """A file with more torn lines, and with more than 1%, is not a trace."""
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 64
-"""Ids are numbers that 64 bits hold."""
+"""Limit on ids, which are numbers of 64 bits."""
 _MOST_TOKENS, _MOST_TIMESTAMP = 1 << 31, 1 << 40
-"""No prompt is as long, and no trace: 34 years of milliseconds."""
+"""Limits above any real prompt and trace: 2**40 milliseconds are 34 years."""
 
 
 class _Line(msgspec.Struct):
@@ -65,25 +66,26 @@ class _Line(msgspec.Struct):
     hash_ids: list[int | str]
     timestamp: float | None = None
     session_id: int | str | None = None
-    """AIPerf's: the row has the new tokens of one turn."""
+    """In AIPerf's format, where a line contains the new tokens of one turn."""
     delay: float = 0.0
-    """AIPerf's: milliseconds after the turn before, in place of a timestamp."""
+    """In AIPerf's format: milliseconds since the previous turn, instead of a timestamp."""
     session: int | str | None = None
     next_use: str | None = None
     block_tokens: int | None = None
     chat_id: int | None = None
     parent_chat_id: int | None = None
     machine: Any = None
-    """In the first line: what ``record_trace`` writes of the server. Others may mean something else by the name."""
+    """In the first line: the server's configuration, written by ``record_trace``. Other programs may use this name for
+    something else."""
 
 
 def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
-    """The trace in ``path``, or its first ``max_requests`` requests.
+    """Return the trace in ``path``, or its first ``max_requests`` requests.
 
     ``block_tokens`` follows from the lengths if it is not given: it is the power of two that fits every request, or the
     form's usual size (512 or 16) if several fit. Lines that were cut off are left out, and the first is named in
-    ``cut_line``.
-    Raises ``TraceError``, which names the file, the line and the field, for anything that cannot be replayed.
+    ``cut_line``. Raises ``TraceError``, which names the file, the line and the field, for a file that cannot be
+    replayed.
     """
     path = Path(path)
     if block_tokens is not None and block_tokens < 1:
@@ -119,7 +121,7 @@ class _Reader:
         self._counts = array("q")
         self._hashes = array("Q")
         self._turns: list[Turn] = []
-        """Rows of AIPerf, in place of everything else."""
+        """The lines of AIPerf's format, instead of all other attributes."""
 
     def add(self, number: int, text: bytes) -> None:
         try:
@@ -160,7 +162,7 @@ class _Reader:
         self._hashes += array("Q", _chained(hashes)) if self._is_bailian else ids
 
     def _add_turn(self, number: int, line: _Line) -> None:
-        """A row of AIPerf."""
+        """Add a line of AIPerf's format."""
         if line.session_id is None or (self.lines and not self._turns):
             raise self._error(number, "session_id is not in every line; do not mix forms in one file")
         if line.timestamp is None and not any(turn.session == line.session_id for turn in self._turns[-1:]):
@@ -218,7 +220,7 @@ class _Reader:
         if self._is_bailian:
             if line.parent_chat_id is None:
                 raise self._error(number, "parent_chat_id is missing (-1 stands for none)")
-            # A parent that is not in the file, because the file's head was cut off, begins a new conversation.
+            # If the parent is not in the file, because the file's head was cut off, a new conversation begins.
             session = self._sessions_seen.get(line.parent_chat_id, len(self._sessions_seen))
             self._sessions_seen[cast(int, line.chat_id)] = session
             return session
@@ -264,7 +266,7 @@ class _Reader:
     def _check_chained(self, offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> None:
         before = parents_of(offsets, ids)
         expected = np.empty(int(ids.max()) + 1, dtype=np.int32)
-        # Assigned backwards: of several writes to one index the last stays, which is that of the first appearance.
+        # Assigned backwards: the last of several writes to an index remains, which is the first appearance.
         expected[ids[::-1]] = before[::-1]
         wrong = np.flatnonzero(expected[ids] != before)
         if len(wrong):
@@ -277,7 +279,8 @@ class _Reader:
             )
 
     def _block_tokens(self, stated: int | None, counts: npt.NDArray[np.int64], inputs: npt.NDArray[np.int64]) -> int:
-        """The size of a block: a request of n ids has more than (n - 1) and fewer than (n + 1) blocks of tokens."""
+        """Return the size of a block. A request of n ids has more than (n - 1) and fewer than (n + 1) blocks of
+        tokens."""
         least = inputs / (counts + 1)
         most = np.divide(inputs, counts - 1, out=np.full(len(counts), np.inf), where=counts > 1)
         if stated is not None:
@@ -317,7 +320,7 @@ def _chained(hashes: list[int]) -> list[int]:
 
 
 def _plain(exc: Exception) -> str:
-    """msgspec's message, with the field's name instead of its JSON path."""
+    """Return msgspec's message, with the field's name instead of its JSON path."""
     return str(exc).replace("`", "'").replace("$.", "").replace("Object missing", "missing").replace(" - at ", " in ")
 
 

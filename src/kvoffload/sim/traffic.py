@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More users than a trace has, without hits that are made up."""
+"""Simulate more users than a trace has, without inventing hits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvoffload.sim.trace import NO_SESSION, Trace, numbered
 
 
 def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
-    """``copies`` of the trace at once, as if as many groups of users did the like.
+    """Return ``copies`` of the trace at once, as if that many groups of users behaved in the same way.
 
-    Each copy but the first starts somewhere else in the trace and wraps around at its end, so that peaks do not
-    coincide. Its blocks are its own, except *common* ones, which any users of the service send: those that two
-    sessions used; where the trace knows no sessions, those that one request in a hundred used, which is more than the
-    turns of one conversation.
+    Each copy except the first starts at another position in the trace and wraps around at its end, so that peaks do not
+    coincide. The blocks of a copy are unique to it, except *common* blocks, which any users of the service send. A
+    block is common if two sessions used it or, in a trace without sessions, if at least one request in a hundred used
+    it, which is more than the turns of one conversation.
 
-    What this leaves out: users of two copies never send the same new document. Hit rates of what servers share are
-    therefore a lower bound.
+    This model is not complete: users of two copies never send the same new document. So hit rates of shared tiers are a
+    lower bound.
     """
     if copies < 1:
         raise ConfigError("A crowd has at least one copy of the trace.")
@@ -29,14 +29,14 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
         return trace
     chance = np.random.default_rng(seed)
     span_s = float(trace.times_s[-1] - trace.times_s[0])
-    duration_s = span_s + span_s / max(len(trace) - 1, 1)  # and a mean gap
+    duration_s = span_s + span_s / max(len(trace) - 1, 1)  # plus a mean gap
     is_common = _common(trace)
     counts = np.diff(trace.offsets)
     times = []
     for copy in range(copies):
         shift_s = 0.0 if copy == 0 else float(chance.uniform(0, duration_s))
         since_s = trace.times_s - trace.times_s[0]
-        times.append((since_s + shift_s) % duration_s if duration_s else since_s)  # 0: all requests come at once
+        times.append((since_s + shift_s) % duration_s if duration_s else since_s)  # 0: all requests arrive at once
     all_times = np.concatenate(times)
     sorted_at = np.argsort(all_times, kind="stable")
     copy_of, request_of = sorted_at // len(trace), sorted_at % len(trace)
@@ -61,7 +61,8 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
 
 
 def _common(trace: Trace) -> npt.NDArray[np.bool_]:
-    """Whether each block is common. Shape (unique,). What comes before a common block is common, by its users."""
+    """Return for each block whether it is common, with the shape (unique,). All blocks before a common block are also
+    common, because its users use them."""
     if not (trace.sessions != NO_SESSION).all():
         return np.bincount(trace.ids, minlength=trace.num_unique) * 100 >= len(trace)
     users = np.repeat(trace.sessions, np.diff(trace.offsets))
