@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client or an orchestrator says of a request's next use, from every form in which engines hand it over. Pure.
+"""Read the hints of clients and orchestrators about a request's next use, in all forms that engines provide. Pure.
 
-* ``kv_transfer_params["kvoffload"]["next_use"]``: ``"soon"``, ``"later"`` or ``"never"``. It goes first. Beside it,
-  ``"prefetch"`` is true for a request that only prepares another.
-* vLLM's ``kv_hints``, and Dynamo's ``kv_transfer_params["kv_hint"]``: envelopes of actions, as objects or mappings. Of
-  these ``kv.retain`` and ``vllm.set_priority`` speak of the next use. The first that does counts.
+* ``kv_transfer_params["kvoffload"]["next_use"]``: ``"soon"``, ``"later"`` or ``"never"``. It takes precedence. Beside
+  it, ``"prefetch"`` is true for a request that only prepares another one.
+* vLLM's ``kv_hints``, and Dynamo's ``kv_transfer_params["kv_hint"]``: envelopes of actions, as objects or mappings. The
+  actions ``kv.retain`` and ``vllm.set_priority`` are about the next use; the first of them counts.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kvoffload.metrics import IGNORED_HINTS, NEXT_USES, Stats
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 100
-"""Characters of a request's id in the log."""
+"""The number of characters of a request's id that the log shows."""
 _SOON_S = 60.0
 _MAX_ACTIONS = 16
-"""Actions of one envelope that are looked at. Those after them count as malformed, together as one."""
+"""The number of actions that are read of one envelope. Further actions count as one malformed hint."""
 
 _Found = NextUse | Literal["unknown", "malformed"]
-"""What one hint says, or why it is ignored: it is not about the next use, or makes no sense."""
+"""The meaning of one hint, or why it is ignored: it is not about the next use, or it cannot be read."""
 
 
 class _Malformed(KVOffloadError):
-    """A hint that makes no sense."""
+    """A hint that cannot be read."""
 
 
 class Hints:
-    """Reads the hints of requests, and counts them. Never raises: a client's mistake must not cost its answer. What
-    makes no sense is logged now and then, with the request's id."""
+    """Reads and counts the hints of requests. Never raises, because a client's mistake must not cost its answer.
+    Malformed hints are logged now and then, with the request's id."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = RateLimitedLog(logger, clock=clock)
@@ -47,8 +47,8 @@ class Hints:
         self._ignored: Counter[str] = Counter()
 
     def of_request(self, req_id: str, params: object, kv_hints: object = None) -> tuple[NextUse, bool]:
-        """Return ``next_use``, which is ``UNKNOWN`` without a hint that makes sense, and whether the request only
-        prepares another one."""
+        """Return the next use, which is ``UNKNOWN`` without a readable hint, and whether the request only prepares
+        another one."""
         if params is None and kv_hints is None:
             self._requests["unknown"] += 1
             return NextUse.UNKNOWN, False
@@ -108,13 +108,13 @@ def _action(action: object) -> _Found:
     if kind == "kv.retain":
         return _within(_number(payload, "ttl_seconds"))
     value = _number(payload, "value")
-    if value is None or value == 0:  # a claim is given back
+    if value is None or value == 0:  # an earlier priority is withdrawn
         return NextUse.UNKNOWN
     return NextUse.NEVER if value < 0 else _within(_number(payload, "ttl_seconds"))
 
 
 def _within(ttl_s: float | None) -> NextUse:
-    """A block to be kept for so long. Without a number it is one to be kept."""
+    """Return the next use of a block that should be kept for ``ttl_s`` seconds; ``None``: for an unknown time."""
     if ttl_s is None:
         return NextUse.LATER
     if ttl_s < 0:

@@ -39,15 +39,14 @@ _STORE = Direction.STORE
 
 
 class OffloadingConnectorScheduler:
-    """Decides for each request what to look up, load and offer for store. Tracks jobs, fences and metrics.
+    """Decides which blocks to look up, load and offer for each request. Tracks jobs, fences and metrics.
 
-    ``connector/engine.py`` has the call sequence. The engine never delays freeing GPU blocks: jobs that still use them
-    are fenced, and flushed when the blocks are allocated again (``hold_sources`` where that is too late).
-    ``manager`` is expected not to raise; adapters wrap it in ``connector.guard.GuardedManager``, where exceptions
-    become misses. ``clock`` gives seconds and never goes back. ``leaves_out`` says which requests neither load nor
-    store anything, whatever they ask for: those whose block hashes say too little. That may change while a request
-    lives, so it is asked whenever it matters. ``watch`` gets explanations of the requests that it wants to know of.
-    ``weights_name`` is for ``Epochs``.
+    ``connector/engine.py`` describes the call sequence. The engine never delays freeing GPU blocks: jobs that still use
+    them are fenced, and flushed when the blocks are allocated again (or earlier, see ``hold_sources``). ``manager``
+    should not raise; adapters wrap it in ``connector.guard.GuardedManager``, which turns exceptions into misses.
+    ``clock`` returns seconds and never goes back. ``leaves_out`` returns whether a request neither loads nor stores
+    anything, because its block hashes are ambiguous. This may change during a request, so it is asked whenever it
+    matters. ``watch`` receives explanations of the requests that it selects. ``weights_name`` is for ``Epochs``.
     """
 
     def __init__(
@@ -83,20 +82,20 @@ class OffloadingConnectorScheduler:
         return f"OffloadingConnectorScheduler({len(self._requests)} requests, {self._jobs})"
 
     def hold_sources(self, pool: GPUBlockPool) -> None:
-        """From now on ``pool`` holds the GPU blocks of each store until the store is flushed or has ended. To be called
-        before the first step."""
+        """Let ``pool`` hold the GPU blocks of each store until the store is flushed or has ended. Call it before the
+        first step."""
         self._jobs.pool = pool
 
     def load_within_steps(self) -> None:
-        """From now on answer with loads within the step where they are short (``ShortLoads``). For engines that can
-        undo a step in which one failed. Does nothing for models with states."""
+        """Answer with loads within the step if they are short (``ShortLoads``). For engines that can undo a step after
+        a failed load. Does nothing for models with states."""
         self._short_loads.turn_on()
 
     # --------------------------------------------------------------------------------------------- requests
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """The request arrived. A second call for the same object does nothing, and the engine may even omit the
-        call."""
+        """Track a request that has arrived. A second call for the same object does nothing, and the engine may even
+        omit the call."""
         self._request_of(request)
 
     def _request_of(self, of_engine: EngineRequest) -> TrackedRequest:
@@ -130,22 +129,23 @@ class OffloadingConnectorScheduler:
         return request
 
     def _known(self, of_engine: EngineRequest) -> TrackedRequest | None:
-        """Return the engine's request as it is tracked. ``None`` if it is not, even if another one has its id."""
+        """Return the tracked request, or ``None`` if the engine's request is not tracked (even if another one has its
+        id)."""
         request = self._requests.get(of_engine.request_id)
         return request if request is not None and request.of_engine is of_engine else None
 
     def request_finished(self, request: EngineRequest) -> None:
-        """The request ended, at any stage. The engine may free its GPU blocks at once. Ignores unknown requests, also
-        those whose id another request has now.
+        """End a request at any stage. The engine may free its GPU blocks at once. Ignores unknown requests, even if
+        another request has the same id.
 
-        Blocks that could not be stored yet are offered a last time, while they still have their content. The next
-        step's meta has the stores.
+        Blocks that could not be stored yet are offered a last time, before their content is overwritten. The next
+        step's meta contains the stores.
         """
         own = self._known(request)
         if own is not None:
             if own.prefix.load_job_id is None:
-                # With asynchronous scheduling that is its last full block: the step that fills it is scheduled before
-                # its last token is known, and when that token arrives, the request ends.
+                # With asynchronous scheduling, these include its last full block: the step that fills it is scheduled
+                # before its last token is known, and the request ends when that token arrives.
                 self._jobs.add_final_stores(self._offers.offer_rest(own))
             self._finish(own)
 
@@ -157,7 +157,7 @@ class OffloadingConnectorScheduler:
         self._hits.forget(request)
         self._ahead.leave(request)
         if any(own.gpu_block_ids for own in request.groups) and (keys := request.keys_in_use()):
-            # The head must outlive the tail, but portions were stored head first, so that the tail is the most recent.
+            # The head must outlive the tail. But portions were stored head first, so the tail is the most recent.
             self._manager.touch(keys, request.context)
         self._manager.on_request_finished(request.context)
 
@@ -177,7 +177,7 @@ class OffloadingConnectorScheduler:
         own = self._request_of(request)
         epoch = self._epochs.use()
         if own.epoch is not epoch:
-            # A preempted request too: the engine reports that only with the step.
+            # This may be a preempted request, which the engine reports only with the step.
             self._offers.forget(own)
             own.enter(epoch)
         self._ahead.ask(own)
@@ -187,11 +187,11 @@ class OffloadingConnectorScheduler:
         return tokens - num_computed_tokens, tokens > num_computed_tokens and not own.prefix.within_step
 
     def update_state_after_alloc(self, request: EngineRequest, block_ids: BlockIds, num_external_tokens: int) -> None:
-        """The engine allocated GPU blocks. ``block_ids`` are all that the request has, in order.
+        """Admit a request, for which the engine has allocated GPU blocks. ``block_ids`` lists all its blocks in order.
 
-        To be called at every admission, also with zero external tokens. A load for ``num_external_tokens`` is sent with
-        this step's meta. They are as many as the last answer promised, or none: a number at which no hit can end is a
-        failed load.
+        Call it at every admission, even with zero external tokens. This step's meta contains the load for
+        ``num_external_tokens``: as many as the last answer promised, or none. A number at which a hit cannot end makes
+        a failed load.
         """
         own = self._request_of(request)
         self._epochs.use()
@@ -201,21 +201,21 @@ class OffloadingConnectorScheduler:
         if own.prefix.is_answered:
             self._hits.admit(own, num_external_tokens)
             self._offers.admit(own, own.prefix.tokens)
-        else:  # the second call, after a load: only the blocks are new; or a session goes on
+        else:  # the second call, after a load, or a session continues: only the blocks are new
             own.extend_keys()
 
     def hit_tokens_by_tier(self, request: EngineRequest) -> Mapping[str, int]:
-        """The external tokens of the request's last admission, by the tier in which their blocks lay."""
+        """Return the external tokens of the request's last admission, by the tier that had their blocks."""
         own = self._known(request)
         return {} if own is None else own.prefix.tokens_by_tier or {}
 
     # ------------------------------------------------------------------------------------------------- steps
 
     def build_connector_meta(self, step: EngineStep) -> ConnectorMeta:
-        """The workers' part of this step. To be called in every step, also when nothing is scheduled."""
+        """Return the workers' part of this step. Call it in every step, even if nothing is scheduled."""
         for request_id in step.preempted_request_ids:
             preempted = self._requests.get(request_id)
-            # A load that was not sent yet is of this step: the request has been admitted again since.
+            # A load that was not sent yet belongs to this step: the request has been admitted again.
             if preempted is not None and not self._hits.is_new(preempted):
                 self._jobs.flush_for_request(preempted)
                 self._offers.forget(preempted)
@@ -232,7 +232,7 @@ class OffloadingConnectorScheduler:
         for scheduled in step.scheduled:
             try:
                 request = requests[scheduled.request_id]
-            except KeyError:  # rare: it has ended meanwhile. Faster than ``get`` for all the others.
+            except KeyError:  # rare: it has ended meanwhile. This is faster than ``get`` for all other requests.
                 request = None
             num_tokens = scheduled.num_scheduled_tokens
             if num_tokens != 1:
@@ -253,7 +253,7 @@ class OffloadingConnectorScheduler:
         if self._offers.refused:
             stores += self._offers.retry()
         for own in named:
-            own.states.clear()  # refused ones too: later the engine may write over them
+            own.states.clear()  # even rejected states, because the engine may overwrite them later
         self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
         self._ahead.step(self._epochs, tokens, queued_tokens)
@@ -261,11 +261,11 @@ class OffloadingConnectorScheduler:
         return self._jobs.take(stores)
 
     def _take_states(self, boundary_states: Iterable[BoundaryState]) -> list[Keys]:
-        """Lets requests offer the states that the engine names in this step. Returns their groups."""
+        """Let requests offer the states that the engine names in this step. Return their groups."""
         named: list[Keys] = []
         for each in boundary_states:
             request, size = self._requests.get(each.request_id), self._geometry[each.group].block_tokens
-            if request is None or each.num_tokens % size:  # ended meanwhile, or no hit can end there
+            if request is None or each.num_tokens % size:  # it has ended meanwhile, or a hit cannot end there
                 continue
             own = request.groups[each.group]
             own.states[each.num_tokens // size - 1] = each.gpu_block_id
@@ -275,7 +275,7 @@ class OffloadingConnectorScheduler:
 
     def _take_new_blocks(self, request: TrackedRequest | None, scheduled: ScheduledRequest) -> None:
         is_new = scheduled.block_table_is_new
-        # Blocks under computed tokens are shared and only read, or their jobs were flushed when a load got them.
+        # Blocks of computed tokens are shared and only read, or their jobs were flushed when a load filled them.
         self._flush_users(scheduled.new_block_ids, scheduled.num_computed_tokens if is_new else 0)
         if request is None:
             return
@@ -286,10 +286,11 @@ class OffloadingConnectorScheduler:
             own.gpu_block_ids += ids
 
     def _flush_users(self, block_ids: BlockIds, computed_tokens: int) -> None:
-        """Flushes the jobs that still use GPU blocks which the engine will write, those from ``computed_tokens`` on.
+        """Flush the jobs that still use GPU blocks that the engine will write: those of the tokens from
+        ``computed_tokens`` on.
 
-        Blocks of earlier tokens are prefix hits. The engine only reads them, and so does a store. No load writes them
-        either: a block that a load fills is not a prefix hit before the load has ended.
+        Blocks of earlier tokens are prefix hits, which the engine and stores only read. A load does not write them
+        either, because a block is a prefix hit only after its load has ended.
         """
         if self._jobs.fences:
             for group, ids in zip(self._geometry, block_ids, strict=True):
@@ -298,11 +299,12 @@ class OffloadingConnectorScheduler:
     # ------------------------------------------------------------------------------------------ ends of jobs
 
     def update_connector_output(self, report: WorkerReport) -> LoadOutcome:
-        """Record what ended on the workers. A job ends when all ranks have reported it, and fails if one failed.
+        """Record the jobs that ended on the workers. A job ends when all ranks have reported it, and fails if one
+        failed.
 
-        Returns the loads that ended for requests which still wait for them, and those within the step that failed.
-        After one of these, the engine preempts each request that the step computed with its blocks, drops the tokens,
-        and forgets what the step computed.
+        Returns the ended loads for requests that still wait for them, and the failed loads within the step. After such
+        a failure, the engine preempts each request that the step computed with these blocks, drops the tokens, and
+        forgets the step's results.
         """
         if not (report.results or report.undefined_loads):
             return _NO_LOADS
@@ -333,7 +335,7 @@ class OffloadingConnectorScheduler:
         return LoadOutcome(frozenset(loaded), failed)
 
     def _step_is_void(self, undefined_loads: Collection[int]) -> dict[str, frozenset[int]]:
-        """Loads within the step failed, so nothing that it computed is stored. Return the GPU blocks by request."""
+        """Store nothing that the step computed, because loads within it failed. Return their GPU blocks by request."""
         undefined: dict[str, frozenset[int]] = {}
         for job_id in self._jobs.in_flight.keys() & undefined_loads:
             job = self._jobs.in_flight[job_id]
@@ -346,10 +348,11 @@ class OffloadingConnectorScheduler:
         return undefined
 
     def blocks_are_undefined(self, gpu_block_ids: Collection[int]) -> None:
-        """A load failed: the engine computes these GPU blocks again. Call it before the same step's report is recorded.
+        """Record that a load failed and the engine computes these GPU blocks again. Call it before you record the
+        report of the same step.
 
-        If another connector loaded them, requests may have run on them already. So all stores in flight fail, and
-        nothing computed until now is stored later. Stores that have ended read nothing of it.
+        If another connector loaded them, requests may already have used them. So all stores in flight fail, and no
+        token computed until now is stored later. Stores that have ended did not read these blocks.
         """
         own = (job.gpu_block_ids for job in self._jobs.in_flight.values() if job.direction is Direction.LOAD)
         if set(gpu_block_ids).difference(*own):
@@ -364,59 +367,60 @@ class OffloadingConnectorScheduler:
     # ---------------------------------------------------------------------------------------- the whole cache
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events since the last call, with the engine's own hashes in their keys. Those of blocks of earlier epochs
-        have hashes that no block has."""
+        """Return the events since the last call, with the engine's own hashes in their keys. In events of earlier
+        epochs, the hashes match no block."""
         return self._epochs.take_events(self._manager.take_events())
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must keep stepping although it has nothing to compute."""
+        """Return whether the engine must keep stepping although it has nothing to compute."""
         return bool(self._jobs.in_flight) or self._manager.has_pending_work()
 
     def reset_cache(self, device_is_empty: bool = True) -> bool:
-        """Begins another epoch: no block of before is found any more, neither in host memory nor, unless ``Epochs``
-        keeps them, in the tiers below. Jobs in flight become stale: they end as usual.
+        """Begin another epoch. Earlier blocks are no longer found in host memory, nor in the tiers below unless
+        ``Epochs`` keeps them. Jobs in flight become stale, and end as usual.
 
-        A request that has blocks on the device is of the old epoch, and stores nothing, until it is admitted anew; if
-        both epochs have the same keys, it goes on in the new one. A load in flight still brings the bytes that it was
-        to bring, since its slots stay pinned until it ends.
+        A request with blocks on the GPU stays in the old epoch, and stores nothing until it is admitted again; if both
+        epochs have the same keys, it continues in the new one. A load in flight still copies the right bytes, because
+        its slots stay pinned until it ends.
 
-        ``device_is_empty``: the engine has no block of before, neither in a request nor in its own prefix cache. If it
-        has, nothing is stored until ``open_epoch``.
+        ``device_is_empty``: neither the engine's requests nor its own prefix cache have an earlier block. Otherwise,
+        nothing is stored until ``open_epoch``.
 
         Returns whether the blocks of the tiers below are still found.
         """
         return self._begin_epoch(self._epochs.reset, device_is_empty)
 
     def change_weights(self, device_is_empty: bool) -> bool:
-        """As ``reset_cache``, for weights that may have changed without a name: no name of before stands for them."""
+        """Do the same as ``reset_cache`` for weights that may have changed without a new name, so that earlier names
+        are wrong for them."""
         return self._begin_epoch(self._epochs.change, device_is_empty)
 
     @property
     def is_closed(self) -> bool:
-        """Nothing is stored, since the device may have KV of earlier weights."""
+        """Whether nothing is stored, because the GPU may have KV of earlier weights."""
         return self._epochs.current.is_closed
 
     def open_epoch(self) -> None:
-        """The device has no block of before the epoch any more."""
+        """Allow stores again, because all blocks from before the epoch have left the GPU."""
         self._epochs.open()
 
     def _name_weights(self) -> None:
-        """Blocks of before are not found any more. But they are good, so memory is not reset: nobody waits for a
-        drain, and the cache policy evicts them in time."""
+        """Begin an epoch for named weights. Earlier blocks are not found, but they are good. So host memory is not
+        reset and nobody waits for a drain: the cache policy evicts them in time."""
         ended = self._epochs.current
         self._epochs.name(self._manager.take_events())
         if self._observer is not None:
             self._observer.reset(ended)
 
     def undo_reset(self) -> None:
-        """The last ``reset_cache`` was a part of something that leaves the weights alone, so tiers keep their blocks.
-        Does nothing if it cannot have been, or a request has been looked up since."""
+        """Undo the last ``reset_cache``, because its cause did not change the weights: tiers keep their blocks. Does
+        nothing if the weights may have changed, or if a request has been looked up since."""
         self._epochs.undo_reset(self._manager.take_events())
         self._enter_equal_epoch()
 
     def _begin_epoch(self, begin: Callable[[Iterable[OffloadingEvent], bool], None], device_is_empty: bool) -> bool:
         self._forget_computed()
-        if self._epochs.is_used:  # else the manager has no block, and a reset would only drain tiers that may hang
+        if self._epochs.is_used:  # otherwise, the manager is empty, and a reset would only wait for tiers that may hang
             self._manager.reset_cache()
         ended = self._epochs.current
         begin(self._manager.take_events(), device_is_empty)
@@ -441,7 +445,7 @@ class OffloadingConnectorScheduler:
         self._manager.shutdown()
 
     def check_invariants(self) -> None:
-        """For tests: asserts everything that must hold between two calls."""
+        """Assert everything that must hold between two calls. For tests."""
         self._jobs.check_invariants()
         self._ahead.check_invariants()
         self._hits.check_invariants(self._requests.values())

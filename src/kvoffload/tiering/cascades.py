@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cascades: copies of stored blocks from the primary tier to lower ones. Scheduler thread only."""
+"""Cascades: writes of stored blocks from host memory to the tiers below. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BACKLOG_SHARE = 4
 
 
 class Cascades:
-    """Pins blocks, once per tier, and submits them; the end of each job gives its own pins back. A tier gets no more
-    once it has as many pinned as it may (``SecondaryTierManager.max_backlog_blocks``).
+    """Pins blocks, once per tier, and submits them as jobs. The end of a job releases its pins. A tier gets no more
+    blocks while its jobs pin as many as it may have (``SecondaryTierManager.max_backlog_blocks``).
 
-    A block that was stored goes to the ``on_store_tiers``, and to the tiers that want the whole of its request.
+    A stored block goes to the ``on_store_tiers``, and to the tiers that want its whole request.
 
-    A request-level tier may ask for a block that is still being written. Such a block is *parked* here until it is
-    ready, and then cascaded, or until it is gone, and then dropped.
+    A request-level tier may ask for a block that is still being written to host memory. Such a block is *parked* until
+    it is ready, and then written to the tier, or until it is gone.
     """
 
     def __init__(
@@ -33,17 +33,17 @@ class Cascades:
         self._jobs = jobs
         self._on_store_tiers = tuple(on_store_tiers)
         self._storing: dict[OffloadKey, Request] = {}
-        """Blocks that requests are storing in the primary tier."""
+        """Blocks that are being stored in host memory, with their requests."""
         self.parked: dict[OffloadKey, list[Request]] = {}
-        """Blocks that are being written, with the requests they will be cascaded for. Others only read it."""
+        """Parked blocks, with the requests for which they will be written to tiers. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
         self._blocks_dropped = 0
-        """By tiers, after they took them."""
+        """Blocks that tiers dropped after they had accepted them."""
         self._dropped: Counter[str] = Counter()
-        """Blocks beyond a tier's backlog, by tier."""
+        """Blocks beyond a tier's backlog, by the tier's name."""
         self.num_pinned: Counter[GuardedTier] = Counter()
-        """By tier. Others only read it."""
+        """Number of pinned blocks, by tier. Others only read it."""
 
     def __repr__(self) -> str:
         return f"Cascades(storing={len(self._storing)}, parked={self.num_parked})"
@@ -54,12 +54,12 @@ class Cascades:
 
     @property
     def can_retry(self) -> bool:
-        """Whether a parked block is ready or gone. What writes the others is pending elsewhere, or hangs."""
+        """Return whether a parked block is ready or gone. The writes of the others are pending elsewhere, or hang."""
         return any(not self._is_being_written(key) for key in self.parked)
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Blocks whose cascade ended, by outcome."""
+        """Return the number of blocks whose write has ended, by outcome."""
         dropped = self._blocks_dropped + self._dropped.total()
         return {"ok": self._blocks_written, "failed": self._blocks_failed, "dropped": dropped}
 
@@ -67,7 +67,7 @@ class Cascades:
         return {("tier_dropped_blocks", name): count for name, count in self._dropped.items()}
 
     def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-        """Submit ready blocks to each of ``tiers``, as one job per tier, and return those that a tier did not take.
+        """Submit ready blocks to each of ``tiers``, as one job per tier. Return the blocks that a tier did not take.
 
         A tier takes as many leading blocks as its backlog has room for. The blocks that it holds already, because they
         were computed again, only count as used.
@@ -98,7 +98,7 @@ class Cascades:
         return default if tier.max_backlog_blocks is None else tier.max_backlog_blocks
 
     def end(self, jobs: Iterable[TierJob]) -> None:
-        """Gives back the pins of jobs that have ended."""
+        """Release the pins of jobs that have ended."""
         keys: list[OffloadKey] = []
         for job in jobs:
             self._blocks_written += len(job.succeeded)
@@ -109,17 +109,17 @@ class Cascades:
         self._primary.complete_read(keys)
 
     def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
-        """``request`` stores ``keys_to_store``, those of ``keys`` that were neither here nor on their way."""
+        """Record that ``request`` stores ``keys_to_store``: host memory lacked these blocks of ``keys``."""
         self._storing.update(dict.fromkeys(keys_to_store, request))
         request.may_submit += len(keys_to_store)
         if request.whole_request_tiers:
-            # Blocks that this very request is writing are cascaded in its name when they are complete.
+            # Blocks that this request is storing itself are submitted when they are complete.
             others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
             self.submit_or_park(request, others)
 
     def end_stores(self, keys: Sequence[OffloadKey]) -> Collection[Request]:
-        """Writes of ``keys`` into the primary tier have ended: cascades the blocks that were stored. Returns the
-        requests that have less open work now."""
+        """Submit the stored blocks among ``keys``, whose writes to host memory have ended. Return the requests that may
+        submit less from now on."""
         stored: dict[Request, list[OffloadKey]] = {}
         storing = self._storing
         request: Request | None = None
@@ -141,8 +141,8 @@ class Cascades:
         return [*stored, *self.retry_parked(keys)]
 
     def submit_or_park(self, request: Request, keys: Iterable[OffloadKey]) -> None:
-        """Submits the ready ones of ``keys`` to the tiers that want the whole of ``request``, and parks those that are
-        being written. Absent blocks are skipped: there is nothing to read."""
+        """Submit the ready blocks among ``keys`` to the tiers that want the whole ``request``, and park the blocks that
+        are being written. Absent blocks are skipped."""
         ready: list[OffloadKey] = []
         for key in keys:
             block = self._primary.slots.get(key)
@@ -156,7 +156,7 @@ class Cascades:
         self.submit(request.whole_request_tiers, ready, request.context)
 
     def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[Request]:
-        """Looks again at the parked blocks (those of ``keys``, or all); returns the requests that have fewer now."""
+        """Check the parked blocks again (``keys``, or all). Return the requests that have fewer of them now."""
         if not self.parked:
             return []
         again: dict[Request, list[OffloadKey]] = {}
@@ -175,18 +175,18 @@ class Cascades:
         return block is not None and not block.is_ready
 
     def reset(self) -> list[Request]:
-        """Forgets every block that is being stored or is parked; returns the requests that had any."""
-        may_submit = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
-        for request in may_submit:
+        """Forget every block that is being stored or parked. Return their requests."""
+        forgotten = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
+        for request in forgotten:
             request.may_submit -= 1
         self._storing.clear()
         self.parked.clear()
-        return may_submit
+        return forgotten
 
     def check_invariants(self, requests: Iterable[Request], promoted: Collection[OffloadKey]) -> None:
-        """Blocks that are stored or parked are being written; parked ones for requests of which some tier wants all.
-        They are the open work of ``requests``, and of those that store but are not among these. No block is both
-        stored and ``promoted``."""
+        """Check that stored and parked blocks are being written, that some tier wants the whole request of each parked
+        block, and that the counts of ``requests`` (and of others that store) agree. No block is both stored and
+        ``promoted``."""
         pinned: Counter[GuardedTier] = Counter()
         for job in self._jobs.in_flight.values():
             pinned[job.tier] += 0 if job.is_promotion else len(job.keys)

@@ -33,56 +33,55 @@ from kvoffload.tiering.worth import Pace
 _log = logging.getLogger(__name__)
 
 LoadPolicy = Literal["cost", "always"]
-"""Which hits in lower tiers are loaded: those that are expected to be there before their tokens would be computed, or
-all of them."""
+"""The hits in lower tiers that are loaded: ``cost`` for hits that should arrive before their tokens would be computed,
+``always`` for all of them."""
 
 PROBE_INTERVAL_S = 5.0
-"""Time without a read after which a tier whose blocks are declined is measured again."""
+"""If blocks of a tier are declined, it is measured again after this time without a read."""
 PROBE_BYTES = 16 << 20
 """Bytes read to measure a tier: all that may be outstanding from one that was never measured, and the most of a later
 probe."""
 PROBE_S = 1.0
-"""A later probe takes no longer than this, if the tier is still as slow as it was."""
+"""A later probe takes no longer than this, if the tier is as slow as when it was measured."""
 MOST_JOBS = 64
-"""Jobs of a promotion that no plan was made for."""
+"""The most jobs of a promotion without a plan."""
 LEAST_PORTION_BYTES = 4 << 20
 """No job of a promotion is smaller than this, however long it takes."""
 TOO_SLOW = 2.0
-"""A tier from which a block takes this many times as long as computing it, with nothing queued before it, is reported
-as too slow, ..."""
+"""A tier is reported as too slow if reading a block takes this many times as long as computing it, without a queue."""
 _SURE_SAMPLES = 3
-"""... in the log once this many reads have been measured."""
+"""The number of measured reads before the log reports a slow tier."""
 AHEAD_S = 0.3
-"""A tier that has reads for so long begins none for requests that wait for their turn."""
+"""A tier with reads for this time begins none for requests that wait for their turn."""
 _NEVER = Pace(math.inf, math.inf)
 _LEAST_PAUSE_S = 0.005
-"""A plan is looked at no more often than this without an answer that is new."""
+"""Without a new answer, a plan is checked no more often than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWorth:
-    """What a block costs and saves."""
+    """The cost and the gain of a block."""
 
     num_bytes: int
-    """Of every block."""
+    """The size of every block."""
     tokens: tuple[int, ...] = ()
-    """By KV group: the tokens that one block saves computing. 0 for groups whose blocks are not weighed, because a hit
+    """The tokens that one block saves computing, by KV group. 0 for groups whose blocks are not weighed, because a hit
     needs only some of them (windows and states): they are loaded if the other groups' blocks are."""
     prefill_tokens_per_s: float | None = None
-    """Of the engine, until it was measured."""
+    """The engine's expected speed, until it was measured."""
     read_bytes_per_s: tuple[float | None, ...] = ()
-    """By tier, until it was measured. ``None``, or left out at the end: not known."""
+    """The expected speed of each tier, until it was measured. ``None``, or omitted at the end: not known."""
 
 
 class LoadPlanner:
-    """Measures the tiers and the engine, and plans what to load. One for a manager, on its thread.
+    """Measures the tiers and the engine, and plans loads. Each manager has one, on its thread.
 
-    A hit is loaded as far as that is expected to be faster than computing it (``load_policy="cost"``). Blocks that are
-    not weighed are all loaded; with ``load_policy="always"`` none is.
+    With ``load_policy="cost"``, a hit is loaded as far as this should be faster than computing it. Blocks that are not
+    weighed are all loaded; with ``load_policy="always"``, no block is weighed.
 
-    Speeds are those measured in this process; until there are any, those that the user expects (``BlockWorth``). Of a
-    tier without either, ``PROBE_BYTES`` (at least one block) may be outstanding, whatever they cost. Before the
-    engine's speed is known, every load from a tier that was measured is worth it.
+    Speeds are measured in this process. Until then, the user's expected speeds are used (``BlockWorth``). If a tier has
+    neither, ``PROBE_BYTES`` (at least one block) may be outstanding, whatever they cost. Until the engine's speed is
+    known, every load from a measured tier is worth it.
     """
 
     def __init__(self, tiers: Sequence[str], worth: BlockWorth, clock: Callable[[], float]) -> None:
@@ -106,7 +105,7 @@ class LoadPlanner:
     # ------------------------------------------------------------------------------------------------- planning
 
     def weighs(self, key: OffloadKey) -> bool:
-        """Whether a plan for blocks of this one's group can leave some out."""
+        """Return whether plans may decline blocks of this block's group."""
         group = get_offload_group_idx(key)
         return group < len(self._tokens) and bool(self._tokens[group])
 
@@ -118,33 +117,33 @@ class LoadPlanner:
         so_far: SoFar = NOTHING,
         tokens_ahead: int | None = None,
     ) -> Plan:
-        """For the blocks of ``survey``, of whose group, which is weighed, ``key`` is one; ``ends`` and ``so_far`` as in
-        ``plan``."""
+        """Return the plan for the blocks of ``survey``. ``key`` is a block of their group, which is weighed. For
+        ``ends`` and ``so_far``, see ``plans.plan``."""
         is_below = any(segment.place != HERE for segment in survey)
         speeds = self.speeds(self._tokens[get_offload_group_idx(key)], is_below, tokens_ahead)
         return plan(survey, speeds, ends, so_far)
 
     def sources(self, survey: Sequence[Segment]) -> tuple[Segment, ...]:
-        """The blocks of ``survey`` with their sources, however long they take, up to one in a read that is overdue: it
-        may never end."""
+        """Return the blocks of ``survey`` with their sources, however long they take. Ends at a block in an overdue
+        read, which may never end."""
         survey = [*itertools.takewhile(lambda segment: not segment.place.is_overdue, survey)]
         is_plain = all(len(place.tiers) + len(place.unknown) < 2 for place, _ in survey)
         return tuple(survey) if is_plain else plan(survey, self.speeds(0)).segments
 
     def can_read_ahead(self) -> bool:
-        """Whether some tier will have nothing to read soon."""
+        """Return whether some tier will soon be idle."""
         return any(link.queue_s() < AHEAD_S for link in self._links)
 
     def speeds(self, tokens: int, with_links: bool = True, tokens_ahead: int | None = None) -> Speeds:
-        """What is known now, for blocks of ``tokens`` tokens; with 0, as if they could not be computed.
+        """Return the current speeds for blocks of ``tokens`` tokens; 0 means that they cannot be computed.
 
         ``tokens_ahead`` as in ``ReqContext``. A request that waits for its turn reads nothing from a tier that has
-        enough to read until the next step: a request before it may come to need the tier.
+        enough to read until the next step, because an earlier request may need the tier.
         """
         tokens_per_s = self._prefill.tokens_per_s
         queued_tokens = self._prefill.queued_tokens if tokens_ahead is None else tokens_ahead
         queue_s = 0.0 if tokens_per_s is None else queued_tokens / tokens_per_s
-        # Each token is charged for the blocks of all weighed groups.
+        # Each token pays for the blocks of all weighed groups.
         share = tokens * self._bytes_per_token / self._block_bytes if tokens else 1.0
         links = [self._state_of(link, share) for link in self._links if with_links]
         if tokens_ahead is not None:
@@ -166,11 +165,11 @@ class LoadPlanner:
         )
 
     def _portion_s(self, speed: Pace) -> float:
-        """How long a read takes."""
+        """Return the duration of a read."""
         return max(PORTION_S, self._num_blocks(LEAST_PORTION_BYTES) * speed.block_s)
 
     def _slowness(self, link: Link) -> float:
-        """How many times as long loading takes as computing, with nothing queued."""
+        """Return the duration of loading as a multiple of computing, without a queue."""
         if link.speed is None:
             return 0.0
         return link.speed.block_s / self._block_bytes * self._bytes_per_token / self._compute_s(1)
@@ -180,11 +179,11 @@ class LoadPlanner:
         return FOREVER if speed is None else tokens / speed
 
     def _num_blocks(self, num_bytes: float) -> int:
-        """As many as fit, but at least one."""
+        """Return the number of blocks that fit, but at least one."""
         return max(1, int(num_bytes / self._block_bytes))
 
     def portion_blocks(self, tier: int, most_s: float, num_blocks: int) -> int:
-        """Blocks per job of a promotion of ``num_blocks``, each of whose jobs may take ``most_s``."""
+        """Return the blocks per job of a promotion of ``num_blocks`` whose jobs may take ``most_s`` each."""
         speed = self._links[tier].speed
         if most_s == math.inf or speed is None:  # no plan relies on its jobs: their number has a bound
             portion = self._portion_s(speed) / speed.block_s if speed else self._num_blocks(LEAST_PORTION_BYTES)
@@ -192,7 +191,7 @@ class LoadPlanner:
         return max(1, int(min(self._portion_s(speed), most_s) / speed.block_s + 1e-6))
 
     def probe_blocks(self, tier: int) -> int:
-        """Declined blocks of the tier to read all the same, so that it is measured; 0: none."""
+        """Return the number of declined blocks to read anyway, to measure the tier; 0: none."""
         link = self._links[tier]
         if link.num_due or self._clock() - link.estimator.measured_s < PROBE_INTERVAL_S:
             return 0
@@ -200,19 +199,19 @@ class LoadPlanner:
         return most if link.speed is None else min(most, max(1, int(PROBE_S / link.speed.block_s)))
 
     def due_s(self, plan: Plan) -> float:
-        """From now: when ``plan`` is to be looked at again at the latest, since a read will be late. If it is late by
-        then, when it is later by a quarter, so that a long stall costs few plans."""
+        """Return the seconds until ``plan`` must be checked again, because a read may then be late. If a read is
+        already late, that is when it is late by a further quarter, so that a long stall costs few plans."""
         tiers = {tier for place, _ in plan.segments for tier in place.tiers}
         late_s = [self._links[tier].late_s() for tier in tiers]
         return min([plan.deadline_s, *(max(each_s, -each_s / 4, _LEAST_PAUSE_S) for each_s in late_s)])
 
     def is_late(self, plan: Plan) -> bool:
-        """Whether a tier that ``plan`` reads from is late."""
+        """Return whether a tier that ``plan`` reads from is late."""
         return any(self._links[tier].slowdown() > 1 for place, _ in plan.segments for tier in place.tiers)
 
     def adds(self, tier: int, others: Sequence[int]) -> bool:
-        """Whether it may be worth reading blocks from ``tier`` that ``others`` have: it is not so much slower that
-        sharing the work with it gains less than a load must."""
+        """Return whether ``tier`` can be useful for blocks that ``others`` have. It cannot if it is so slow that its
+        share of the work would gain less than a load must gain."""
         speed = self._links[tier].speed
         rates = [1 / other.block_s for each in others if (other := self._links[each].speed) is not None]
         return speed is None or not rates or 1 / speed.block_s >= LEAST_GAIN * sum(rates)
@@ -220,15 +219,15 @@ class LoadPlanner:
     # --------------------------------------------------------------------------------------------- measurements
 
     def note_step(self, work: StepWork) -> None:
-        """The engine computes a step."""
+        """Record a step that the engine computes."""
         self._prefill.note_step(work)
 
     def link(self, tier: int) -> Link:
-        """Which records the reads of the tier."""
+        """Return the link that records the tier's reads."""
         return self._links[tier]
 
     def end_poll(self) -> None:
-        """All jobs that have ended were recorded."""
+        """Measure the tiers, after all ended jobs were recorded."""
         for tier, link in enumerate(self._links):
             is_sure = link.measure() and link.estimator.num_samples >= _SURE_SAMPLES
             if is_sure and tier not in self._reported_slow and self._slowness(link) >= TOO_SLOW:
@@ -249,12 +248,12 @@ class LoadPlanner:
     # -------------------------------------------------------------------------------------------------- metrics
 
     def count_declined(self, tier: int | None, reason: Declined, num_blocks: int) -> None:
-        """Blocks of a tier, or with ``None`` of host memory, were found and not loaded."""
+        """Count blocks of a tier (``None``: of host memory) that were found and not loaded."""
         if num_blocks:
             self._declined[HOST if tier is None else self._links[tier].name, reason] += num_blocks
 
     def count_wait(self, expected_s: float, waited_s: float) -> None:
-        """A wait has ended with its blocks."""
+        """Record the duration of a wait whose blocks have arrived."""
         if expected_s > 0:
             self._wait_ratios.observe(max(0.0, waited_s) / expected_s)
 
@@ -274,6 +273,6 @@ class LoadPlanner:
         return stats
 
     def check_invariants(self, queued: Counter[int], reading: Counter[int]) -> None:
-        """``queued`` and ``reading``: blocks of promotions under way, by tier."""
+        """Check the links' counts. ``queued`` and ``reading``: the number of blocks on their way from each tier."""
         for tier, link in enumerate(self._links):
             link.check_invariants(queued[tier] + reading[tier], reading[tier])

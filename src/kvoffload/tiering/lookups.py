@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups: the answers that a request gets for its blocks, and the promotions that these begin.
+"""Lookups: the answers that a request gets for its blocks, and the reads from lower tiers that they start.
 
-An ask goes through four steps. *Ask*: if nothing has happened to the blocks that the request waits for, it gets its
-last answers. *Survey* (``Places``): where each block is. *Plan*: how many of them to load. *Reserve*: their promotions
-begin. Between two calls there is no state but the wait. Scheduler thread only.
+A lookup has four steps. *Ask*: if nothing has happened to the blocks that the request waits for, it gets its last
+answers. *Survey* (``Places``): find where each block is. *Plan*: decide how many of them to load. *Reserve*: take
+slots, and start the reads. Between two calls, the only state is the wait. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvoffload.tiering.waits import Waits
 
 
 class Lookups:
-    """Answers from the primary tier. A block that it lacks is looked up in ``tiers``, in order, and promoted from the
-    first that has it, as far as ``planner`` says. ``poll`` takes in the jobs that have ended."""
+    """Answers requests for their blocks. Blocks that host memory lacks are looked up in ``tiers`` and read from there,
+    as many as ``planner`` says. ``poll`` collects the jobs that have ended."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Lookups:
         self._clock = clock
         self._places = Places(primary, tiers, waits, promotions, planner, clock)
         self.num_planned_again = 0
-        """Plans that replaced another one of the same wait."""
+        """Number of plans that replaced another plan of the same wait."""
         self.num_ended_early = 0
-        """Waits that were lost, and ended before all that was planned had come."""
+        """Number of waits that fell too far behind, and ended before all planned blocks had arrived."""
         self._asking: Request | None = None
         """The request that asked last, in this step."""
 
     def ask(
         self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
-        """The answers for ``keys`` in order, up to the first ``False``. With ``ends``, a hit that is cut off is of use
-        only if its last block is one of them. Begins promotions, and a wait for them."""
+        """Return the answers for ``keys`` in order, up to the first ``False``. Starts reads, and a wait for them. With
+        ``ends``, a part of a hit is useful only if its last block is one of them."""
         if not keys:
             return []
         is_ahead = request.context.tokens_ahead is not None
@@ -80,8 +80,7 @@ class Lookups:
         return answers
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether the request waits for answers, or for its turn, and would get the same answers again for its last
-        questions."""
+        """Return whether the request waits for answers (or for its turn), and would get the same answers again."""
         if request.context.tokens_ahead is not None:
             return self._may_hold(request.wait)
         wait = request.wait
@@ -98,7 +97,7 @@ class Lookups:
 
     @staticmethod
     def _may_hold(wait: Wait | None) -> bool:
-        """Whether a request was looked up before its turn, and another look would read nothing more."""
+        """Return whether a request was looked up before its turn, and another lookup would start no further reads."""
         return (
             wait is not None
             and wait.is_ahead
@@ -107,7 +106,8 @@ class Lookups:
         )
 
     def where(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say for each of ``keys`` whether it is anywhere; ``None``: not known yet. Only the tiers notice the call."""
+        """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
+        except that tiers may ask their stores."""
         answers = self._primary.where(keys, request.context)
         return answers if self._waits.is_over(request) else self._places.where(request, keys, answers)
 
@@ -151,7 +151,7 @@ class Lookups:
     # -------------------------------------------------------------------------------------------------- answers
 
     def _answer_at_once(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Answer a request that may not wait: every block that is not ready is a miss."""
+        """Answer a request that may not wait. Every block that is not ready is a miss."""
         answers: list[bool | None] = []
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
             if block is None or not block.is_ready:
@@ -170,10 +170,10 @@ class Lookups:
     def _look_up(
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
-        """For a request that may wait."""
+        """Answer a request that may wait."""
         request, is_planned = wait.request, wait.is_planned(keys)
         is_due = self._clock() >= wait.due_s and wait.is_awaiting and self._is_due(wait)
-        # These blocks are another group's, say, and were not weighed: there is nothing to plan again.
+        # Without a plan for these blocks (they belong to another group, for example), there is nothing to plan again.
         if is_due and not is_planned and wait.is_late(self._clock()):
             self._stop_late(wait, keys)
         is_due &= is_planned
@@ -209,7 +209,7 @@ class Lookups:
         return [*told.answers]
 
     def _is_due(self, wait: Wait) -> bool:
-        """Whether a plan is to be made again: its deadline has come, or a read of it is late."""
+        """Return whether the wait needs another plan: its deadline has passed, or one of its reads is late."""
         assert wait.plan is not None
         assert wait.deadline_s is not None
         if self._clock() >= wait.deadline_s or self._planner.is_late(wait.plan):
@@ -218,7 +218,7 @@ class Lookups:
         return False
 
     def _look_again(self, wait: Wait) -> None:
-        """Later: its plan holds for now."""
+        """Keep the wait's plan for now, and check it again later."""
         assert wait.plan is not None
         assert wait.deadline_s is not None
         self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
@@ -228,8 +228,7 @@ class Lookups:
     def _plan(
         self, wait: Wait, keys: Sequence[OffloadKey], stop: int, survey: Survey, ends: Collection[OffloadKey] | None
     ) -> Plan:
-        """Decides how many of ``keys`` are loaded, and from where, which is the wait's plan from now on. Those from
-        ``stop`` on are declined already."""
+        """Plan how many of ``keys`` to load, and the tier of each. Blocks from ``stop`` on are already declined."""
         request = wait.request
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
         so_far, seen_s = SoFar(len(keys)), self._clock()
@@ -258,7 +257,7 @@ class Lookups:
         return plan
 
     def _stop_late(self, wait: Wait, keys: Sequence[OffloadKey]) -> None:
-        """Let the request use the blocks that have arrived, because its deadline has passed."""
+        """Let the request use only the blocks that have arrived, because its deadline has passed."""
         stop, ready = wait.stop_of(keys), 0
         for block in self._primary.slots.get_all(keys[:stop]):
             if block is None or not block.is_ready:
@@ -276,7 +275,8 @@ class Lookups:
         self._waits.decline(wait, keys, ready)
 
     def _probe(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan) -> None:
-        """Measures each tier of which blocks are declined, if that is due, with the first of them."""
+        """If the plan declines blocks of a tier that is due for a measurement, read the first of them in the
+        background."""
         probed: set[int] = set()
         for _, _, blocks, tiers in plan.declined:
             for tier in tiers:
@@ -289,16 +289,19 @@ class Lookups:
     # ------------------------------------------------------------------------------------------------- reserve
 
     def _cut_at_failure(self, request: Request, told: Told) -> None:
-        """A tier has refused a job at once."""
+        """Cut the answers at the first block whose tier rejected its job immediately."""
         for at, key in enumerate(told.keys[: len(told.answers)]):
             if request.verdicts.get(key) is Miss.PROMOTION_FAILED and self._primary.slots.get(key) is None:
                 del told.answers[at:]
                 return
 
     def _reserve(self, wait: Wait, told: Told, stop: int, survey: Survey, segments: Sequence[Segment]) -> None:
-        """Answers the blocks of ``told`` from its last answer up to ``stop``, or to one that is nowhere or has no
-        room, and begins their promotions. A survey ends where the request could claim no more, and there another one
-        goes on. ``segments`` are its blocks with their sources, from the first without an answer on."""
+        """Answer the blocks of ``told`` up to ``stop``, and start their reads. Ends earlier at a block that no tier
+        has, or if host memory is full.
+
+        ``segments`` lists the unanswered blocks of ``survey`` with their sources. A survey ends where the request could
+        claim no more blocks; another one continues there.
+        """
         keys, answers = told.keys, told.answers
         while len(answers) < stop:
             end = min(len(answers) + sum(segment.num_blocks for segment in segments), stop)
@@ -312,7 +315,7 @@ class Lookups:
                 segments = self._planner.sources(survey.segments)
 
     def _take_all(self, wait: Wait, told: Told, stop: int, segments: Sequence[Segment]) -> bool:
-        """Answers the blocks of ``segments``, as far as they are still where it says. ``False``: there is no room."""
+        """Answer the blocks of ``segments`` that are still where it says. ``False``: host memory is full."""
         end = len(told.answers)
         for is_loaded, group in itertools.groupby(
             segments, lambda each: each.place.is_below and bool(each.place.tiers)
@@ -329,11 +332,11 @@ class Lookups:
                     if len(told.answers) < end:
                         break
             if len(told.answers) < end or end == stop:
-                break  # a promotion begun meanwhile has changed where the next block is, or the rest is declined
+                break  # a read that started meanwhile has changed the next block's place, or the rest is declined
         return True
 
     def _take(self, wait: Wait, told: Told, end: int, place: Place) -> None:
-        """The same for blocks in one place from which none is promoted now."""
+        """Answer the blocks up to ``end``, which are in one place, without starting reads."""
         keys, answers = told.keys, told.answers
         first = len(answers)
         if place.is_below:
@@ -344,7 +347,7 @@ class Lookups:
             answers += self._waits.found(wait, keys[first:end])
 
     def _promote(self, wait: Wait, told: Told, end: int, parts: Sequence[Segment]) -> bool:
-        """The same for blocks each of which has a source."""
+        """Answer the blocks up to ``end`` and start their reads. ``False``: not all of them fit."""
         first = len(told.answers)
         absent = self._end_of_absent(told.keys, first, end)
         sources = [(self._tiers[place.tiers[0]], num_blocks) for place, num_blocks in parts]
@@ -353,7 +356,7 @@ class Lookups:
         return begun == absent
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
-        """The first of these blocks that the primary tier has by now, or that is named twice."""
+        """Return the index of the first block that host memory has by now or that occurs twice, or ``stop``."""
         blocks = self._primary.slots.get_all(keys[start:stop])
         stop = next((at for at, block in enumerate(blocks, start) if block is not None), stop)
         if len(set(keys[start:stop])) == stop - start:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where blocks are: in the primary tier, on their way to it, or below. Scheduler thread only."""
+"""Find blocks: in host memory, on their way to it, or in the tiers below. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
 _RUN = 64
-"""Blocks of which a tier is asked in the first call. A prefix that is nowhere costs one such call for each tier."""
+"""The number of blocks in the first call to a tier. A prefix that no tier has costs one such call for each tier."""
 _GROWTH = 16
-"""The next call asks for so many times as many, if the tier has answered for all of them."""
+"""If the tier has answered for all blocks, the next call asks for so many times as many."""
 
 
 class Survey(NamedTuple):
-    """Where consecutive blocks are."""
+    """The places of consecutive blocks."""
 
     segments: list[Segment]
     is_end: bool
-    """The next block is nowhere."""
+    """Whether no tier has the next block."""
 
     @property
     def num_blocks(self) -> int:
         return sum(segment.num_blocks for segment in self.segments)
 
     def place_at(self, index: int) -> Place:
-        """Of the block with this index."""
+        """Return the place of the block with this index."""
         return next(segment.place for segment in self.segments if (index := index - segment.num_blocks) < 0)
 
 
 class Places:
-    """Look blocks up. Only the tiers note these lookups; nothing else changes."""
+    """Looks blocks up in all tiers. Changes nothing except that tiers may ask their stores."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Places:
         return f"Places(tiers={[tier.name for tier in self._tiers]})"
 
     def where(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
-        """Say for each of ``keys`` whether it is anywhere. ``answers`` says which are in host memory."""
+        """Return for each of ``keys`` whether any tier has it. ``answers`` says which blocks host memory has."""
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts
         missing = [at for at, answer in enumerate(answers) if not answer]
@@ -84,19 +84,20 @@ class Places:
         return answers
 
     def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
-        """Where ``keys`` are, up to the first that is nowhere. They are the blocks of a range from ``first`` on.
+        """Return the places of ``keys``, up to the first block that no tier has. ``first``: the index of the first key
+        in the request's question.
 
-        The survey ends where the request could claim no more, because later blocks may be evicted while it waits.
-        Blocks before the first that must be waited for need no claims, and unknown ones have none.
+        The survey ends where the request could claim no more blocks, because later blocks may be evicted while it
+        waits. Ready blocks before the first one that it waits for need no claims, and unknown blocks have none.
         """
         own = len(request.wait.claims) if request.wait is not None else 0
         most = own + self._waits.room_beside(()) - first
         return Survey(*self._where(request, keys, most))
 
     def _where(self, request: Request, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
-        """The places of the leading ones of ``keys``, and whether they end because the next one is nowhere.
+        """Return the places of ``keys``, and whether they end because no tier has the next block.
 
-        They also end after ``most``, unless all so far are here or the last one is unknown.
+        They also end after ``most`` blocks, unless all of these are ready or the last one is unknown.
         """
         found: list[Segment] = []
         blocks = self._primary.slots.get_all(keys)
@@ -106,7 +107,7 @@ class Places:
         at, are_here, claimed = 0, True, self._waits.claimed
         own: Collection[OffloadKey] = request.wait.claims if request.wait is not None else ()
         while at < len(keys) and (are_here or at < most or found[-1].place.is_unknown):
-            # Few may be claimed, but after an unknown block there are mostly more.
+            # Only a few blocks may be claimed, but an unknown block is mostly followed by more unknown blocks.
             least = _RUN if found and found[-1].place.is_unknown else 1
             limit = int(min(len(keys), max(most, at + least)))
             if absent[at]:
@@ -122,7 +123,7 @@ class Places:
                     num_here = next((n for n, block in enumerate(blocks[at:stop]) if block.pins < 0), stop - at)  # type: ignore[union-attr]
                     are_here = num_here == stop - at
                 if not are_here:
-                    # Blocks that others claim already take no room.
+                    # Blocks that other requests already claim need no further room.
                     most += sum(key in claimed and key not in own for key in keys[at + num_here : stop])
                     stop = max(min(stop, int(min(most, len(keys)))), at + num_here + 1)
                 part = self._here(keys[at:stop], blocks[at:stop])
@@ -134,7 +135,7 @@ class Places:
         return joined(found), False
 
     def _here(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus | None]) -> list[Segment]:
-        """The places of blocks that the primary tier has, up to one whose store has lasted too long."""
+        """Return the places of blocks that host memory has, up to one whose store has lasted too long."""
         places: list[Place] = []
         for key, block in zip(keys, blocks):
             assert block is not None
@@ -148,12 +149,12 @@ class Places:
         return [Segment(place, len([*same])) for place, same in itertools.groupby(places)]
 
     def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Segment]:
-        """The tiers that have each of ``keys``, which the primary tier lacks, and those that are still finding out; up
-        to the first that no tier has, or that is a miss for this request.
+        """Return for ``keys``, which host memory lacks, the tiers that have them and the tiers that must ask their
+        stores. Ends at the first block that no tier has, or that is a miss for this request.
 
-        A tier is asked for a run of blocks up to its first miss. If other tiers have that block, it is asked for each
-        of the following ones alone. A tier that is too slow to be of use beside others is asked only for blocks that
-        these lack.
+        A tier is asked for a run of blocks, and answers up to its first miss. If another tier has that block, the next
+        call asks for each of the following blocks. A tier that is too slow to be useful beside others is asked only
+        for blocks that the others lack.
         """
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts
@@ -183,7 +184,7 @@ class Places:
         return found
 
     def _ask(self, view: _View, request: Request, keys: Sequence[OffloadKey], at: int) -> None:
-        """Asks a tier for the blocks from ``at`` on. Of its unknown blocks one is watched."""
+        """Ask a tier for the blocks from ``at`` on. If it must ask its store, time its answer for one of them."""
         tier, keys = view.tier, keys[at : at + view.size]
         lookup = tier.lookup_each if view.has_missed else tier.lookup_prefix
         answers = lookup(keys, request.context)
@@ -199,18 +200,18 @@ class Places:
     # ------------------------------------------------------------------------------------------------- answers
 
     def is_watching(self, tier: GuardedTier) -> bool:
-        """Whether an answer of ``tier`` is being timed."""
+        """Return whether an answer of ``tier`` is being timed."""
         return tier in self._asked
 
     def note_news(self, tier: GuardedTier, news: Collection[OffloadKey] | None) -> None:
-        """``tier`` may know more of these blocks; ``None``: of any."""
+        """Record that ``tier`` may know more about these blocks (``None``: about any block)."""
         asked = self._asked.get(tier)
         if asked is not None and (news is None or asked.key in news):
             asked.may_be_known = True
 
     def measure(self) -> None:
-        """Sees whether tiers have answered, unless they were asked just now. Of each tier one block at a time is
-        watched, whether or not a request waits for it."""
+        """Check whether the tiers have answered, unless they were asked only now. Each tier's answer is timed for one
+        block at a time, whether or not a request still waits for the block."""
         for tier, asked in [*self._asked.items()]:
             if asked.seen_s < self._clock():
                 self._saw(tier, asked, tier.lookup(asked.key, asked.request.context) if asked.may_be_known else None)
@@ -227,13 +228,13 @@ class Places:
         self._planner.link(tier.index).answers.add(asked.seen_s - asked.asked_s, seconds, found)
 
     def end(self, request: Request) -> None:
-        """The request has ended: no tier is asked for it any more."""
+        """Stop timing answers for a request that has ended."""
         for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
             self._end(tier, None)
 
     def next_unanswered(self, request: Request, told: Told) -> OffloadKey | None:
-        """The first block of ``told`` that the request does not claim and still waits for, up to the first that is
-        nowhere."""
+        """Return the first block of ``told`` that the request does not claim and still waits for. Looks no further than
+        the first block that no tier has."""
         if request.wait is None:
             return told.watched
         keys = request.wait.unclaimed(told)
@@ -255,19 +256,19 @@ class Places:
 
 @dataclass(slots=True)
 class _Asked:
-    """A block of which a tier must find out."""
+    """A block whose answer is timed, because the tier must ask its store."""
 
     key: OffloadKey
     request: Request
     asked_s: float
     seen_s: float
-    """When it was seen last that there is no answer yet."""
+    """The last time at which the answer was still missing."""
     may_be_known: bool = False
-    """The tier has reported since then that it may know more, or cannot tell."""
+    """Whether the tier has reported since then that it may know more, or cannot tell."""
 
 
 class _View:
-    """The answers of one tier about the blocks of a survey, as far as it was asked."""
+    """The answers of one tier about the blocks of a survey that it was asked for."""
 
     __slots__ = ("_answers", "_start", "has_missed", "size", "stop", "tier")
 
@@ -277,10 +278,10 @@ class _View:
         self._start = self.stop = 0
         self._answers: list[bool | None] = []
         self.has_missed = False
-        """It lacks a block that another tier has."""
+        """Whether it lacks a block that another tier has."""
 
     def take(self, at: int, answers: list[bool | None]) -> None:
-        """It was asked for the blocks from ``at`` on, and gave these answers."""
+        """Record the tier's answers for the blocks from ``at`` on."""
         self._start, self._answers, self.stop = at, answers, at + len(answers)
         self.has_missed |= answers[-1] is False
         self.size *= _GROWTH
