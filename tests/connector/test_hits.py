@@ -16,7 +16,8 @@ from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.hits import Hits
 from kvoffload.connector.jobs import JobTable
-from kvoffload.connector.requests import Keys, TrackedRequest
+from kvoffload.connector.requests import Keys
+from kvoffload.connector.requests import Request as OwnRequest
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 
@@ -55,23 +56,23 @@ class Desk:
         self.jobs = JobTable(self.geometry, num_ranks=1)
         short_loads = ShortLoads(self.geometry, self.jobs, lambda: self.now_s)
         self.hits = Hits(self.manager, self.geometry, self.jobs, short_loads, None, lambda: self.now_s)
-        self.requests: list[TrackedRequest] = []
+        self.requests: list[OwnRequest] = []
 
-    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> TrackedRequest:
+    def arrive(self, num_tokens: int = 33, first_gpu_block: int = 0) -> OwnRequest:
         context = ReqContext(f"r{len(self.requests)}")
         policy = self.manager.on_new_request(context).policy
         groups = tuple(map(Keys, self.geometry))
-        state = TrackedRequest(Request(context.req_id, num_tokens), context, policy, groups, FIRST)
+        state = OwnRequest(Request(context.req_id, num_tokens), context, policy, groups, FIRST)
         state.set_gpu_blocks((range(first_gpu_block, first_gpu_block + 9),))
         self.requests.append(state)
         return state
 
-    def find(self, state: TrackedRequest, computed: int = 0) -> int | None:
+    def find(self, state: OwnRequest, computed: int = 0) -> int | None:
         tokens = self.hits.find(state, computed)
         self.check()
         return tokens
 
-    def admit(self, state: TrackedRequest, external: int) -> None:
+    def admit(self, state: OwnRequest, external: int) -> None:
         self.hits.admit(state, external)
         self.check()
 
@@ -82,7 +83,7 @@ class Desk:
         self.check()
         return is_awaited
 
-    def forget(self, state: TrackedRequest) -> None:
+    def forget(self, state: OwnRequest) -> None:
         self.requests.remove(state)
         self.hits.forget(state)
         self.check()

@@ -15,7 +15,7 @@ from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.messages import ConnectorMeta, WorkerReport
-from kvoffload.connector.requests import TrackedRequest
+from kvoffload.connector.requests import Request as OwnRequest
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.metrics import Histogram
 
@@ -29,11 +29,11 @@ def table() -> Iterator[JobTable]:
 
 
 @pytest.fixture
-def request_state() -> TrackedRequest:
-    return TrackedRequest(Request("r", 8), ReqContext("r"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
+def request_state() -> OwnRequest:
+    return OwnRequest(Request("r", 8), ReqContext("r"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
 
 
-def begin(table: JobTable, state: TrackedRequest, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
+def begin(table: JobTable, state: OwnRequest, *gpu_blocks: int, submitted: bool = True) -> JobRecord:
     job = table.begin(Direction.STORE, state, [key(0)], gpu_blocks)
     job.submitted = submitted
     return job
@@ -44,7 +44,7 @@ def flushes(table: JobTable) -> frozenset[int]:
     return table.take(()).flush_job_ids
 
 
-def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(table: JobTable, request_state: TrackedRequest) -> None:
+def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(table: JobTable, request_state: OwnRequest) -> None:
     job = begin(table, request_state, 1, 2)
     assert request_state.job_ids == {job.job_id}
     assert table.record(0, TransferResult(job.job_id, True, 10, 1.0)) is None
@@ -56,9 +56,7 @@ def test_a_job_ends_with_its_last_rank_and_fails_if_one_did(table: JobTable, req
     assert not table.fences
 
 
-def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
-    table: JobTable, request_state: TrackedRequest
-) -> None:
+def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(table: JobTable, request_state: OwnRequest) -> None:
     first, second = begin(table, request_state, 1, 2), begin(table, request_state, 2, 3)
     table.flush_for_blocks([7])
     assert flushes(table) == set()
@@ -70,15 +68,15 @@ def test_a_fenced_block_that_is_handed_out_flushes_its_jobs_once(
     assert len(table.in_flight) == 2
 
 
-def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: TrackedRequest) -> None:
+def test_a_job_that_the_workers_do_not_have_is_not_flushed(table: JobTable, request_state: OwnRequest) -> None:
     begin(table, request_state, 1, submitted=False)
     table.flush_for_blocks([1])
     assert flushes(table) == set()
     assert table.fences
 
 
-def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(table: JobTable, request_state: TrackedRequest) -> None:
-    other = TrackedRequest(Request("o", 8), ReqContext("o"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
+def test_a_request_that_loses_its_blocks_flushes_its_own_jobs(table: JobTable, request_state: OwnRequest) -> None:
+    other = OwnRequest(Request("o", 8), ReqContext("o"), OffloadPolicy.BLOCK_LEVEL, (), FIRST)
     mine, theirs = begin(table, request_state, 1), begin(table, other, 2)
     table.flush_for_request(request_state)
     assert flushes(table) == {mine.job_id}
@@ -109,7 +107,7 @@ class Pool:
 
 
 def test_the_blocks_of_a_store_are_held_until_it_is_flushed_or_has_ended_on_all_ranks(
-    table: JobTable, request_state: TrackedRequest
+    table: JobTable, request_state: OwnRequest
 ) -> None:
     table.pool = pool = Pool()
     first, second = begin(table, request_state, 4, 2, 2), begin(table, request_state, 2, 3)
@@ -136,7 +134,7 @@ def test_an_engine_that_says_so_has_the_sources_of_its_stores_held() -> None:
     assert rig.scheduler.get_stats()["store_blocks", "full_attention"] == 2
 
 
-def test_a_load_holds_nothing(table: JobTable, request_state: TrackedRequest) -> None:
+def test_a_load_holds_nothing(table: JobTable, request_state: OwnRequest) -> None:
     table.pool = pool = Pool()
     job = table.begin(Direction.LOAD, request_state, [key(0)], [1, 2])
     table.remove(job)
@@ -144,7 +142,7 @@ def test_a_load_holds_nothing(table: JobTable, request_state: TrackedRequest) ->
     assert not pool.released
 
 
-def test_ends_are_counted_by_direction_and_kind_and_what_moved_alone_by_block(request_state: TrackedRequest) -> None:
+def test_ends_are_counted_by_direction_and_kind_and_what_moved_alone_by_block(request_state: OwnRequest) -> None:
     table = JobTable(geometry_of(EngineLayout((FULL, SLIDING, FULL), BT, "two"), DEFAULTS), num_ranks=2)
     stored = table.begin(Direction.STORE, request_state, [key(0), key(1), key(0, 1), key(0, 2)], [1, 2, 3, 4])
     loaded = table.begin(Direction.LOAD, request_state, [key(0)], [5])
@@ -169,7 +167,7 @@ def test_ends_are_counted_by_direction_and_kind_and_what_moved_alone_by_block(re
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_load_that_is_cancelled_is_not_sent_and_others_are(
-    table: JobTable, request_state: TrackedRequest, is_lost: bool
+    table: JobTable, request_state: OwnRequest, is_lost: bool
 ) -> None:
     source = None if is_lost else CPULoadStoreSpec([0])
     first, second = (

@@ -12,7 +12,8 @@ from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import DEFAULTS, EngineLayout
 from kvoffload.connector.epochs import FIRST
 from kvoffload.connector.groups import geometry_of
-from kvoffload.connector.requests import Keys, TrackedRequest
+from kvoffload.connector.requests import Keys
+from kvoffload.connector.requests import Request as OwnRequest
 
 PARTS = "abcd"
 """The part of the input that produced a block's last token is in the block's hash."""
@@ -42,13 +43,13 @@ def session(num_tokens: int) -> Session:
     return Session("session", num_tokens, PARTS[0])
 
 
-def tracked(request: Request, groups: int = 1) -> TrackedRequest:
+def tracked(request: Request, groups: int = 1) -> OwnRequest:
     geometry = geometry_of(EngineLayout((FULL, SLIDING)[:groups], BT, "one"), DEFAULTS)
     context = ReqContext(request.request_id)
-    return TrackedRequest(request, context, OffloadPolicy.BLOCK_LEVEL, tuple(map(Keys, geometry)), FIRST)
+    return OwnRequest(request, context, OffloadPolicy.BLOCK_LEVEL, tuple(map(Keys, geometry)), FIRST)
 
 
-def keys_of(state: TrackedRequest, group: int = 0) -> list[bytes]:
+def keys_of(state: OwnRequest, group: int = 0) -> list[bytes]:
     return list(state.groups[group].keys)
 
 

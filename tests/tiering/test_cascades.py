@@ -9,7 +9,7 @@ from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing import FakeTier
 from kvoffload.tiering.cascades import Cascades
-from kvoffload.tiering.requests import Request
+from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 
 REQUEST = ReqContext("r")
@@ -25,7 +25,7 @@ class Parts:
         self.tiers = [GuardedTier(index, fake) for index, fake in enumerate(self.fakes)]
         self.jobs = TierJobs()
         self.cascades = Cascades(self.primary, self.jobs, self.tiers[1:])
-        self.request = Request(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
+        self.request = TierRequest(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
 
     def reserve(self, *numbers: int) -> None:
         output = self.primary.prepare_store(keys(*numbers), REQUEST)
@@ -103,7 +103,7 @@ def test_a_parked_block_that_is_never_written_is_dropped() -> None:
 
 def test_a_stored_block_goes_to_the_tiers_of_all_stores_and_to_those_that_want_the_request() -> None:
     parts = Parts()
-    other = Request(ReqContext("other"), 1.0)
+    other = TierRequest(ReqContext("other"), 1.0)
     parts.reserve(1, 2, 3)
     parts.cascades.begin_stores(parts.request, keys(1, 2), keys(1, 2))
     parts.cascades.begin_stores(other, keys(3), keys(3))
@@ -118,7 +118,7 @@ def test_a_stored_block_goes_to_the_tiers_of_all_stores_and_to_those_that_want_t
 
 def test_a_request_that_offers_what_another_one_stores_has_it_cascaded_when_it_is_ready() -> None:
     parts = Parts()
-    other = Request(ReqContext("other"), 1.0)
+    other = TierRequest(ReqContext("other"), 1.0)
     parts.reserve(1)
     parts.cascades.begin_stores(other, keys(1), keys(1))
     parts.cascades.begin_stores(parts.request, [], keys(1))

@@ -15,7 +15,7 @@ from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
 from kvoffload.tiering import JobMetadata, promotions
 from kvoffload.tiering.places import Places
-from kvoffload.tiering.requests import Request
+from kvoffload.tiering.requests import TierRequest
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -268,7 +268,7 @@ class Asked:
         self._num_asked = 0
         survey = Places.survey
 
-        def counted(places: Places, request: Request, keys: list[OffloadKey], *first: int) -> object:
+        def counted(places: Places, request: TierRequest, keys: list[OffloadKey], *first: int) -> object:
             self._num_asked += len(keys)
             return survey(places, request, keys, *first)
 

@@ -14,7 +14,7 @@ from kvoffload.testing import FakeTier
 from kvoffload.testing.clock import ManualClock
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Request
+from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJobs
 from kvoffload.tiering.waits import Waits
 
@@ -30,7 +30,7 @@ class Parts:
         self.jobs = TierJobs()
         self.clock = ManualClock()
         self.waits = Waits(self.primary.slots, 4 / 8, self.clock)
-        self.requests: list[Request] = []
+        self.requests: list[TierRequest] = []
         self.promotions = Promotions(self.primary, self.waits, self.jobs, self.planner(), self.note_reservation)
         self.fake.put(keys(*range(10)), map(content, keys(*range(10))))
 
@@ -40,11 +40,11 @@ class Parts:
     def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
         self.waits.gone(evicted)
 
-    def request(self, name: str) -> Request:
-        self.requests.append(Request(ReqContext(name), budget_s=1.0))
+    def request(self, name: str) -> TierRequest:
+        self.requests.append(TierRequest(ReqContext(name), budget_s=1.0))
         return self.requests[-1]
 
-    def begin(self, request: Request, *numbers: int) -> int:
+    def begin(self, request: TierRequest, *numbers: int) -> int:
         """How many of these blocks are begun."""
         begun = self.promotions.begin(
             [(self.tier, len(numbers))], self.waits.of(request), keys(*numbers), 0, len(numbers)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvoffload.base import OffloadingManager
 from kvoffload.connector.epochs import Epochs
 from kvoffload.connector.hits import Hits
-from kvoffload.connector.requests import TrackedRequest
+from kvoffload.connector.requests import Request
 
 MOST_BLOCKS = 2048
 """Blocks that are looked up per step for requests that wait for their turn. After a longer request, none are looked up
@@ -30,7 +30,7 @@ class _Place:
     """The client only wants the request's blocks in host memory, so that it has no turn before they are there."""
     priority: int
     number: int
-    request: TrackedRequest = field(compare=False)
+    request: Request = field(compare=False)
     hit_tokens: int = field(default=0, compare=False)
     """The tokens that it will probably load."""
     until_s: float = field(default=0.0, compare=False)
@@ -56,7 +56,7 @@ class ReadAhead:
         self._clock = clock
         self._most_s = most_s
         self._queue: list[_Place] = []
-        self._places: dict[TrackedRequest, _Place] = {}
+        self._places: dict[Request, _Place] = {}
         self._num_arrived = 0
         self._left = 0
         """Blocks that may still be looked up in this step. Below zero after a long request."""
@@ -64,7 +64,7 @@ class ReadAhead:
     def __repr__(self) -> str:
         return f"ReadAhead({len(self._queue)} requests queue)"
 
-    def arrive(self, request: TrackedRequest, *, comes_first: bool = False, only_reads: bool = False) -> None:
+    def arrive(self, request: Request, *, comes_first: bool = False, only_reads: bool = False) -> None:
         """The request waits for its turn. One that was preempted comes first among those of its priority.
         ``only_reads``: it only prepares another one."""
         if not request.context.reads_cache or request in self._places:
@@ -78,7 +78,7 @@ class ReadAhead:
             place.until_s = self._clock() + self._most_s
             request.context.tokens_ahead = _NEVER
 
-    def ask(self, request: TrackedRequest) -> None:
+    def ask(self, request: Request) -> None:
         """The engine asks for the request, so its turn has come, unless it only has its blocks read for now."""
         place = self._places.get(request)
         if place is None or not place.only_reads:
@@ -86,7 +86,7 @@ class ReadAhead:
         elif self._clock() >= place.until_s:
             self.leave(request)
 
-    def leave(self, request: TrackedRequest) -> None:
+    def leave(self, request: Request) -> None:
         """The request was admitted, or it has ended."""
         place = self._places.pop(request, None)
         if place is not None:

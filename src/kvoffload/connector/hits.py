@@ -30,7 +30,7 @@ from kvoffload.connector.groups import (
 )
 from kvoffload.connector.jobs import JobRecord, JobTable
 from kvoffload.connector.observer import Observer
-from kvoffload.connector.requests import TrackedRequest
+from kvoffload.connector.requests import Request
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.errors import TransferError
 from kvoffload.metrics import HOST, Histogram, Sample, Stats
@@ -63,7 +63,7 @@ class Hits:
         self._short_loads = short_loads
         self._observer = observer
         self._clock = clock
-        self._waiting: dict[TrackedRequest, tuple[float, int, int]] = {}
+        self._waiting: dict[Request, tuple[float, int, int]] = {}
         """Requests whose last question is unanswered: the time of the first such question, its number of computed
         tokens, and the request's number of tokens."""
         self._loading: dict[OffloadKey, int] = {}
@@ -76,7 +76,7 @@ class Hits:
 
     # ------------------------------------------------------------------------------------------------- the search
 
-    def find(self, request: TrackedRequest, computed_tokens: int, is_alone: bool = False) -> int | None:
+    def find(self, request: Request, computed_tokens: int, is_alone: bool = False) -> int | None:
         """Return the number of tokens that the request can use, including the ``computed_tokens`` on the GPU. ``None``:
         ask again in a later step. ``is_alone``: the engine has no other request."""
         prefix, tokens = request.prefix, computed_tokens
@@ -111,11 +111,11 @@ class Hits:
         )
         return tokens
 
-    def has_asked(self, request: TrackedRequest) -> bool:
+    def has_asked(self, request: Request) -> bool:
         """Return whether the engine has asked for the request, and waits for the answer."""
         return request in self._waiting
 
-    def look_ahead(self, request: TrackedRequest) -> tuple[int, bool]:
+    def look_ahead(self, request: Request) -> tuple[int, bool]:
         """Look up the blocks of a request whose turn has not come. Return the tokens that it will probably load, and
         whether all of them are in host memory."""
         coming: list[int] = []
@@ -131,7 +131,7 @@ class Hits:
             return coming[0] if coming else 0, False  # full attention is looked up first
         return found, True
 
-    def search(self, request: TrackedRequest, computed_tokens: int, most: int) -> int | None:
+    def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
         """Return the longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer.
 
         Lookups read the blocks that they find from the tiers. So if a hit also needs windows or states, no attention is
@@ -147,7 +147,7 @@ class Hits:
         return found
 
     def _search(
-        self, request: TrackedRequest, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
+        self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
     ) -> int | None:
         """Do the same, but wait for no other request's load."""
         if request.prefix.load_failed:
@@ -164,7 +164,7 @@ class Hits:
                 ask = functools.partial(ask, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
-    def _awaits_load(self, request: TrackedRequest, computed_tokens: int, hit_tokens: int) -> bool:
+    def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
         """Return whether another request is already loading at least half of these blocks.
 
         When that load has ended, the engine's own prefix cache contains them. A request waits for at most one such
@@ -181,7 +181,7 @@ class Hits:
 
     # ------------------------------------------------------------------------------------- its admission, and its load
 
-    def admit(self, request: TrackedRequest, num_external_tokens: int) -> None:
+    def admit(self, request: Request, num_external_tokens: int) -> None:
         """Begin a load for ``num_external_tokens``, because the request has GPU blocks, and touch the prefix. The touch
         includes the blocks that were on the GPU, because blocks in use there should not age in host memory."""
         prefix = request.prefix
@@ -206,7 +206,7 @@ class Hits:
         if prefix.within_step:
             prefix.computed_tokens = prefix.tokens
 
-    def _count_admission(self, request: TrackedRequest, num_external_tokens: int) -> None:
+    def _count_admission(self, request: Request, num_external_tokens: int) -> None:
         """Count a request once, however often it is preempted."""
         not_computed = max(0, request.of_engine.num_tokens - request.prefix.computed_tokens)
         looked_up = min(not_computed, request.max_load_tokens)
@@ -219,7 +219,7 @@ class Hits:
         for tier, tokens in (request.prefix.tokens_by_tier or {}).items():
             counts["tier_hit_tokens", tier] += tokens
 
-    def _tokens_by_tier(self, request: TrackedRequest, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
+    def _tokens_by_tier(self, request: Request, sources: Mapping[OffloadKey, str]) -> dict[str, int]:
         """Return the tokens of a hit by the tier that contained their blocks when the request arrived. With several
         groups, the blocks of the group with the smallest blocks count. If there are only states, the one state counts
         for all tokens."""
@@ -235,7 +235,7 @@ class Hits:
             tokens[sources.get(keys[block], HOST)] += min(stop, (block + 1) * size) - max(first, block * size)
         return dict(tokens)
 
-    def _load(self, request: TrackedRequest) -> None:
+    def _load(self, request: Request) -> None:
         """Load the request's hit to its GPU blocks. If pins or GPU blocks are missing for any part, the load is lost:
         it is sent, and the workers report it as failed."""
         prefix = request.prefix
@@ -286,11 +286,11 @@ class Hits:
             prefix.load_failed = True
         return True
 
-    def is_new(self, request: TrackedRequest) -> bool:
+    def is_new(self, request: Request) -> bool:
         """Return whether the request has a load that was not sent to the workers yet."""
         return self._jobs.new_load(request) is not None
 
-    def forget(self, request: TrackedRequest) -> None:
+    def forget(self, request: Request) -> None:
         """Forget a request that ended. Cancels its load if it was not sent to the workers yet. A running load continues
         to its end; its GPU blocks are fenced."""
         self._waiting.pop(request, None)
@@ -313,7 +313,7 @@ class Hits:
     def get_stats(self) -> Stats:
         return {**self._counts, ("requests_waiting",): len(self._waiting), **self._wait_seconds.stats()}
 
-    def check_invariants(self, requests: Collection[TrackedRequest]) -> None:
+    def check_invariants(self, requests: Collection[Request]) -> None:
         """Check that keys being loaded belong to loads in flight. ``requests`` are all requests that have not ended.
         For tests."""
         assert set(requests).issuperset(self._waiting), "a request that has ended waits for an answer"

@@ -27,7 +27,7 @@ from kvoffload.connector.engine import NO_BLOCK, GPUBlockPool
 from kvoffload.connector.epochs import Epoch
 from kvoffload.connector.groups import GroupGeometry
 from kvoffload.connector.messages import ConnectorMeta, TransferJob
-from kvoffload.connector.requests import TrackedRequest
+from kvoffload.connector.requests import Request
 from kvoffload.metrics import Histogram, Stats
 
 _NOTHING = ConnectorMeta()
@@ -41,7 +41,7 @@ class JobRecord:
 
     job_id: int
     direction: Direction
-    request: TrackedRequest
+    request: Request
     """May outlive the request in the engine, because its context is needed to release the pins."""
     keys: tuple[OffloadKey, ...]
     """The keys that ``prepare_load`` pinned or ``prepare_store`` reserved; empty for a lost load."""
@@ -97,7 +97,7 @@ class JobTable:
     # -------------------------------------------------------------------------------------------------- begin, and send
 
     def begin(
-        self, direction: Direction, request: TrackedRequest, keys: Iterable[OffloadKey], gpu_block_ids: Iterable[int]
+        self, direction: Direction, request: Request, keys: Iterable[OffloadKey], gpu_block_ids: Iterable[int]
     ) -> JobRecord:
         job_id, fences = self._next_id, self.fences
         self._next_id += 1
@@ -116,7 +116,7 @@ class JobTable:
 
     def begin_load(
         self,
-        request: TrackedRequest,
+        request: Request,
         keys: Iterable[OffloadKey],
         source: LoadStoreSpec | None,
         destination: GPULoadStoreSpec,
@@ -130,12 +130,12 @@ class JobTable:
         (self._lost_loads if source is None else self._loads).append(transfer)
         return job
 
-    def new_load(self, request: TrackedRequest) -> JobRecord | None:
+    def new_load(self, request: Request) -> JobRecord | None:
         """Return the load of the request that the workers do not have yet."""
         jobs = map(self.in_flight.__getitem__, request.job_ids)
         return next((job for job in jobs if not job.submitted), None)
 
-    def cancel_load(self, request: TrackedRequest) -> JobRecord | None:
+    def cancel_load(self, request: Request) -> JobRecord | None:
         """End the load of the request that the workers do not have yet, and return it."""
         job = self.new_load(request)
         if job is not None:
@@ -211,7 +211,7 @@ class JobTable:
                 for job_id in self.fences[block_id]:
                     self._flush(self.in_flight[job_id])
 
-    def flush_for_request(self, request: TrackedRequest) -> None:
+    def flush_for_request(self, request: Request) -> None:
         """Flush the request's jobs, because it lost all its GPU blocks."""
         for job_id in sorted(request.job_ids):
             self._flush(self.in_flight[job_id])

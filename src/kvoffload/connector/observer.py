@@ -22,7 +22,7 @@ from kvoffload.connector.epochs import Epoch, Epochs
 from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.recording import TraceRecorder
-from kvoffload.connector.requests import UNLIMITED, TrackedRequest
+from kvoffload.connector.requests import UNLIMITED, Request
 from kvoffload.errors import ConfigError
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
@@ -150,9 +150,9 @@ class Observer:
             size = self._finest.block_tokens
             self._recorder = TraceRecorder(path, size, _machine(geometry, size, layout, config))
         self._watch = watch
-        self._watched: dict[TrackedRequest, Callable[[Explanation], None]] = {}
+        self._watched: dict[Request, Callable[[Explanation], None]] = {}
         self.is_closed = False
-        self._unfinished: dict[TrackedRequest, Explanation] = {}
+        self._unfinished: dict[Request, Explanation] = {}
         """The explanations of recorded or watched requests that have not ended."""
         self._before: Epoch | None = None
         """The epoch that the last reset ended."""
@@ -177,7 +177,7 @@ class Observer:
     # ------------------------------------------------------------------------------------- events of a request
 
     @_ends_recording
-    def arrived(self, request: TrackedRequest) -> None:
+    def arrived(self, request: Request) -> None:
         tell = self._watch(request.of_engine) if self._watch is not None else None
         if tell is not None:
             self._watched[request] = tell
@@ -192,14 +192,14 @@ class Observer:
             self._recorder.arrived(context.req_id, now_s, keys, prompt_tokens, next_use=context.next_use)
 
     @_ends_recording
-    def deferred(self, request: TrackedRequest, phase: str) -> None:
+    def deferred(self, request: Request, phase: str) -> None:
         """Note that a lookup had no answer, because of ``phase``."""
         explanation = self._unfinished.get(request)
         if explanation is not None and not explanation.found:
             explanation.enter(phase, self._clock())
 
     @_ends_recording
-    def answered(self, request: TrackedRequest) -> None:
+    def answered(self, request: Request) -> None:
         """Note that the lookup has an answer, so that the engine can admit the request."""
         explanation = self._unfinished.get(request)
         if explanation is not None and not explanation.found and explanation.phase != "queue":
@@ -209,7 +209,7 @@ class Observer:
             explanation.promoted_bytes = {tier: number * self._block_bytes for tier, number in blocks.items()}
 
     @_ends_recording
-    def admitted(self, request: TrackedRequest) -> None:
+    def admitted(self, request: Request) -> None:
         """Note that the request has GPU blocks. Later admissions change nothing."""
         explanation, hits = self._unfinished.get(request), request.prefix.tokens_by_tier or {}
         if explanation is None or explanation.found:
@@ -239,7 +239,7 @@ class Observer:
         self._lost.record(job.keys, Miss.STORE_FAILED)
 
     @_ends_recording
-    def finished(self, request: TrackedRequest, most_tokens: int, has_no_room: bool) -> None:
+    def finished(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
         """Note the end of a request, and write its explanation. Its blocks that were not accepted for store are lost,
         because of a lack of room if ``has_no_room``. Blocks from ``most_tokens`` on were excluded from storing. If the
         request was never admitted, it has no explanation in the trace."""
@@ -262,7 +262,7 @@ class Observer:
 
     # ---------------------------------------------------------------------------------------------- why it was missing
 
-    def _losses(self, keys: Sequence[OffloadKey], request: TrackedRequest) -> list[Loss | None]:
+    def _losses(self, keys: Sequence[OffloadKey], request: Request) -> list[Loss | None]:
         """Return for each of ``keys`` why the request did not get it; ``None``: the block is in host memory or a tier.
         Blocks that tiers still hold from the epoch before the last reset count as lost by that reset."""
         losses = self._manager.explain(keys, request.context)
@@ -277,7 +277,7 @@ class Observer:
             for loss, old_loss in zip(losses, before, strict=True)
         ]
 
-    def _record_losses(self, request: TrackedRequest, most_tokens: int, has_no_room: bool) -> None:
+    def _record_losses(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
         limit = request.limits.max_offload_tokens
         beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
         if self._epochs.is_over(request.epoch):
@@ -295,7 +295,7 @@ class Observer:
             if first_beyond < ready:
                 self._lost.record(own.keys[first_beyond:ready], beyond)
 
-    def _surely_stored(self, request: TrackedRequest) -> int:
+    def _surely_stored(self, request: Request) -> int:
         """Return the least number of blocks that the whole request stores. Most states are never kept, and blocks
         behind a window may leave the GPU before they are offered."""
         blocks = dict.fromkeys(GroupKind, 0)
@@ -303,7 +303,7 @@ class Observer:
             blocks[own.group.kind] += len(own.keys)
         return blocks[GroupKind.FULL_ATTENTION] or blocks[GroupKind.SLIDING_WINDOW] or blocks[GroupKind.LOCAL_CHUNK]
 
-    def _explain(self, request: TrackedRequest, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
+    def _explain(self, request: Request, explanation: Explanation, begin: int, prompt_tokens: int) -> None:
         """Add the reasons why the prompt's tokens from ``begin`` on were missing."""
         unit, size = hit_unit_tokens(self._geometry), self._finest.block_tokens
         keys = request.groups[self._finest.index].keys
@@ -339,7 +339,7 @@ class Observer:
                 mean_s = explanation.lost_s.get(loss.cause, 0.0)
                 explanation.lost_s[loss.cause] = (mean_s * before + loss.seconds_ago * tokens) / (before + tokens)
 
-    def _why_no_longer_hit(self, request: TrackedRequest, hit_tokens: int) -> Loss:
+    def _why_no_longer_hit(self, request: Request, hit_tokens: int) -> Loss:
         """Return why there was no hit of ``hit_tokens``, the next longer hit, although the group with the smallest
         blocks has its next block. The reason is a block that another group lacks, or a block for looking ahead. After a
         failed load, there is no second load."""

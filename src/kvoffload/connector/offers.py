@@ -29,7 +29,7 @@ from kvoffload.connector.epochs import Epochs
 from kvoffload.connector.groups import GroupGeometry, by_position, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobTable
 from kvoffload.connector.messages import TransferJob
-from kvoffload.connector.requests import UNLIMITED, Keys, TrackedRequest
+from kvoffload.connector.requests import UNLIMITED, Keys, Request
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def select_source(
 
 
 class Offering(Protocol):
-    """The state of a request that the following rules need. ``TrackedRequest`` implements it."""
+    """The state of a request that the following rules need. ``Request`` implements it."""
 
     max_blocks: int
     touched_at: int
@@ -295,7 +295,7 @@ class StoreOffers:
         self._geometry = geometry
         self._unit_tokens = hit_unit_tokens(geometry)
         self._least_tokens = finest_of(geometry).block_tokens
-        self.refused: dict[TrackedRequest, None] = {}
+        self.refused: dict[Request, None] = {}
         """Requests whose blocks found no room, in the order of their last rejections. Other code only reads it."""
         self._refused_in_step = False
         self.newest_step: Sequence[ScheduledRequest] = ()
@@ -304,7 +304,7 @@ class StoreOffers:
     def __repr__(self) -> str:
         return f"StoreOffers({len(self.refused)} requests refused)"
 
-    def offer(self, request: TrackedRequest) -> list[TransferJob]:
+    def offer(self, request: Request) -> list[TransferJob]:
         """Offer the blocks that are full at the end of this step, which computes ``request.last_scheduled``.
 
         Returns the stores, which start at the end of the step. It also decides when the request can next have blocks to
@@ -318,7 +318,7 @@ class StoreOffers:
             self._refused_in_step = True
         return stores
 
-    def offer_rest(self, request: TrackedRequest) -> list[TransferJob]:
+    def offer_rest(self, request: Request) -> list[TransferJob]:
         """Offer all blocks that earlier steps filled and that were not accepted yet, and return the stores. The list is
         empty if the request has no such blocks on the GPU."""
         last = request.last_scheduled
@@ -344,18 +344,18 @@ class StoreOffers:
             refused = request in self.refused
         return stores
 
-    def admit(self, request: TrackedRequest, hit_tokens: int) -> None:
+    def admit(self, request: Request, hit_tokens: int) -> None:
         """Start to offer blocks of a request, which has received GPU blocks and has touched its prefix of
         ``hit_tokens``."""
         self.forget(request)
         self._turnover.touched(request)
         request.begin_offers(hit_tokens)
 
-    def forget(self, request: TrackedRequest) -> None:
+    def forget(self, request: Request) -> None:
         """Drop a request from the queue, because it ended or lost the GPU blocks that it computed."""
         self.refused.pop(request, None)
 
-    def _offer(self, request: TrackedRequest, limit: int, computed_tokens: int) -> list[TransferJob]:
+    def _offer(self, request: Request, limit: int, computed_tokens: int) -> list[TransferJob]:
         """Offer the blocks before token ``limit``, except blocks that the engine frees when ``computed_tokens`` have
         been computed."""
         request.offered_tokens = limit
@@ -380,7 +380,7 @@ class StoreOffers:
             self._turnover.touched(request, len(keys))
         return stores
 
-    def max_tokens(self, request: TrackedRequest) -> int:
+    def max_tokens(self, request: Request) -> int:
         """Return the number of tokens of the request, from the first one on, that may be stored."""
         if self._epochs.is_over(request.epoch):
             return 0
@@ -389,7 +389,7 @@ class StoreOffers:
         return most if limit is None else min(most, limit)
 
     def _offer_portions(
-        self, request: TrackedRequest, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
+        self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
         """Offer the blocks in portions, and return ``False`` if there was no room for the rest."""
 
@@ -415,7 +415,7 @@ class StoreOffers:
         return offer_in_portions(request, self._manager, request.context, plan, accept)
 
     def _begin_store(
-        self, request: TrackedRequest, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
+        self, request: Request, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
     ) -> None:
         keys = output.keys_to_store
         selected = select_source(self._geometry, offer, keys)

@@ -81,7 +81,7 @@ class CachedPrefix:
 
 
 @dataclass(slots=True, eq=False)
-class TrackedRequest:
+class Request:
     """One request, from its arrival to its end. Its jobs in flight keep this object alive until they end."""
 
     of_engine: EngineRequest

@@ -27,7 +27,7 @@ from kvoffload.connector.limits import RequestLimits
 from kvoffload.connector.messages import ConnectorMeta, LoadOutcome, TransferJob, WorkerReport
 from kvoffload.connector.observer import Observer, Watch
 from kvoffload.connector.offers import StoreOffers
-from kvoffload.connector.requests import Keys, TrackedRequest
+from kvoffload.connector.requests import Keys, Request
 from kvoffload.connector.short_loads import ShortLoads
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats, add_stats
@@ -62,7 +62,7 @@ class OffloadingConnectorScheduler:
         self._manager = manager
         self._leaves_out = leaves_out
         self._geometry = geometry = geometry_of(layout, config)
-        self._requests: dict[str, TrackedRequest] = {}
+        self._requests: dict[str, Request] = {}
         self._epochs = epochs = Epochs(config, weights_name)
         self._num_ranks = layout.num_ranks
         self._jobs = jobs = JobTable(geometry, layout.num_ranks)
@@ -98,7 +98,7 @@ class OffloadingConnectorScheduler:
         omit the call."""
         self._request_of(request)
 
-    def _request_of(self, of_engine: EngineRequest) -> TrackedRequest:
+    def _request_of(self, of_engine: EngineRequest) -> Request:
         request = self._known(of_engine)
         if request is not None:
             return request
@@ -121,14 +121,14 @@ class OffloadingConnectorScheduler:
         )
         policy = self._manager.on_new_request(context).policy
         groups = tuple(map(Keys, self._geometry))
-        request = TrackedRequest(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
+        request = Request(of_engine, context, policy, groups, self._epochs.current, limits, self._leaves_out)
         self._requests[context.req_id] = request
         self._ahead.arrive(request, only_reads=is_prefetch)
         if self._observer is not None:
             self._observer.arrived(request)
         return request
 
-    def _known(self, of_engine: EngineRequest) -> TrackedRequest | None:
+    def _known(self, of_engine: EngineRequest) -> Request | None:
         """Return the tracked request, or ``None`` if the engine's request is not tracked (even if another one has its
         id)."""
         request = self._requests.get(of_engine.request_id)
@@ -149,7 +149,7 @@ class OffloadingConnectorScheduler:
                 self._jobs.add_final_stores(self._offers.offer_rest(own))
             self._finish(own)
 
-    def _finish(self, request: TrackedRequest) -> None:
+    def _finish(self, request: Request) -> None:
         del self._requests[request.context.req_id]
         if self._observer is not None:
             self._observer.finished(request, self._offers.max_tokens(request), request in self._offers.refused)
@@ -273,7 +273,7 @@ class OffloadingConnectorScheduler:
             named.append(own)
         return named
 
-    def _take_new_blocks(self, request: TrackedRequest | None, scheduled: ScheduledRequest) -> None:
+    def _take_new_blocks(self, request: Request | None, scheduled: ScheduledRequest) -> None:
         is_new = scheduled.block_table_is_new
         # Blocks of computed tokens are shared and only read, or their jobs were flushed when a load filled them.
         self._flush_users(scheduled.new_block_ids, scheduled.num_computed_tokens if is_new else 0)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.metrics import Stats
-from kvoffload.tiering.requests import Request
+from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 
 _LEAST_BACKLOG_BLOCKS = 64
@@ -32,9 +32,9 @@ class Cascades:
         self._primary = primary
         self._jobs = jobs
         self._on_store_tiers = tuple(on_store_tiers)
-        self._storing: dict[OffloadKey, Request] = {}
+        self._storing: dict[OffloadKey, TierRequest] = {}
         """Blocks that are being stored in host memory, with their requests."""
-        self.parked: dict[OffloadKey, list[Request]] = {}
+        self.parked: dict[OffloadKey, list[TierRequest]] = {}
         """Parked blocks, with the requests for which they will be written to tiers. Others only read it."""
         self._blocks_written = 0
         self._blocks_failed = 0
@@ -108,7 +108,9 @@ class Cascades:
             keys += job.keys
         self._primary.complete_read(keys)
 
-    def begin_stores(self, request: Request, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+    def begin_stores(
+        self, request: TierRequest, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]
+    ) -> None:
         """Record that ``request`` stores ``keys_to_store``: host memory lacked these blocks of ``keys``."""
         self._storing.update(dict.fromkeys(keys_to_store, request))
         request.may_submit += len(keys_to_store)
@@ -117,12 +119,12 @@ class Cascades:
             others = [key for key in dict.fromkeys(keys) if self._storing.get(key) is not request]
             self.submit_or_park(request, others)
 
-    def end_stores(self, keys: Sequence[OffloadKey]) -> Collection[Request]:
+    def end_stores(self, keys: Sequence[OffloadKey]) -> Collection[TierRequest]:
         """Submit the stored blocks among ``keys``, whose writes to host memory have ended. Return the requests that may
         submit less from now on."""
-        stored: dict[Request, list[OffloadKey]] = {}
+        stored: dict[TierRequest, list[OffloadKey]] = {}
         storing = self._storing
-        request: Request | None = None
+        request: TierRequest | None = None
         for key, block in zip(keys, self._primary.slots.get_all(keys) if storing else ()):
             owner = storing.pop(key, None)
             if owner is None:
@@ -140,7 +142,7 @@ class Cascades:
             self.submit(tiers, ready, request.context)
         return [*stored, *self.retry_parked(keys)]
 
-    def submit_or_park(self, request: Request, keys: Iterable[OffloadKey]) -> None:
+    def submit_or_park(self, request: TierRequest, keys: Iterable[OffloadKey]) -> None:
         """Submit the ready blocks among ``keys`` to the tiers that want the whole ``request``, and park the blocks that
         are being written. Absent blocks are skipped."""
         ready: list[OffloadKey] = []
@@ -155,11 +157,11 @@ class Cascades:
                 request.may_submit += 1
         self.submit(request.whole_request_tiers, ready, request.context)
 
-    def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[Request]:
+    def retry_parked(self, keys: Iterable[OffloadKey] | None = None) -> list[TierRequest]:
         """Check the parked blocks again (``keys``, or all). Return the requests that have fewer of them now."""
         if not self.parked:
             return []
-        again: dict[Request, list[OffloadKey]] = {}
+        again: dict[TierRequest, list[OffloadKey]] = {}
         for key in list(self.parked) if keys is None else keys:
             if key not in self.parked or self._is_being_written(key):
                 continue
@@ -174,7 +176,7 @@ class Cascades:
         block = self._primary.slots.get(key)
         return block is not None and not block.is_ready
 
-    def reset(self) -> list[Request]:
+    def reset(self) -> list[TierRequest]:
         """Forget every block that is being stored or parked. Return their requests."""
         forgotten = [*self._storing.values(), *(request for requests in self.parked.values() for request in requests)]
         for request in forgotten:
@@ -183,7 +185,7 @@ class Cascades:
         self.parked.clear()
         return forgotten
 
-    def check_invariants(self, requests: Iterable[Request], promoted: Collection[OffloadKey]) -> None:
+    def check_invariants(self, requests: Iterable[TierRequest], promoted: Collection[OffloadKey]) -> None:
         """Check that stored and parked blocks are being written, that some tier wants the whole request of each parked
         block, and that the counts of ``requests`` (and of others that store) agree. No block is both stored and
         ``promoted``."""

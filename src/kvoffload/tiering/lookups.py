@@ -18,7 +18,7 @@ from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.places import Places, Survey
 from kvoffload.tiering.plans import Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Request, Told, Wait
+from kvoffload.tiering.requests import TierRequest, Told, Wait
 from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
@@ -50,11 +50,11 @@ class Lookups:
         """Number of plans that replaced another plan of the same wait."""
         self.num_ended_early = 0
         """Number of waits that fell too far behind, and ended before all planned blocks had arrived."""
-        self._asking: Request | None = None
+        self._asking: TierRequest | None = None
         """The request that asked last, in this step."""
 
     def ask(
-        self, request: Request, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
+        self, request: TierRequest, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """Return the answers for ``keys`` in order, up to the first ``False``. Starts reads, and a wait for them. With
         ``ends``, a part of a hit is useful only if its last block is one of them."""
@@ -79,7 +79,7 @@ class Lookups:
         self._primary.count_lookups(asked, request.context)
         return answers
 
-    def is_waiting(self, request: Request) -> bool:
+    def is_waiting(self, request: TierRequest) -> bool:
         """Return whether the request waits for answers (or for its turn), and would get the same answers again."""
         if request.context.tokens_ahead is not None:
             return self._may_hold(request.wait)
@@ -105,13 +105,13 @@ class Lookups:
             and all(told.is_kept for told in wait.told.values())
         )
 
-    def where(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+    def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
         except that tiers may ask their stores."""
         answers = self._primary.where(keys, request.context)
         return answers if self._waits.is_over(request) else self._places.where(request, keys, answers)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: TierRequest) -> None:
         """The request has ended."""
         self._places.end(request)
 
@@ -125,7 +125,7 @@ class Lookups:
         self._waits.end_step(self._places.next_unanswered)
         self._places.measure()
 
-    def _take_in(self, request: Request) -> None:
+    def _take_in(self, request: TierRequest) -> None:
         """Take in the jobs and the news since the last call.
 
         If the wait is dirty, the first question of its request in a step starts over.
@@ -150,7 +150,7 @@ class Lookups:
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def _answer_at_once(self, request: Request, keys: Sequence[OffloadKey]) -> list[bool | None]:
+    def _answer_at_once(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Answer a request that may not wait. Every block that is not ready is a miss."""
         answers: list[bool | None] = []
         for key, block in zip(keys, self._primary.slots.get_all(keys), strict=True):
@@ -288,7 +288,7 @@ class Lookups:
 
     # ------------------------------------------------------------------------------------------------- reserve
 
-    def _cut_at_failure(self, request: Request, told: Told) -> None:
+    def _cut_at_failure(self, request: TierRequest, told: Told) -> None:
         """Cut the answers at the first block whose tier rejected its job immediately."""
         for at, key in enumerate(told.keys[: len(told.answers)]):
             if request.verdicts.get(key) is Miss.PROMOTION_FAILED and self._primary.slots.get(key) is None:

@@ -32,7 +32,7 @@ from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
 from kvoffload.tiering.plans import FOREVER
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Request
+from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 from kvoffload.tiering.write_back import WriteBack
@@ -96,7 +96,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._lookups = Lookups(
             primary_tier, self._tiers, self._waits, self._promotions, self._planner, self._poll, clock
         )
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, TierRequest] = {}
 
     def __repr__(self) -> str:
         names = [tier.name for tier in self._tiers]
@@ -318,10 +318,10 @@ class TieringOffloadingManager(OffloadingManager):
             self._write_back.check_invariants()
         self._waits.check_invariants(requests)
 
-    def _request(self, req_context: ReqContext) -> Request:
+    def _request(self, req_context: ReqContext) -> TierRequest:
         request = self._requests.get(req_context.req_id)
         if request is None:
-            request = self._requests[req_context.req_id] = Request(req_context, self._max_wait_s)
+            request = self._requests[req_context.req_id] = TierRequest(req_context, self._max_wait_s)
         return request
 
     # ------------------------------------------------------------------------------------------------- job ends
@@ -391,7 +391,7 @@ class TieringOffloadingManager(OffloadingManager):
             tuple(tier for tier, mode in modes if mode == "on_evict"),
         )
 
-    def _close_if_done(self, request: Request) -> None:
+    def _close_if_done(self, request: TierRequest) -> None:
         """Inform the tiers of the request's end, once nothing more can be submitted for it."""
         if not request.is_ending or request.may_submit:
             return

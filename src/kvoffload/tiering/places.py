@@ -17,7 +17,7 @@ from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import Request, Told
+from kvoffload.tiering.requests import TierRequest, Told
 from kvoffload.tiering.segments import HERE, Place, Segment, joined
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
@@ -67,7 +67,7 @@ class Places:
     def __repr__(self) -> str:
         return f"Places(tiers={[tier.name for tier in self._tiers]})"
 
-    def where(self, request: Request, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
+    def where(self, request: TierRequest, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
         """Return for each of ``keys`` whether any tier has it. ``answers`` says which blocks host memory has."""
         lost = request.wait.lost if request.wait is not None else ()
         verdicts = request.verdicts
@@ -83,7 +83,7 @@ class Places:
                 missing = [at for at in missing if not answers[at]]
         return answers
 
-    def survey(self, request: Request, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
+    def survey(self, request: TierRequest, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
         """Return the places of ``keys``, up to the first block that no tier has. ``first``: the index of the first key
         in the request's question.
 
@@ -94,7 +94,7 @@ class Places:
         most = own + self._waits.room_beside(()) - first
         return Survey(*self._where(request, keys, most))
 
-    def _where(self, request: Request, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
+    def _where(self, request: TierRequest, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
         """Return the places of ``keys``, and whether they end because no tier has the next block.
 
         They also end after ``most`` blocks, unless all of these are ready or the last one is unknown.
@@ -148,7 +148,7 @@ class Places:
                 break
         return [Segment(place, len([*same])) for place, same in itertools.groupby(places)]
 
-    def below(self, request: Request, keys: Sequence[OffloadKey]) -> list[Segment]:
+    def below(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[Segment]:
         """Return for ``keys``, which host memory lacks, the tiers that have them and the tiers that must ask their
         stores. Ends at the first block that no tier has, or that is a miss for this request.
 
@@ -183,7 +183,7 @@ class Places:
                     break  # a tier that was not asked may have the next block
         return found
 
-    def _ask(self, view: _View, request: Request, keys: Sequence[OffloadKey], at: int) -> None:
+    def _ask(self, view: _View, request: TierRequest, keys: Sequence[OffloadKey], at: int) -> None:
         """Ask a tier for the blocks from ``at`` on. If it must ask its store, time its answer for one of them."""
         tier, keys = view.tier, keys[at : at + view.size]
         lookup = tier.lookup_each if view.has_missed else tier.lookup_prefix
@@ -227,12 +227,12 @@ class Places:
         seconds = inf if found is None else self._clock() - asked.asked_s
         self._planner.link(tier.index).answers.add(asked.seen_s - asked.asked_s, seconds, found)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: TierRequest) -> None:
         """Stop timing answers for a request that has ended."""
         for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
             self._end(tier, None)
 
-    def next_unanswered(self, request: Request, told: Told) -> OffloadKey | None:
+    def next_unanswered(self, request: TierRequest, told: Told) -> OffloadKey | None:
         """Return the first block of ``told`` that the request does not claim and still waits for. Looks no further than
         the first block that no tier has."""
         if request.wait is None:
@@ -259,7 +259,7 @@ class _Asked:
     """A block whose answer is timed, because the tier must ask its store."""
 
     key: OffloadKey
-    request: Request
+    request: TierRequest
     asked_s: float
     seen_s: float
     """The last time at which the answer was still missing."""

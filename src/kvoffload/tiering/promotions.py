@@ -13,7 +13,7 @@ from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import REFUSALS, Miss
 from kvoffload.tiering.load_policy import LoadPlanner
-from kvoffload.tiering.requests import Request, Wait
+from kvoffload.tiering.requests import TierRequest, Wait
 from kvoffload.tiering.segments import HERE, Place
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
@@ -142,7 +142,7 @@ class Promotions:
         slots, claimed = self._primary.slots, self._waits.claimed
         return slots.num_free + slots.num_idle - sum(key not in claimed for key in hits)
 
-    def _refuse(self, request: Request, key: OffloadKey, verdict: Miss) -> None:
+    def _refuse(self, request: TierRequest, key: OffloadKey, verdict: Miss) -> None:
         if request.verdicts.get(key) not in REFUSALS:  # a request that waits for other blocks asks again in each step
             self.refused[verdict.label] += 1
         self._waits.refuse(request, [key], verdict)

@@ -19,7 +19,7 @@ from kvoffload.tiering.tier_jobs import GuardedTier
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TierRequest:
     """One request, from ``on_new_request`` (or its first call) until the tiers are informed of its end."""
 
     context: ReqContext
@@ -66,7 +66,7 @@ class Wait:
     """The answers to a request since its first question in a step. From the first ``None`` on, it is one wait, until
     the wait ends."""
 
-    request: Request
+    request: TierRequest
     began_s: float = 0.0
     """Start of the wait, moved forward by any time in which it had all answers."""
     answered_s: float | None = None

@@ -17,7 +17,7 @@ from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
 from kvoffload.tiering.plans import Plan
-from kvoffload.tiering.requests import Request, Told, Wait
+from kvoffload.tiering.requests import TierRequest, Told, Wait
 from kvoffload.tiering.segments import Segment
 
 
@@ -53,8 +53,8 @@ class Waits:
         collection."""
         self._held: OrderedDict[OffloadKey, None] = OrderedDict()
         """The claimed blocks that are ready, in the order in which they were pinned. Each has one pin."""
-        self._waiting: dict[Request, Wait] = {}
-        self._asking: dict[Request, Wait] = {}
+        self._waiting: dict[TierRequest, Wait] = {}
+        self._asking: dict[TierRequest, Wait] = {}
         """The records of requests that asked in this step and do not wait."""
         self._watchers: dict[OffloadKey, dict[Told, Wait]] = {}
         """Each watched block, with the answers that an event about it may change."""
@@ -79,7 +79,7 @@ class Waits:
         """The watched blocks, about which some tier may have to ask its store."""
         return self._watchers.keys()
 
-    def of(self, request: Request) -> Wait:
+    def of(self, request: TierRequest) -> Wait:
         """Return the request's wait, or a record that may become one in this step."""
         if request.wait is not None:
             return request.wait
@@ -88,7 +88,7 @@ class Waits:
             wait = self._asking[request] = Wait(request)
         return wait
 
-    def is_over(self, request: Request) -> bool:
+    def is_over(self, request: TierRequest) -> bool:
         """Return whether ``request`` has used up its time, so that it may neither begin nor continue to wait."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
         return waited_s >= request.budget_s
@@ -374,7 +374,7 @@ class Waits:
                     wait.request.verdicts[key] = Miss.NO_ROOM
         self._slots.unpin(released)
 
-    def refuse(self, request: Request, keys: Iterable[OffloadKey], verdict: Miss) -> None:
+    def refuse(self, request: TierRequest, keys: Iterable[OffloadKey], verdict: Miss) -> None:
         """Make these blocks misses for the request, until another request stores or promotes them."""
         request.verdicts.update(dict.fromkeys(keys, verdict))
 
@@ -391,7 +391,7 @@ class Waits:
 
     # ------------------------------------------------------------------------------------------------------- ends
 
-    def end(self, request: Request) -> None:
+    def end(self, request: TierRequest) -> None:
         """End the request's wait and its claims, if it waits. Its hits of this step do not become claims."""
         wait = request.wait
         if wait is None:
@@ -406,7 +406,7 @@ class Waits:
         request.wait = None
         del self._waiting[request]
 
-    def expire(self, request: Request, key: OffloadKey | None = None) -> None:
+    def expire(self, request: TierRequest, key: OffloadKey | None = None) -> None:
         """End the wait for good, because ``request`` has used up its time.
 
         The blocks that it waited for are misses, and so is the block ``key``, which is in flight. A request that gives
@@ -423,7 +423,7 @@ class Waits:
         self.end(request)
         request.budget_s = 0.0
 
-    def end_step(self, next_unanswered: Callable[[Request, Told], OffloadKey | None]) -> None:
+    def end_step(self, next_unanswered: Callable[[TierRequest, Told], OffloadKey | None]) -> None:
         """End the waits that have lasted as long as their requests' budgets. ``next_unanswered`` returns the first
         block that a request still waits for. It is needed because an engine may not ask for many steps, but time counts
         only until the answer arrives."""
@@ -462,7 +462,7 @@ class Waits:
             self.end(request)
         self._claims.clear()
 
-    def check_invariants(self, requests: Collection[Request]) -> None:
+    def check_invariants(self, requests: Collection[TierRequest]) -> None:
         """Recompute the claims from all ``requests``, the promotions in flight, and the blocks in host memory."""
         assert {id(request) for request in self._waiting} == {id(r) for r in requests if r.wait is not None}
         assert {*self.promoted} <= self._claims.keys()
