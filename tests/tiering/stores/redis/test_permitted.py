@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 from tests.redis_server import RedisServer
@@ -134,3 +137,80 @@ def test_a_user_who_may_not_write_is_told_so(start_server: StartServer, open_sto
     store = open_store(url_of(server, "SET"))
     with pytest.raises(StoreError, match=r"(?i)NOPERM.*set"):
         write(store, KEYS)
+
+
+@pytest.fixture
+def closing_proxy() -> Iterator[Callable[[RedisServer, list[str]], str]]:
+    """``closing_proxy(server, words)``: the URL of a proxy that closes a connection on each of these commands, as some
+    do, and passes everything else on."""
+    listeners = list[socket.socket]()
+
+    def copy(source: socket.socket, target: socket.socket, words: Sequence[bytes]) -> None:
+        with source, target:
+            with suppress(OSError):
+                while (data := source.recv(1 << 16)) and not any(word in data for word in words):
+                    target.sendall(data)
+            for each in (source, target):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def start(server: RedisServer, words: list[str]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+        asked = [f"\r\n{word}\r\n".encode() for word in words]
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    near = listener.accept()[0]
+                    far = socket.create_connection(("127.0.0.1", server.port))
+                    threading.Thread(target=copy, args=(near, far, asked), daemon=True).start()
+                    threading.Thread(target=copy, args=(far, near, ()), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"redis://127.0.0.1:{listener.getsockname()[1]}"
+
+    yield start
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize("words", [["TOUCH"], ["EXISTS"], ["TOUCH", "EXISTS"], ["UNLINK"], ["UNLINK", "DEL"]])
+def test_a_proxy_that_closes_connections_on_commands(
+    start_server: StartServer,
+    open_store: OpenStore,
+    closing_proxy: Callable[[RedisServer, list[str]], str],
+    caplog: pytest.LogCaptureFixture,
+    words: list[str],
+) -> None:
+    server = start_server()
+    store = open_store(closing_proxy(server, words))
+    with caplog.at_level(logging.WARNING, "kvoffload"):
+        for _ in range(2):
+            assert write(store, KEYS) == [True] * len(KEYS)
+            if words != ["TOUCH", "EXISTS"]:
+                assert store.contains(KEYS) == [True] * len(KEYS)
+        assert all(read(store, KEYS))
+        for _ in range(2 * (len(words) + 1)):
+            with suppress(StoreError):
+                store.discard(KEYS[:20])
+    assert sum(record.getMessage().count("does not take") for record in caplog.records) <= len(words) + 1
+    with server.client() as client:
+        deadline = 1000
+        while any(client.exists(name_of(store, key)) for key in KEYS[:20]) and deadline:
+            deadline -= 1
+    assert sum(read(store, KEYS)) == 20
+
+
+def test_a_server_that_is_down_proves_nothing_about_commands(
+    start_server: StartServer, open_store: OpenStore, closing_proxy: Callable[[RedisServer, list[str]], str]
+) -> None:
+    server = start_server()
+    store = open_store(closing_proxy(server, ["TOUCH", "EXISTS", "SET", "GET"]))
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            write(store, KEYS)
+        with pytest.raises(StoreError):
+            store.contains(KEYS)
+    assert store._to_use.is_first and store._to_look.is_first

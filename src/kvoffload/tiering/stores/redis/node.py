@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvoffload.errors import StoreError
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.redis.connector import Address, Connector
-from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, in_one_line
+from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, Wire, encode, in_one_line
 
 T = TypeVar("T")
 
@@ -96,12 +96,17 @@ class Node:
             self.close_idle()
         try:
             wire = self._connector.connect(self.address)
-            return _exchanged(wire, call, timeout_s), wire
         except (OSError, UnicodeError) as exc:  # the second error is for an invalid host name
             raise self._failed(exc) from exc
+        try:
+            return _exchanged(wire, call, timeout_s), wire
+        except ConnectionError as exc:
+            raise self._failed(exc, ClosedError) from exc
+        except OSError as exc:
+            raise self._failed(exc) from exc
 
-    def _failed(self, reason: Exception | ErrorReply) -> StoreError:
-        return StoreError(f"Redis at {self.address} fails: {in_one_line(str(reason)) or type(reason).__name__}.")
+    def _failed(self, reason: Exception | ErrorReply, kind: type[StoreError] = StoreError) -> StoreError:
+        return kind(f"Redis at {self.address} fails: {in_one_line(str(reason)) or type(reason).__name__}.")
 
 
 def _exchanged(wire: Wire, call: Callable[[Wire], T], timeout_s: float) -> T:

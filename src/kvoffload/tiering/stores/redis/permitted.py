@@ -6,11 +6,12 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
-from kvoffload.tiering.stores.redis.wire import ErrorReply, encode, encode_each, in_one_line
+from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, encode, encode_each, in_one_line
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _REFUSED = re.compile(
@@ -42,6 +43,8 @@ class Permitted:
         self._wordings = wordings
         self._is_optional = is_optional
         self._at = 0
+        self._is_answered = False
+        """Whether a server has answered the current one."""
         self._lock = threading.Lock()
 
     @property
@@ -60,22 +63,62 @@ class Permitted:
         ``used``. Returns whether another one can be used."""
         refusal = next((answer for answer in answers if is_refusal(answer)), None)
         if refusal is None:
+            self._is_answered |= bool(answers)
             return False
         with self._lock:
-            if self._wordings[self._at : self._at + 1] != (used,):
+            if self.wording != used:
                 return self.wording is not None  # another thread has already switched
-            if self._at + 1 == len(self._wordings) and not self._is_optional:
+            if not self._has_next:
                 return False
             self._at += 1
+            self._is_answered = False
+        self._say(used, str(refusal))
+        return self.wording is not None
+
+    def without(self, used: Wording | None, repeat: Callable[[], T]) -> T | None:
+        """Return the result of ``repeat`` with one of the next wordings, if no server has answered the one that was
+        ``used``. Some proxies close a connection instead. Returns ``None`` if there is nothing else to try. If
+        ``repeat`` raises, the wording was not the reason."""
+        if used is None:
+            return None
+        with self._lock:
+            is_current = self.wording == used
+            if is_current and (self._is_answered or not self._has_next):
+                return None
+            self._at += is_current
+        if not is_current:
+            return repeat()  # another thread has already switched
+        try:
+            while True:
+                try:
+                    result = repeat()
+                    break
+                except ClosedError:
+                    with self._lock:
+                        if self._is_answered or not self._has_next:
+                            raise
+                        self._at += 1
+        except BaseException:
+            with self._lock:
+                if not self._is_answered:
+                    self._at = self._wordings.index(used)
+            raise
+        self._say(used, "it closes the connection")
+        return result
+
+    @property
+    def _has_next(self) -> bool:
+        return self._at + 1 < len(self._wordings) + self._is_optional
+
+    def _say(self, used: Wording, reason: str) -> None:
         instead = self.wording
         _log.warning(
             "The Redis server does not take %s (%s): %s. kvoffload uses %s.",
             used.word.decode(),
-            in_one_line(str(refusal)),
+            in_one_line(reason),
             used.effect,
             instead.word.decode() if instead else "no other command instead",
         )
-        return instead is not None
 
 
 def is_refusal(answer: object) -> bool:

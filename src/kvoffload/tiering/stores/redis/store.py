@@ -14,7 +14,7 @@ from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts
 from kvoffload.tiering.stores.redis.node import Node
 from kvoffload.tiering.stores.redis.permitted import Permitted, to_look, to_remove, to_use
 from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
-from kvoffload.tiering.stores.redis.wire import ErrorReply, in_one_line
+from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, in_one_line
 from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.secrets import Secret
@@ -211,9 +211,24 @@ class RedisStore(SharedStore):
                 part.lost.append(exc)
                 return
 
+    @staticmethod
+    def _exchanged(node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
+        def exchange() -> list[Answer]:
+            return node.exchange(lambda wire: commands.exchange(wire, indexes))
+
+        permitted = commands.permitted if isinstance(commands, Ask | Put) else None
+        used = permitted.wording if permitted is not None else None
+        try:
+            return exchange()
+        except ClosedError:
+            answers = permitted.without(used, exchange) if permitted is not None else None
+            if answers is None:
+                raise
+            return answers
+
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
-            answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
+            answers = self._exchanged(node, commands, indexes)
         except BaseException:  # any error: without an end of its probe, a node would stay unused forever
             self._servers.record(node, is_good=False)
             raise

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvoffload.errors import StoreError
 from kvoffload.units import printable
 
 Buffer = bytes | bytearray | memoryview
@@ -33,6 +34,10 @@ _MOST_CHARACTERS = 300
 _PRECISION = 8
 """A deadline is precise to this fraction of its time limit. The kernel's timeout is set again whenever that much time
 has passed, not before each call."""
+
+
+class ClosedError(StoreError):
+    """The server closed a new connection during its first exchange."""
 
 
 class ErrorReply(str):
