@@ -69,3 +69,12 @@ def test_a_namespace_begins_with_readable_words_and_can_name_a_directory() -> No
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,80}", odd)
     assert not odd.startswith(".")
     assert re.fullmatch(r"[0-9a-f]{32}", persistent_namespace(change(identity={}), 1))
+
+
+def test_a_namespace_of_a_model_without_a_path_begins_with_its_class() -> None:
+    """The hash of the weights is their name, so that a server with another path finds the blocks."""
+    identity = {"model": "", "class": "vllm.model_executor.models.llama:LlamaForCausalLM", "dtype": "bfloat16"}
+    namespace = persistent_namespace(change(identity=identity), 1)
+    assert namespace.startswith("LlamaForCausalLM-bfloat16-")
+    identity["class"] += " transformers 5.1.0"
+    assert persistent_namespace(change(identity=identity), 1).startswith("LlamaForCausalLM-bfloat16-")

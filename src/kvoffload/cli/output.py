@@ -52,10 +52,10 @@ def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[
         yield _lines(console, totals, unit)
         return
     columns = (
-        TextColumn("{task.description:12}"),
+        TextColumn("{task.description:12}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn(unit, markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -54,7 +54,11 @@ def persistent_namespace(layout: EngineLayout, block_size_factor: int) -> str:
     }
     if layout.num_nodes > 1:
         facts["part"] = [layout.node, layout.num_nodes]
-    return name_namespace([str(layout.identity[name]) for name in _READABLE if name in layout.identity], facts)
+    words = {name: str(layout.identity[name]) for name in _READABLE if name in layout.identity}
+    if not words.get("model"):
+        # Equal weights at other paths have the same name, so the model's class takes the place of the path.
+        words["model"] = str(layout.identity.get("class", "")).partition(" ")[0].rpartition(":")[2]
+    return name_namespace([word for word in words.values() if word], facts)
 
 
 def name_namespace(words: Sequence[str], facts: Mapping[str, Any]) -> str:
