@@ -122,12 +122,15 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def rig(tmp_path: Path, disk: Disk) -> Iterator[Rig]:
+    before = set(threading.enumerate())
     made = Rig(tmp_path / "kv", disk)
     yield made
     disk.bad = set()
     disk.go_on()
     made.tier.shutdown()
     made.store.close()  # the tier does not wait forever for that
+    for thread in set(threading.enumerate()) - before:
+        thread.join(120)  # an abandoned call keeps its slab open until it returns
 
 
 class TestUnreadable:

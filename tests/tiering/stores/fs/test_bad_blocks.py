@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -119,10 +120,13 @@ class Rig:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
+    before = set(threading.enumerate())
     made = Rig(tmp_path / "kv")
     yield made
     made.plan()
     made.tier.shutdown()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(120)  # an abandoned call keeps its file open until it returns
 
 
 @needs_faults
