@@ -128,7 +128,7 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
     assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "o.html").read_text()
     assert page.count("<svg") == 1
-    assert "<td>density, " in page
+    assert "<td>density</td>" in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chat.jsonl", "o.html", "o.json", "o.png"]
 
 
@@ -317,8 +317,8 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"shared": {"size": "1TiB"}}, "has shared and no fleet"),
         ({"pool": {"size": "1TiB"}}, "has pool and no fleet"),
         (
-            {"deaths": [], "prefill_servers": 1, "servers_per_machine": 2},
-            "has servers_per_machine, prefill_servers, deaths",
+            {"prefill_servers": 1, "servers_per_machine": 2},
+            "has servers_per_machine, prefill_servers",
         ),
         ({"servers": "many"}, "or a list such as [4, 8]"),
         ({"servers": "1:8"}, "a range is for plan"),
@@ -331,10 +331,6 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"servers": 2, "shared": {"size": "nan%"}}, "is not a share"),
         ({"servers": 2, "shared": {"size": "10%,20%"}}, ": write several stores as a list"),
         ({"servers": 2, "shared": ["1TiB"]}, "must be a mapping with a size, or none"),
-        ({"servers": 2, "shared": {"size": "50%", "away": [[9, 3]]}}, "end it after it begins"),
-        ({"servers": 2, "deaths": [{"server": 1}]}, "lacks 'from_s'"),
-        ({"servers": 2, "deaths": [{"server": 1, "from_s": 9, "to_s": 3}]}, "must end after it begins"),
-        ({"servers": 2, "deaths": [{"server": 2, "from_s": 3, "to_s": 9}]}, "names none of the 2 servers"),
     ],
 )
 def test_mistakes_in_the_file_of_a_fleet(
@@ -351,8 +347,7 @@ def test_mistakes_in_the_file_of_a_fleet(
     [
         ({"servers": [4, 6]}, "a range such as 1:64"),
         ({"servers": "8:4"}, "a range such as 1:64"),
-        ({"servers": "1:8", "deaths": [{"server": 1, "from_s": 3, "to_s": 9}]}, "are for simulate"),
-        ({"servers": "2:8", "prefill_servers": 1}, "are for simulate"),
+        ({"servers": "2:8", "prefill_servers": 1}, "is for simulate"),
         ({"cascade": ["on_store", "on_evict"]}, "one policy and one cascade"),
     ],
 )
@@ -385,8 +380,7 @@ def test_both_cascades_are_rows_of_their_own(trace: Path, fleet: Fleet, capsys: 
     options = fleet(cascade=["on_evict", "on_store"])
     code, out, _ = run(capsys, *common, *options)
     assert code == 0
-    assert "lru, on_store" in out
-    assert "lru, on_evict" in out
+    assert {row[3] for row in rows(out)[1:]} == {"on_store", "on_evict"}
     told = json.loads(run(capsys, *common, *options, "--json")[1])
     assert [each["cascade"] for each in told[0]["runs"]] == ["on_evict", "on_store"]
 
@@ -435,9 +429,9 @@ def test_a_run_without_offloading_shows_what_is_gained(
     assert gained_s > 0
     assert format_seconds(gained_s) in shown[1]
     assert len(out.split("─")[0].splitlines()[-1]) <= 80
-    assert "Not shown: " in out and "saved prefill" in out.partition("Not shown: ")[2]
+    assert "Not shown: " in out and "price/h" in out.partition("Not shown: ")[2]
     _, out, _ = run(capsys, *args, "--wide")
-    assert "Not shown" not in out and "saved prefill" in out
+    assert "Not shown" not in out and "price/h" in out
 
 
 def test_saturation_is_said_in_words(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,10 +510,10 @@ def test_a_fleet(trace: Path, tmp_path: Path, fleet: Fleet, capsys: pytest.Captu
     assert code == 0
     assert "chat x2" in out and "no forecast" in out
     ((found),) = json.loads((tmp_path / "fleet.json").read_text())
-    assert len(found["fleets"]) == 2 * 2 * 2
-    assert {each["config"]["servers"] for each in found["fleets"]} == {2, 3}
-    with_shared = [each for each in found["fleets"] if each["config"]["shared"]]
-    assert max(each["hit_rate"] for each in found["fleets"]) > 0.3
+    assert len(found["runs"]) == 2 * 2 * 2
+    assert {each["config"]["servers"] for each in found["runs"]} == {2, 3}
+    with_shared = [each for each in found["runs"] if each["config"]["shared"]]
+    assert max(each["hit_rate"] for each in found["runs"]) > 0.3
     assert {each["config"]["shared"]["server_bytes_per_s"] for each in with_shared} == {10e9}
 
 
@@ -533,7 +527,7 @@ def test_fleets_that_differ_by_a_link_alone_differ_in_the_table_and_by_name(
     assert code == 0
     shown = rows(out)
     assert len({tuple(row[:3]) for row in shown}) == 3
-    assert "1 servers" not in out and "1 server," in out
+    assert all(f"shared link {speed} GB/s" in out for speed in (1, 3, 10))
     for line in out.splitlines()[out.splitlines().index("") :]:
         assert len(line) <= 80 or not line.startswith(("servers", "1 ")), line
 
@@ -543,7 +537,7 @@ def test_one_server_has_the_figures_of_one_server(
 ) -> None:
     common = ["simulate", trace, "--cpu", "20%", "--policy", "density", "--gpu-kv-tokens", "10000", "--processes", "1"]
     (report,) = json.loads(run(capsys, *common, "--json")[1])
-    ((one),) = json.loads(run(capsys, *common, *fleet(servers=1), "--json")[1])[0]["fleets"]
+    ((one),) = json.loads(run(capsys, *common, *fleet(servers=1), "--json")[1])[0]["runs"]
     (alone,) = report["runs"]
     assert one["ttft_s"] == alone["ttft_s"]
     assert one["hit_rate"] == alone["hit_rate"]
@@ -553,15 +547,13 @@ def test_what_happens_to_a_fleet(trace: Path, tmp_path: Path, fleet: Fleet, caps
     page = tmp_path / "fleet.html"
     options = fleet(
         servers=3,
-        shared={"size": "50%", "away": [[10, 15]], "ttl_s": "1h"},
-        deaths=[{"server": 1, "from_s": 5, "to_s": 20}],
+        shared={"size": "50%", "ttl_s": "1h"},
         prefill_servers=1,
     )
     code, out, _ = run(capsys, "simulate", trace, *options, "--wide", "--out", page)
     assert code == 0
-    for said in ("before / during / after", "server 1", "a decoding server finds"):
-        assert said in out
-        assert said in page.read_text()
+    assert "a decoding server finds" in out
+    assert "a decoding server finds" in page.read_text()
     assert "<svg" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
@@ -576,4 +568,4 @@ def test_the_cheapest_fleet(trace: Path, fleet: Fleet, capsys: pytest.CaptureFix
     assert "1 server, no shared tier" in out
     code, out, _ = run(capsys, *common, "--ttft", "0.000001", "--json")
     assert code == 1
-    assert "No fleet within the limits reaches the goal" in json.loads(out)["advice"]
+    assert "No fleet within the limits reaches the goal" in json.loads(out)["verdict"]["answer"]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -107,12 +105,10 @@ def test_a_write_without_room_fails_at_once() -> None:
 class Sharers:
     """Machines, each with a link of its own speed, that share a store."""
 
-    def __init__(self, *bytes_per_s: float, away: Sequence[tuple[float, float]] = (), **more: float) -> None:
+    def __init__(self, *bytes_per_s: float, **more: float) -> None:
         self.clock = VirtualClock()
         contents = Contents(4, is_shared=True, **more)
-        self.ways = [
-            SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock, away=away) for each in bytes_per_s
-        ]
+        self.ways = [SimDisk(contents, 100, [Link(each, 0.0)], [Link(each, 0.0)], self.clock) for each in bytes_per_s]
 
     def write(self, machine: int, *numbers: int) -> None:
         job = JobMetadata(1, keys(*numbers), np.arange(len(numbers)), False, REQUEST)
@@ -148,22 +144,6 @@ def test_a_store_is_not_asked_again_at_once_for_what_it_lacked() -> None:
     sharers.write(1, 2)  # its own writes it knows of
     assert sharers.seen_by(1, 2, 3.0 - 1e-9) is False
     assert sharers.seen_by(1, 2, 3.0) is True
-
-
-def test_an_outage_says_nothing_of_what_a_store_has() -> None:
-    sharers = Sharers(100.0, away=((2.0, 3.0),))
-    sharers.write(0, 1)
-    assert [sharers.seen_by(0, 1, at_s) for at_s in (1.5, 2.5, 3.0)] == [True, False, True]
-
-
-def test_a_transfer_that_an_outage_cuts_leaves_its_links() -> None:
-    sharers = Sharers(1.0, away=((50.0, 60.0),))
-    sharers.write(0, 1)  # would end at 100 s
-    sharers.write(0, 2)  # would end at 200 s
-    assert sharers.seen_by(0, 1, 60.0) is False
-    sharers.write(0, 3)
-    assert sharers.seen_by(0, 3, 159.0) is False
-    assert sharers.seen_by(0, 3, 160.0) is True
 
 
 def test_what_was_evicted_has_no_age() -> None:

@@ -13,9 +13,11 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim import sweep
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
-from kvoffload.sim.plan import FleetPlan, Goal, make_fleet_plan
-from kvoffload.sim.report import fleet_table, frontier
+from kvoffload.sim.plan import Goal, Plan, make_fleet_plan
+from kvoffload.sim.report import frontier, runs_table
+from kvoffload.sim.sweep import report_of
 from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.verdict import verdict_of
 
 SERVER = SimConfig(cpu_blocks=200, block_bytes=1 << 20, prefill_tokens_per_s=2000.0)
 
@@ -39,18 +41,20 @@ def test_the_cheapest_fleet_that_meets_a_goal_is_the_smallest_where_servers_deci
     assert not by_count[1], "one server is too few, or the test shows nothing"
     never = make_fleet_plan(trace, [FleetConfig(SERVER)], Goal(ttft_s=1e-9), prices, 1, 2, 1)
     assert never.chosen is None
-    assert never.advice.startswith("No fleet")
+    assert verdict_of(never, prices).answer.startswith("No fleet")
 
 
 def test_the_advice_names_what_was_not_needed() -> None:
     trace = synthesize("chat", 20, 2).whole_blocks()
     many = simulate(trace, FleetConfig(SERVER, 2))
     few = simulate(trace, FleetConfig(replace(SERVER, cpu_blocks=800), 1))
-    assert (
-        FleetPlan(Goal(hit_rate=0.1), few, (many, few), few, True).advice
-        == "1 server, no shared tier, fewer servers with more memory."
-    )
-    assert FleetPlan(Goal(hit_rate=0.1), many, (many, few), many, False).advice == "2 servers."
+    report = report_of(trace, [many, few], are_fleets=True)
+    for chosen, may_share, said in (
+        (few, True, "1 server, no shared tier, fewer servers with more memory."),
+        (many, False, "2 servers."),
+    ):
+        made = Plan(Goal(hit_rate=0.1), chosen, 1.0, report, chosen, may_share=may_share)
+        assert verdict_of(made, Prices()).answer.startswith(said)
 
 
 def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
@@ -64,7 +68,7 @@ def test_no_fleet_of_the_frontier_is_dearer_and_slower_than_another() -> None:
         for other in keeping_up:
             is_dearer = one.cost_per_million_tokens(prices) > other.cost_per_million_tokens(prices)
             assert not (is_dearer and one.ttft_s["p90"] > other.ttft_s["p90"])
-    table = fleet_table(results, prices)
+    table = runs_table(report_of(trace, results, are_fleets=True), prices)
     assert {len(row) for row in table.rows} == {len(table.headings)}
 
 
@@ -88,4 +92,5 @@ def test_all_waves_of_a_plan_run_in_the_same_processes(monkeypatch: pytest.Monke
     goal = Goal(ttft_s=1e-9)
     in_pool = make_fleet_plan(trace, [FleetConfig(SERVER)], goal, Prices(), 1, 8, 2)
     assert len(pools) == 1
-    assert in_pool == make_fleet_plan(trace, [FleetConfig(SERVER)], goal, Prices(), 1, 8, 1)
+    here = make_fleet_plan(trace, [FleetConfig(SERVER)], goal, Prices(), 1, 8, 1)
+    assert in_pool.report.results == here.report.results

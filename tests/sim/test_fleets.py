@@ -15,7 +15,7 @@ from tests.sizes import by_size
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import Death, FleetConfig, SharedStore, SimConfig
+from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
 from kvoffload.sim.engine import Hit
 from kvoffload.sim.result import Result
 from kvoffload.sim.routers import ROUTERS, Asked, Fleet
@@ -70,14 +70,11 @@ def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
     servers=st.integers(1, 6),
     router=st.sampled_from(sorted(ROUTERS)),
     is_shared=st.booleans(),
-    dies=st.booleans(),
 )
 @settings(deadline=None, max_examples=by_size(8, 20))
-def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool, dies: bool) -> None:
+def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool) -> None:
     trace = traffic(80, seed, 0.3)
-    middle_s = float(trace.times_s[40])
-    deaths = (Death(servers - 1, middle_s, middle_s + 50.0),) if dies else ()
-    config = FleetConfig(SERVER, servers, router, FAST if is_shared else None, deaths=deaths)
+    config = FleetConfig(SERVER, servers, router, FAST if is_shared else None)
     served: dict[int, Hit] = {}
     result = simulate(trace, config, on_request=lambda request, _, hit, __: served.update({request: hit}))
     assert sorted(served) == [*range(len(trace))], "each request is answered once"
@@ -85,26 +82,11 @@ def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is
     hits = sum(hit.device + hit.host + hit.disk for hit in served.values())
     computed = result.sum_of("computed_tokens")
     assert result.sum_of("prefill_s") * SERVER.prefill_tokens_per_s == pytest.approx(computed)
-    if not dies and not result.sum_of("preemptions"):
+    if not result.sum_of("preemptions"):
         assert result.hit_blocks.total() == hits
         assert computed + hits * trace.block_tokens == trace.total_input_tokens
-    else:  # tokens lost with a server or by a preemption are computed again
+    else:  # tokens lost by a preemption are computed again
         assert computed + hits * trace.block_tokens >= trace.total_input_tokens
-
-
-def test_who_comes_while_no_server_lives_is_served_as_if_it_came_when_one_is_back() -> None:
-    trace = traffic(12)
-    back_s = float(trace.times_s[-1]) + 1.0
-    ends: list[dict[int, float]] = []
-    for times_s, deaths in ((trace.times_s, (Death(0, 0.0, back_s),)), (np.full(len(trace), back_s), ())):
-        ends.append({})
-        config = FleetConfig(SERVER, 1, deaths=deaths)
-        simulate(
-            replace(trace, times_s=times_s),
-            config,
-            on_request=lambda request, _, __, end_s: ends[-1].update({request: end_s}),
-        )
-    assert ends[0] == pytest.approx(ends[1]) and len(ends[0]) == 12
 
 
 @given(seed=st.integers(0, 1000), servers=st.integers(1, 4), router=st.sampled_from(sorted(ROUTERS)))
@@ -163,48 +145,6 @@ def test_blocks_expire(trace_of: Callable[..., Trace]) -> None:
     assert kept[1] == {"host": 0, "shared": 2}
     gone, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, ttl_s=50.0)))
     assert gone[1] == {"host": 0}
-
-
-def test_a_store_that_is_away_is_a_miss_and_comes_back_with_its_blocks(trace_of: Callable[..., Trace]) -> None:
-    trace = paths(trace_of, [[0, 1], [0, 1], [3], [0, 1], [4]])
-    server = replace(SERVER, gpu_blocks=0, cpu_blocks=2, load_policy="always")
-    away = replace(FAST, away=((50.0, 250.0),))
-    hits, result = found(trace, FleetConfig(server, 2, "round-robin", away))
-    assert [outage[:3] for outage in result.outages] == [("shared", 50.0, 250.0)]
-    assert hits[1] == {"host": 0}, "away"
-    assert hits[3]["host"] == 2 or hits[3].get("shared") == 2
-    no_return, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, away=((50.0, 1e9),))))
-    assert all("shared" not in hit for hit in no_return)
-
-
-def test_a_server_that_dies_loses_its_memory_keeps_its_disk_and_its_requests_go_elsewhere(
-    trace_of: Callable[..., Trace],
-) -> None:
-    trace = paths(trace_of, [[0, 1, 2], [0, 1, 2], [5, 6, 7, 8], [0, 1, 2]])
-    server = replace(SERVER, gpu_blocks=0, disk_blocks=50, cascade="on_store", load_policy="always")
-    config = FleetConfig(server, 1, deaths=(Death(0, 200.001, 250.0),))
-    hits, result = found(trace, config)
-    assert hits[1] == {"host": 3}
-    assert hits[3] == {"host": 0, "disk": 3}
-    assert sum(member.requests for member in result.servers) == 4
-    assert result.ttft_s["max"] > 50.0, "the request that was in flight waited for the return"
-
-
-def test_a_server_was_busy_with_the_request_that_it_died_of(trace_of: Callable[..., Trace]) -> None:
-    trace = paths(trace_of, [[0, 1, 2, 3]])
-    seconds = int(trace.input_tokens[0]) / SERVER.prefill_tokens_per_s
-    server = replace(SERVER, gpu_blocks=0)
-    _, result = found(trace, FleetConfig(server, 1, deaths=(Death(0, seconds / 2, seconds),)))
-    (member,) = result.servers
-    assert member.busy_s == pytest.approx(1.5 * seconds)
-    assert result.utilisation == pytest.approx(0.75)
-
-
-def test_a_server_that_dies_writes_nothing_more(trace_of: Callable[..., Trace]) -> None:
-    trace = paths(trace_of, [[0, 1, 2], [0, 1, 2]])
-    server = replace(SERVER, gpu_blocks=0, disk_blocks=50, cascade="on_evict", load_policy="always")
-    hits, _ = found(trace, FleetConfig(server, 1, deaths=(Death(0, 50.0, 60.0),)))
-    assert hits[1] == {"host": 0}, "what was in memory alone is lost"
 
 
 def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> None:
@@ -297,9 +237,6 @@ def test_a_prefill_server_generates_one_token_and_hand_overs_are_no_hits(trace_o
         ({"servers": 2, "prefill_servers": 2, "shared": FAST}, "one to decode"),
         ({"servers": 2, "prefill_servers": 1}, "needs a shared tier"),
         ({"router": "round"}, "round-robin"),
-        ({"deaths": (Death(3, 0.0, 1.0),)}, "The death of server 3 from 0 s to 1 s names none of the 1 servers"),
-        ({"deaths": (Death(0, 2.0, 1.0),)}, "The death of server 0 from 2 s to 1 s must end after it begins"),
-        ({"deaths": (Death(0, 9.0, 12.0), Death(0, 1.0, 9.0))}, "before the server is back"),
     ],
 )
 def test_a_fleet_that_cannot_exist_is_refused(change: dict[str, object], said: str) -> None:

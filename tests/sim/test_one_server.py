@@ -90,7 +90,8 @@ def test_a_machine_that_dies_loses_what_it_is_writing(trace_of: Callable[..., Tr
         machine.clock.advance_to(next_s)
         machine.engine.end()
     assert machine.disk is not None and machine.disk.has_pending_work()
-    machine.die()
+    for tier in machine.tiers:
+        tier.shutdown()
     heir = Machine(trace, replace(MachineTimes, disk_blocks=5), hashes, contents=contents)
     assert heir.disk is not None
     heir.clock.advance_to(1000.0)

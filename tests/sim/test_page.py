@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("matplotlib")
 from kvoffload.sim import page
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import FleetConfig, Prices, SimConfig
-from kvoffload.sim.page import draw_fleets, draw_sweeps
-from kvoffload.sim.result import Result
+from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
+from kvoffload.sim.page import draw_reports
 from kvoffload.sim.sweep import Report, sweep
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import Trace
@@ -28,30 +27,31 @@ def report(trace_of: Callable[..., Trace]) -> Report:
 @pytest.mark.long
 @pytest.mark.parametrize(("is_page", "magic"), [(False, b"\x89PNG"), (True, b"<!doctype html>")])
 def test_a_picture_and_a_page(report: Report, is_page: bool, magic: bytes) -> None:
-    assert draw_sweeps([report, report][1 - is_page :], is_page).startswith(magic)
+    assert draw_reports([report, report][1 - is_page :], Prices(), is_page).startswith(magic)
 
 
-def drawn_marks(results: list[Result], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The axes of the drawing."""
+def test_each_kind_of_run_is_a_line_and_the_server_without_tiers_one_across(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
     figures: list[Any] = []
     monkeypatch.setattr(page, "_png", lambda figure: figures.append(figure) or b"")
-    draw_fleets([(synthesize("chat", 20, 2), results)], Prices(), is_page=False)
-    return figures[0].axes[0]
+    without = simulate(report.trace, SimConfig(0, 2**30))
+    draw_reports([replace(report, without=without)], Prices(), is_page=False)
+    hits, times = figures[0].axes
+    for axes in (hits, times):
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert {"lru, disk", "arc, disk", "without tiers"} <= lines.keys()
+        assert [*lines["lru, disk"].get_xdata()] == sorted(lines["lru, disk"].get_xdata())
+    assert times.get_yscale() == "log" and "logarithmic" in times.get_ylabel()
+    shown = [line for line in hits.get_lines() if line.get_label() == "arc, disk"]
+    assert [*shown[0].get_ydata()] == [100 * run.hit_rate for run in report.results if run.policy == "arc"]
 
 
-def test_fleets_at_one_place_are_rings_around_each_other_with_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = synthesize("chat", 20, 2).whole_blocks()
+def test_fleets_are_drawn_by_router_and_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(page, "_png", lambda figure: figures.append(figure) or b"")
     server = SimConfig(cpu_blocks=200, block_bytes=1 << 20)
-    one = simulate(trace, FleetConfig(server, 1))
-    other = replace(one, config=replace(one.config, router="session"))
-    axes = drawn_marks([one, other], monkeypatch)
-    sizes = [float(mark.get_sizes()[0]) for mark in axes.collections]
-    assert len(set(sizes)) == 2 and all(len(mark.get_facecolors()) == 0 for mark in axes.collections)
-    assert [text.get_text() for text in axes.texts] == ["1"]
-
-
-def test_a_logarithmic_axis_says_so_and_looks_it(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
-    trace = synthesize("chat", 20, 2).whole_blocks()
-    axes = drawn_marks([simulate(trace, FleetConfig(SimConfig(200, 1 << 20), 1))], monkeypatch)
-    assert axes.get_yscale() == "log" and "logarithmic" in axes.get_ylabel()
-    assert len(axes.yaxis.get_minorticklocs()) > len(axes.yaxis.get_majorticklocs())
+    fleets = [FleetConfig(server, count, "session", shared) for count in (2, 3) for shared in (None, SharedStore(99))]
+    draw_reports([sweep(synthesize("chat", 20, 2), fleets, processes=1)], Prices(), is_page=False)
+    labels = {line.get_label() for line in figures[0].axes[1].get_lines()}
+    assert labels == {"density, session", "density, session, shared"}

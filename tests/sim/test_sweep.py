@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import SimConfig
-from kvoffload.sim.page import draw_sweeps
-from kvoffload.sim.report import best_policy, curve, knee_of, sweep_as_json, sweep_table
+from kvoffload.sim.config import Prices, SimConfig
+from kvoffload.sim.page import draw_reports
+from kvoffload.sim.report import best_policy, curve, knee_of, report_as_json, runs_table
 from kvoffload.sim.sweep import knee, sweep
 from kvoffload.sim.trace import Trace
 
@@ -38,19 +38,19 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         assert result.hit_rate <= bound <= report.reachable_rate
     assert best_policy(report) in ("lru", "arc")
-    assert [run.cpu_blocks for run, _ in curve(report, "arc")] == [2, 3, 9]
+    assert [run.cpu_blocks for run in curve(report, "arc")] == [2, 3, 9]
     assert knee_of(report, "lru").cpu_blocks in (2, 3, 9)
-    table = sweep_table(report)
+    table = runs_table(report, Prices())
     assert "disk" not in table.headings
     assert [len(row) for row in table.rows] == [len(table.headings)] * 6
-    assert json.loads(json.dumps(sweep_as_json(report)))["accesses"] == 60
-    assert draw_sweeps([report], is_page=True).count(b"<tr>") == 7
+    assert json.loads(json.dumps(report_as_json(report, Prices())))["accesses"] == 60
+    assert draw_reports([report], Prices(), is_page=True).count(b"<tr>") == 7
 
 
 def test_a_curve_has_the_largest_disk(trace_of: Callable[..., Trace]) -> None:
     trace = trace_of([[0, 1, 2], [3, 4, 5]] * 3)
     report = sweep(trace, [SimConfig(2, 2**30, policy="lru", disk_blocks=size) for size in (4, 16, 8)], processes=1)
-    assert [(run.cpu_blocks, run.disk_blocks) for run, _ in curve(report, "lru")] == [(2, 16)]
+    assert [(run.cpu_blocks, run.disk_blocks) for run in curve(report, "lru")] == [(2, 16)]
 
 
 def test_replays_give_operators_no_advice(trace_of: Callable[..., Trace], caplog: pytest.LogCaptureFixture) -> None:

@@ -15,11 +15,11 @@ from kvoffload.cli.output import DrawnOut, Json, check_drawn, print_json, print_
 from kvoffload.cli.scenario import Scenario
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
-from kvoffload.sim.page import draw_fleets, draw_sweeps
-from kvoffload.sim.plan import FleetPlan, Goal, Plan, machines, make_fleet_plan, make_plan
-from kvoffload.sim.report import figures_of, fleet_table, fleets_as_json, sweep_as_json, sweep_table
-from kvoffload.sim.trace import Trace
-from kvoffload.sim.verdict import Verdict, fleet_verdict_of, verdict_of
+from kvoffload.sim.config import Prices
+from kvoffload.sim.page import draw_reports
+from kvoffload.sim.plan import Goal, Plan, machines, make_fleet_plan, make_plan
+from kvoffload.sim.report import report_as_json, runs_table
+from kvoffload.sim.verdict import Verdict, verdict_of
 
 
 def plan(
@@ -66,48 +66,27 @@ def plan(
     base = replace(read.alone(trace), cpu_blocks=1, policy=policies[0], cascade=cascades[0])
     notes = read.assumptions(replace(base, disk_blocks=max_disk_blocks), trace)
     unknown = read.warnings(base)
-    if ends is not None:
-        fleets = read.fleets(trace, machines(trace, base, max_cpu_blocks, max_disk_blocks), ends[:1], "least-load")
-        whole = trace.whole_blocks()
-        with progress({trace.name: None}, "fleets") as advance:
-            for_fleets = make_fleet_plan(
-                whole, fleets, goal, read.prices, *ends, processes, lambda: advance(trace.name)
-            )
-        verdict = fleet_verdict_of(for_fleets, read.prices, unknown)
-        table = fleet_table(for_fleets.results, read.prices)
-        figures = _fleet_json(for_fleets, whole, read, verdict, notes)
-        is_met = for_fleets.chosen is not None
-    else:
-        with progress({trace.name: None}, "runs") as advance:
-            made = make_plan(
-                trace,
-                base,
-                goal,
-                read.prices,
-                max_cpu_blocks,
-                max_disk_blocks,
-                processes,
-                lambda: advance(trace.name),
-            )
-        verdict = verdict_of(made, trace, read.prices, unknown)
-        table = sweep_table(made.report)
-        figures = _as_json(made, read, verdict, notes)
-        is_met = made.chosen is not None
+    unit = "fleets" if ends is not None else "runs"
+    with progress({trace.name: None}, unit) as advance:
+        options: dict[str, Any] = {"processes": processes, "progress": lambda: advance(trace.name)}
+        if ends is not None:
+            fleets = read.fleets(trace, machines(trace, base, max_cpu_blocks, max_disk_blocks), ends[:1], "least-load")
+            made = make_fleet_plan(trace.whole_blocks(), fleets, goal, read.prices, *ends, **options)
+        else:
+            made = make_plan(trace, base, goal, read.prices, max_cpu_blocks, max_disk_blocks, **options)
+    verdict = verdict_of(made, read.prices, unknown)
+    figures = _as_json(made, read.prices, verdict, notes)
     if as_json:
         print_json(figures)
     else:
-        _print(verdict, notes, verbose)
+        print("\n".join(verdict.lines()))
+        if verbose:
+            print("\n" + "\n".join([*(f"Warning: {each}" for each in verdict.warnings), *notes]))
         if wide:
-            print_table(table, "\nAll sizes that were tried", is_wide=True)
-
-    def draw(is_page: bool) -> bytes:
-        said = [verdict.answer, *(f"Warning: {each}" for each in verdict.warnings)]
-        if ends is not None:
-            return draw_fleets([(trace, for_fleets.results)], read.prices, is_page, said, notes)
-        return draw_sweeps([made.report], is_page, said, notes)
-
-    write_drawn(out, figures, draw)
-    if not is_met:
+            print_table(runs_table(made.report, read.prices), "\nAll sizes that were tried", is_wide=True)
+    said = [verdict.answer, *(f"Warning: {each}" for each in verdict.warnings)]
+    write_drawn(out, figures, lambda is_page: draw_reports([made.report], read.prices, is_page, said, notes))
+    if made.chosen is None:
         sys.exit(1)
 
 
@@ -125,33 +104,20 @@ def _share(hit_rate: str) -> float:
     return percent / 100
 
 
-def _print(verdict: Verdict, notes: list[str], verbose: bool) -> None:
-    print("\n".join(verdict.lines()))
-    if verbose:
-        print("\n" + "\n".join([*(f"Warning: {each}" for each in verdict.warnings), *notes]))
-
-
-def _as_json(made: Plan, read: Scenario, verdict: Verdict, notes: list[str]) -> dict[str, Any]:
+def _as_json(made: Plan, prices: Prices, verdict: Verdict, notes: list[str]) -> dict[str, Any]:
     """Return the verdict, the goal, the choice and its price, and the figures of ``simulate --json`` for every run."""
+    report = report_as_json(made.report, prices)
+    chosen = None
+    if made.chosen in made.report.results:
+        chosen = report["runs"][made.report.results.index(made.chosen)]
+    elif made.chosen is not None:
+        chosen = report["without_offloading"]
     return {
         "verdict": verdict.as_json(),
         "assumptions": notes,
         "goal": asdict(made.goal),
-        "prices": asdict(read.prices),
-        "chosen": None if made.chosen is None else _chosen(made, sweep_as_json(made.report)),
+        "chosen": chosen,
         "price": made.price,
         "requests_per_s": {each.what: each.requests_per_s for each in made.capacities},
-        **sweep_as_json(made.report),
+        **report,
     }
-
-
-def _chosen(made: Plan, report: dict[str, Any]) -> dict[str, Any]:
-    if made.chosen in made.report.results:
-        found: dict[str, Any] = report["runs"][made.report.results.index(made.chosen)]
-        return found
-    return figures_of(made.without)
-
-
-def _fleet_json(made: FleetPlan, trace: Trace, read: Scenario, verdict: Verdict, notes: list[str]) -> dict[str, Any]:
-    figures = fleets_as_json(trace, made.results, read.prices)
-    return {"advice": made.advice, "verdict": verdict.as_json(), "assumptions": notes, **figures}

@@ -19,7 +19,7 @@ from kvoffload.config import DEFAULTS, parse_struct
 from kvoffload.config_file import load_config_file
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.config import Death, FleetConfig, Prices, SharedStore, SimConfig
+from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
 from kvoffload.sim.hints import hinter
 from kvoffload.sim.report import NO_FORECAST
 from kvoffload.sim.synthetic import synthesize
@@ -54,8 +54,8 @@ Fleet = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON or YAML with all else: speeds, cascade, hints, prices, and a fleet's servers, routers, shared tiers "
-        "and outages.",
+        help="JSON or YAML with all else: speeds, cascade, hints, prices, and a fleet's servers, routers and "
+        "shared tiers.",
     ),
 ]
 
@@ -67,14 +67,6 @@ class _Store(msgspec.Struct, frozen=True, kw_only=True):
     store: int | str | None = None
     latency_s: float | None = None
     ttl_s: float | None = None
-    away: tuple[tuple[float, float], ...] = ()
-    """Start and end of each outage, in seconds."""
-
-
-class _Death(msgspec.Struct, frozen=True, kw_only=True):
-    server: int
-    from_s: float
-    to_s: float
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +98,9 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     pool: dict[str, Any] | None = None
     servers_per_machine: int = 1
     prefill_servers: int = 0
-    deaths: tuple[dict[str, Any], ...] = ()
 
 
-_OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers", "deaths")
+_OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers")
 _WHAT = "the file of --fleet"
 _MOST_SERVERS = 4096
 """A limit above the number of servers that a replay can handle in reasonable time."""
@@ -311,8 +302,8 @@ class Scenario:
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most <= _MOST_SERVERS:
             raise ConfigError(f"servers of {_WHAT} is a number, or to plan a range such as 1:64.")
-        if self._file.prefill_servers or self._file.deaths:
-            raise ConfigError(f"prefill_servers and deaths of {_WHAT} are for simulate; a plan has none of them.")
+        if self._file.prefill_servers:
+            raise ConfigError(f"prefill_servers of {_WHAT} is for simulate; a plan has none.")
         return least, most
 
     def fleets(
@@ -324,10 +315,6 @@ class Scenario:
         shared = file.shared if isinstance(file.shared, tuple) else (file.shared,)
         stores = [_store(values, "shared", trace, block_bytes) for values in shared]
         pool = _store(file.pool, "pool", trace, block_bytes)
-        deaths = tuple(
-            Death(death.server, death.from_s, death.to_s)
-            for death in (parse_struct(_Death, values, f"deaths of {_WHAT}") for values in file.deaths)
-        )
         found = [
             FleetConfig(
                 server,
@@ -337,7 +324,6 @@ class Scenario:
                 pool if server.cpu_blocks else None,
                 file.servers_per_machine,
                 file.prefill_servers,
-                deaths,
             )
             for number in numbers
             for name in ([routers] if isinstance(routers, str) else routers)
@@ -364,7 +350,7 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
         if speed is not None
     }
     changes |= {key: getattr(store, key) for key in ("latency_s", "ttl_s") if getattr(store, key) is not None}
-    return SharedStore(blocks, away=store.away, **changes)
+    return SharedStore(blocks, **changes)
 
 
 def read_trace(path: Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:

@@ -16,23 +16,19 @@ from kvoffload.cli.scenario import Scenario, capacities
 from kvoffload.config import DEFAULTS
 from kvoffload.sim.cluster import simulate as replay
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
-from kvoffload.sim.page import draw_fleets, draw_sweeps
+from kvoffload.sim.page import draw_reports
 from kvoffload.sim.report import (
     best_policy,
     common_of,
-    fleet_table,
-    fleets_as_json,
     frontier,
     handovers,
     knee_of,
     names_of,
-    outage_table,
+    report_as_json,
+    runs_table,
     saturation,
-    sweep_as_json,
-    sweep_table,
 )
-from kvoffload.sim.result import Result
-from kvoffload.sim.sweep import Report, run_all, sweep, without_advice
+from kvoffload.sim.sweep import Report, report_of, sweep, without_advice
 from kvoffload.sim.trace import Trace
 from kvoffload.units import format_bytes
 
@@ -76,48 +72,27 @@ def simulate(
     policies = read.policies(policy) or ([DEFAULTS.eviction_policy] if read.is_fleet else _POLICIES)
     check_drawn(out)
     numbers = read.server_numbers() if read.is_fleet else []
-    loaded = [read.load(path) for path in traces]
-    jobs = [(trace, _machines(read, trace, policies, cpu, disk)) for trace in loaded]
-    if read.is_fleet:
-        fleets = [(trace, read.fleets(trace, tiers, numbers, "round-robin")) for trace, tiers in jobs]
-        replayed = [(trace.whole_blocks(), replay_fleets(trace, configs, processes)) for trace, configs in fleets]
-        notes = {trace.name: _notes(read, tiers, trace) for trace, tiers in jobs}
-        warned = {trace.name: list(filter(None, [saturation(results)])) for trace, results in replayed}
-        figures = [
-            {"assumptions": notes[trace.name], "warnings": warned[trace.name]}
-            | fleets_as_json(trace, results, read.prices)
-            for trace, results in replayed
-        ]
-        for (trace, results), (_, tiers) in zip(replayed, jobs, strict=True) if not as_json else ():
-            print(_head(read, tiers, trace))
-            print_fleets(trace, results, read.prices, is_wide=wide)
-        shown = [line for lines in notes.values() for line in lines]
-        said = [line for lines in warned.values() for line in lines]
-        write_drawn(out, figures, lambda is_page: draw_fleets(replayed, read.prices, is_page, said, shown))
-    else:
-        runs = [(trace, [read.alone(trace), *tiers]) for trace, tiers in jobs]
-        reports = [_sweep(trace, configs, processes) for trace, configs in runs]
-        every = [_notes(read, configs, trace) for trace, configs in runs]
-        warnings = [list(filter(None, [saturation(report.results)])) for report in reports]
-        figures = [
-            {"assumptions": notes, "warnings": said} | sweep_as_json(report)
-            for notes, said, report in zip(every, warnings, reports, strict=True)
-        ]
-        for (trace, configs), report in zip(runs, reports, strict=True) if not as_json else ():
-            print(_head(read, configs, trace))
-            _print(report, wide)
-        told, assumed = [text for said in warnings for text in said], [line for notes in every for line in notes]
-        write_drawn(out, figures, lambda is_page: draw_sweeps(reports, is_page, told, assumed))
+    jobs: list[tuple[Trace, Sequence[SimConfig | FleetConfig], list[str]]] = []
+    for path in traces:
+        trace = read.load(path)
+        machines = _machines(read, trace, policies, cpu, disk)
+        notes = read.assumptions(max(machines, key=lambda config: config.disk_blocks), trace)
+        configs = read.fleets(trace, machines, numbers, "round-robin") if numbers else [read.alone(trace), *machines]
+        jobs.append((trace, configs, notes))
+    reports = [_sweep(trace, configs, processes) for trace, configs, _ in jobs]
+    warnings = [list(filter(None, [saturation(report.results)])) for report in reports]
+    figures = [
+        {"assumptions": notes, "warnings": said} | report_as_json(report, read.prices)
+        for (_, _, notes), said, report in zip(jobs, warnings, reports, strict=True)
+    ]
     if as_json:
         print_json(figures)
-
-
-def _notes(read: Scenario, configs: Sequence[SimConfig], trace: Trace) -> list[str]:
-    return read.assumptions(max(configs, key=lambda config: config.disk_blocks), trace)
-
-
-def _head(read: Scenario, configs: Sequence[SimConfig], trace: Trace) -> str:
-    return "\n".join([*_notes(read, configs, trace), ""])
+    else:
+        for (_, _, notes), report in zip(jobs, reports, strict=True):
+            print("\n".join([*notes, ""]))
+            _print(report, read.prices, wide)
+    told, assumed = [text for said in warnings for text in said], [line for _, _, notes in jobs for line in notes]
+    write_drawn(out, figures, lambda is_page: draw_reports(reports, read.prices, is_page, told, assumed))
 
 
 def _machines(read: Scenario, trace: Trace, policies: Sequence[str], cpu: str | None, disk: str) -> list[SimConfig]:
@@ -132,52 +107,40 @@ def _machines(read: Scenario, trace: Trace, policies: Sequence[str], cpu: str | 
     ]
 
 
-def _sweep(trace: Trace, configs: Sequence[SimConfig], processes: int | None) -> Report:
-    with progress({trace.name: len(configs)}, "runs") as advance:
-        return sweep(trace, configs, processes, lambda: advance(trace.name))
+def _sweep(trace: Trace, configs: Sequence[SimConfig | FleetConfig], processes: int | None) -> Report:
+    """In the order of the configurations. A single one reports its progress by requests."""
+    if len(configs) > 1:
+        unit = "fleets" if isinstance(configs[0], FleetConfig) else "runs"
+        with progress({trace.name: len(configs)}, unit) as advance:
+            return sweep(trace, configs, processes, lambda: advance(trace.name))
+    trace = trace.whole_blocks()
+    with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
+        result = replay(trace, configs[0], progress=lambda: advance(trace.name))
+    return report_of(trace, [result], are_fleets=isinstance(configs[0], FleetConfig))
 
 
-def _print(report: Report, is_wide: bool) -> None:
-    trace, best = report.trace, best_policy(report)
+def _print(report: Report, prices: Prices, is_wide: bool) -> None:
+    trace, results, best = report.trace, report.results, best_policy(report)
     print(
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
-        f"({format_bytes(report.block_bytes)}), {trace.num_unique:,} different, "
+        f"({format_bytes(results[0].server.block_bytes)}), {trace.num_unique:,} different, "
         f"{100 * report.reachable_rate:.2f} % within reach"
     )
-    print_table(sweep_table(report), is_wide=is_wide)
+    if common := common_of([*results, *filter(None, [report.without])]):
+        print(f"Each run: {common}")
+    print_table(runs_table(report, prices), is_wide=is_wide)
+    print("\n".join(handovers(results)), end="\n" if results[0].handover_s else "")
     bend = knee_of(report, best)
-    if report.without is not None and bend.hit_rate <= report.without.hit_rate:
-        device = format_bytes(bend.gpu_blocks * report.block_bytes)
+    if report.is_fleet:
+        if len(results) > 2:
+            names = dict(zip(map(id, results), names_of(results), strict=True))
+            cheapest = "\n".join(f"  {names[id(result)]}" for result in frontier(results, prices))
+            print(f"Frontier of cost and first token:\n{cheapest or '  no fleet keeps up'}")
+    elif report.without is not None and bend.hit_rate <= report.without.hit_rate:
+        device = format_bytes(bend.gpu_blocks * bend.server.block_bytes)
         print(f"{trace.name}: the GPU's own cache of {device} has what the smaller sizes hold.")
-    elif len({result.cpu_blocks for result in report.results}) > 2:
-        bend_text = f"{format_bytes(bend.cpu_blocks * report.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+    elif len({result.cpu_blocks for result in results}) > 2:
+        bend_text = f"{format_bytes(bend.cpu_blocks * bend.server.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
         print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")
-    if said := saturation(report.results):
-        print(said)
-
-
-def replay_fleets(trace: Trace, configs: Sequence[FleetConfig], processes: int | None) -> list[Result]:
-    """Return the results in the order of the configurations. A single replay reports its progress."""
-    trace = trace.whole_blocks()
-    if len(configs) == 1:
-        with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
-            return [replay(trace, configs[0], progress=lambda: advance(trace.name))]
-    with progress({trace.name: len(configs)}, "fleets") as advance:
-        return run_all(replay, trace, configs, processes, lambda: advance(trace.name))
-
-
-def print_fleets(trace: Trace, results: Sequence[Result], prices: Prices, *, is_wide: bool = False) -> None:
-    print(f"{trace.name}: {len(trace):,} requests; each fleet: {common_of(results) or 'nothing in common'}")
-    print_table(fleet_table(results, prices), is_wide=is_wide)
-    if outages := outage_table(results):
-        print("\nOutages: before / during / after")
-        for fleet, away, hits, p90, recovered in outages.rows:
-            print(f"{fleet}\n  {away} away: hits {hits} %, p90 {p90}, recovered after {recovered}")
-    for text in handovers(results):
-        print(text)
     if said := saturation(results):
         print(said)
-    if len(results) > 2:
-        names = dict(zip(map(id, results), names_of(results), strict=True))
-        best = "\n".join(f"  {names[id(result)]}" for result in frontier(results, prices))
-        print(f"Frontier of cost and first token:\n{best or '  no fleet keeps up'}")

@@ -2,8 +2,8 @@
 """Replays a trace on one server or on many, in one order of virtual time.
 
 Each server is an ``Engine`` over its tiers, with a clock of its own. Events happen in order of time: an arrival, which
-the router sends to a server; the end of a step; a server that dies or comes back. So what servers share is at any time
-what they have written by then.
+the router sends to a server, and the end of a step. So shared tiers contain at any time what servers have written by
+then.
 
 Limits, besides those of the engine model (``docs/design/0007-simulator.md``): the network knows no congestion except on
 a server's own link and on the store's; a lookup and a router take no time.
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
 from kvoffload.sim.engine import Engine, Hit, Served
-from kvoffload.sim.result import DEVICE, HOST, Outage, RequestFigures, Result, ServerResult, quantiles, total
+from kvoffload.sim.result import DEVICE, HOST, Result, ServerResult, quantiles
 from kvoffload.sim.routers import Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering.base import CascadeMode
@@ -140,13 +139,7 @@ class Machine:
         ends = [end_s for tier in self.tiers if (end_s := tier.next_end_s()) is not None]
         return min(ends) if ends else None
 
-    def die(self) -> None:
-        """Lose everything in memory and in flight. Nothing more is written."""
-        self.engine.abandon()
-        for tier in self.tiers:
-            tier.shutdown()
-
-    def result(self, requests: int, hits: Collection[Hit]) -> ServerResult:
+    def result(self, hits: Collection[Hit]) -> ServerResult:
         """What the machine did so far, and the hits of its requests."""
         engine, stats = self.engine, self.manager.get_stats() if self.manager else {}
         hit_blocks = Counter({DEVICE: 0, HOST: 0})
@@ -154,7 +147,7 @@ class Machine:
             hit_blocks.update({DEVICE: hit.device, HOST: hit.host, **hit.below})
         read = {tier.tier_type: tier.read_blocks for tier in self.tiers}
         return ServerResult(
-            requests=requests,
+            requests=len(hits),
             accesses=engine.accesses,
             hit_blocks=dict(hit_blocks),
             busy_s=engine.busy_s,
@@ -172,24 +165,16 @@ class Machine:
         )
 
 
-_Kind = Literal["death", "return", "step"]
-
-
 @dataclass(slots=True)
 class _Member:
-    """One server of the fleet, over its lives."""
+    """One server of the fleet."""
 
     machine: Machine
-    disk: Contents | None
     state: ServerState = field(default_factory=ServerState)
     version: int = 0
     """Of the newest end of a step that was planned: earlier ones count no longer."""
-    requests: int = 0
     hits: list[Hit] = field(default_factory=list)
-    past: list[ServerResult] = field(default_factory=list)
-    """Of the lives before."""
-    shares: list[tuple[float, float]] = field(default_factory=list)
-    """(time, share of the prompt that was hit), of each request: only for servers that die."""
+    """Of its requests."""
 
 
 class _Replay:
@@ -209,25 +194,19 @@ class _Replay:
         self._routers = [router or router_of(config.router) for _ in range(stages)]
         self._store = _Store(config.shared) if config.shared else None
         self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
-        self._members: list[_Member] = []
-        for number in range(config.servers):
-            disk = Contents(config.server.disk_blocks) if config.server.disk_blocks else None
-            self._members.append(_Member(self._machine(number, disk), disk))
+        self._members = [_Member(self._machine(number)) for number in range(config.servers)]
         states = [member.state for member in self._members]
         cut = config.prefill_servers
         self._parts = [(0, Fleet(states[:cut])), (cut, Fleet(states[cut:]))] if cut else [(0, Fleet(states))]
-        self._heap: list[tuple[float, int, _Kind, int, int]] = []
+        self._heap: list[tuple[float, int, int, int]] = []
+        """The ends of steps: (time, order, server, version)."""
         self._order = 0
         self._ttfts = np.zeros(len(trace))
-        self._found = np.zeros(len(trace), dtype=np.int64)
         self._first_token_s = np.full(len(trace), -1.0)
         self._handovers: list[float] = []
-        self._mortal = {death.server for death in config.deaths}
         self._end_s = 0.0
-        self._stranded: list[tuple[int, int]] = []
-        """(request, stage) of those that came while no server lived."""
 
-    def _machine(self, number: int, disk: Contents | None) -> Machine:
+    def _machine(self, number: int) -> Machine:
         config = self._config.server
 
         def shared(clock: VirtualClock) -> list[SimDisk]:
@@ -242,7 +221,6 @@ class _Replay:
             self._trace,
             config,
             self._hashes,
-            contents=disk,
             shared=shared,
             on_first_token=lambda served: self._first_token(number, served),
             on_end=lambda _: self._note_end(number),
@@ -251,9 +229,6 @@ class _Replay:
     # ----------------------------------------------------------------------------------------------- time
 
     def run(self) -> Result:
-        for number, death in enumerate(self._config.deaths):
-            self._push(death.at_s, "death", number)
-            self._push(death.back_s, "return", number)
         for request, time_s in enumerate(self._trace.times_s.tolist()):
             self._run_until(time_s)
             self._arrive(request, time_s, stage=0)
@@ -263,21 +238,12 @@ class _Replay:
                 member.machine.manager.shutdown()
         return self._result()
 
-    def _push(self, time_s: float, kind: _Kind, number: int, version: int = 0) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (time_s, self._order, kind, number, version))
-
     def _run_until(self, end_s: float) -> None:
-        """Do what happens before ``end_s``, in order."""
+        """Run the steps that end before ``end_s``, in order."""
         while self._heap and self._heap[0][0] < end_s:
-            time_s, _, kind, number, version = heapq.heappop(self._heap)
-            if kind == "step":
-                if self._members[number].version == version:
-                    self._step(number, time_s, end_s)
-            elif kind == "death":
-                self._die(self._config.deaths[number].server, time_s)
-            else:
-                self._return(self._config.deaths[number].server, time_s)
+            time_s, _, number, version = heapq.heappop(self._heap)
+            if self._members[number].version == version:
+                self._step(number, time_s, end_s)
 
     def _step(self, number: int, time_s: float, end_s: float) -> None:
         """The server's step ends, and so do the next ones, as long as nothing else comes first."""
@@ -298,7 +264,8 @@ class _Replay:
     def _plan(self, number: int, time_s: float) -> None:
         member = self._members[number]
         member.version += 1
-        self._push(time_s, "step", number, member.version)
+        self._order += 1
+        heapq.heappush(self._heap, (time_s, self._order, number, member.version))
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -311,13 +278,10 @@ class _Replay:
     def _arrive(self, request: int, time_s: float, stage: int) -> None:
         first, fleet = self._parts[stage]
         chosen = 0
-        if len(fleet.servers) > 1 or self._mortal:
-            if not any(server.is_alive for server in fleet.servers):
-                self._stranded.append((request, stage))
-                return
+        if len(fleet.servers) > 1:
             chosen = self._routers[stage](self._asked(request, time_s), fleet)
-            if not (0 <= chosen < len(fleet.servers) and fleet.servers[chosen].is_alive):
-                raise ConfigError(f"The router chose server {chosen!r}, which is not one that is alive.")
+            if not 0 <= chosen < len(fleet.servers):
+                raise ConfigError(f"The router chose server {chosen!r}, which does not exist.")
         number = first + chosen
         member = self._members[number]
         member.state.requests += 1
@@ -331,18 +295,15 @@ class _Replay:
 
     def _first_token(self, number: int, served: Served) -> None:
         member, request, time_s = self._members[number], served.number, served.first_token_s
-        self._leave(member, request)
-        member.requests += 1
+        member.state.requests -= 1
+        member.state.tokens -= int(self._trace.input_tokens[request])
         member.hits.append(served.hit)
         is_first = self._first_token_s[request] < 0
         if is_first:
             self._first_token_s[request] = time_s
             self._ttfts[request] = time_s - float(self._trace.times_s[request])
-            self._found[request] = served.hit.blocks
         elif self._config.prefill_servers:
             self._handovers.append(time_s - float(self._first_token_s[request]))
-        if number in self._mortal:
-            member.shares.append((time_s, served.hit.blocks / max(int(self._num_whole[request]), 1)))
         if self._on_request is not None:
             self._on_request(request, number, served.hit, time_s)
         if is_first and self._config.prefill_servers:
@@ -353,44 +314,11 @@ class _Replay:
     def _note_end(self, number: int) -> None:
         self._end_s = max(self._end_s, self._members[number].machine.clock.now_s)
 
-    def _leave(self, member: _Member, request: int) -> None:
-        member.state.requests -= 1
-        member.state.tokens -= int(self._trace.input_tokens[request])
-
-    # -------------------------------------------------------------------------------------- death and return
-
-    def _die(self, number: int, time_s: float) -> None:
-        member = self._members[number]
-        member.state.is_alive = False
-        member.version += 1
-        member.machine.clock.advance_to(time_s)
-        member.machine.die()
-        member.past.append(self._server_result(member))
-        member.requests, member.hits = 0, []
-        for request in member.machine.engine.requests():
-            has_token = self._first_token_s[request] >= 0
-            if has_token and not self._config.prefill_servers:
-                continue  # its client has the first token; what it still decodes is not simulated elsewhere
-            self._leave(member, request)
-            self._arrive(request, time_s, stage=int(has_token))
-
-    def _return(self, number: int, time_s: float) -> None:
-        member = self._members[number]
-        member.machine = self._machine(number, member.disk)
-        member.machine.clock.advance_to(time_s)
-        member.state.is_alive = True
-        stranded, self._stranded = self._stranded, []
-        for request, stage in stranded:
-            self._arrive(request, time_s, stage)
-
     # --------------------------------------------------------------------------------------------- figures
-
-    def _server_result(self, member: _Member) -> ServerResult:
-        return member.machine.result(member.requests, member.hits)
 
     def _result(self) -> Result:
         trace = self._trace
-        servers = tuple(total([*member.past, self._server_result(member)]) for member in self._members)
+        servers = tuple(member.machine.result(member.hits) for member in self._members)
         index = self._store.contents.index if self._store else None
         begin_s = float(trace.times_s[0]) if len(trace) else 0.0
         return Result(
@@ -406,17 +334,7 @@ class _Replay:
             ttft_s=quantiles(self._ttfts),
             handover_s=quantiles(self._handovers),
             stored_blocks=index.num_stored - index.num_evicted if index else 0,
-            outages=tuple(self._outages()),
         )
-
-    def _outages(self) -> Iterator[Outage]:
-        trace, config = self._trace, self._config
-        figures = RequestFigures(trace.times_s, self._ttfts, self._num_whole, self._found)
-        for number, at_s, back_s in config.deaths:
-            yield figures.outage(f"server {number}", at_s, back_s, self._members[number].shares)
-        for label, store in ((SHARED, config.shared), (POOL, config.pool)):
-            for begin_s, end_s in store.away if store is not None else ():
-                yield figures.outage(label, begin_s, end_s)
 
 
 class _Store:
@@ -438,7 +356,5 @@ class _Store:
             [own[1], self._write],
             clock,
             label=label,
-            away=store.away,
-            deadline_s=config.max_wait_s,
             steps_s=config.steps_s,
         )

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated hardware: a server, a fleet of servers, the tiers that they share, their outages and their prices."""
+"""The simulated hardware: a server, a fleet of servers, the tiers that they share, and their prices."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from kvoffload.config import DEFAULTS
 from kvoffload.errors import ConfigError
@@ -121,8 +120,6 @@ class SharedStore:
     latency_s: float = 0.5e-3
     ttl_s: float = float("inf")
     """Seconds after its write at which a block is gone."""
-    away: tuple[tuple[float, float], ...] = ()
-    """Times in which it cannot be reached: (begin_s, end_s)."""
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
@@ -130,21 +127,6 @@ class SharedStore:
         positive = self.server_bytes_per_s, self.store_bytes_per_s, self.ttl_s
         if not all(value > 0 for value in positive) or not 0 <= self.latency_s < math.inf:
             raise ConfigError("Speeds and ttl of a shared tier must be positive, and its latency not negative.")
-        for begin_s, end_s in self.away:
-            if not begin_s < end_s:
-                raise ConfigError(f"A shared tier is away from {begin_s:g} s to {end_s:g} s: end it after it begins.")
-
-
-class Death(NamedTuple):
-    """A server that dies at ``at_s`` and is back at ``back_s``, with nothing in memory and what is on its disk. Its
-    requests are sent again to others."""
-
-    server: int
-    at_s: float
-    back_s: float
-
-    def __str__(self) -> str:
-        return f"The death of server {self.server} from {self.at_s:g} s to {self.back_s:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +145,14 @@ class FleetConfig:
     prefill_servers: int = 0
     """Servers, the first ones, that only prefill: the others then decode, and find the KV in what is shared. 0: each
     server does both."""
-    deaths: tuple[Death, ...] = ()
+
+    @property
+    def total_blocks(self) -> int:
+        """Of all tiers of all servers."""
+        server = self.server
+        blocks = self.servers * (server.gpu_blocks + server.cpu_blocks + server.disk_blocks)
+        blocks += self.pool.blocks * self.machines if self.pool else 0
+        return blocks + (self.shared.blocks if self.shared else 0)
 
     @property
     def machines(self) -> int:
@@ -180,15 +169,6 @@ class FleetConfig:
         if self.prefill_servers and not (self.shared or self.pool):
             raise ConfigError("Prefill apart needs a shared tier, through which the KV goes.")
         router_of(self.router)
-        for death in self.deaths:
-            if not 0 <= death.server < self.servers:
-                raise ConfigError(f"{death} names none of the {self.servers} servers, which count from 0.")
-            if not death.at_s < death.back_s:
-                raise ConfigError(f"{death} must end after it begins.")
-        ordered = sorted(self.deaths, key=lambda death: (death.server, death.at_s))
-        for one, other in pairwise(ordered):
-            if one.server == other.server and other.at_s <= one.back_s:
-                raise ConfigError(f"{other} begins before the server is back from the death before.")
 
 
 @dataclass(frozen=True, slots=True)

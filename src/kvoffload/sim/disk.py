@@ -69,7 +69,8 @@ class _Arrival:
     """Those that it did not have, and that no other machine is writing."""
     wanted: Sequence[OffloadKey]
     """Those that cross the links: also those that another machine is writing, and those that are too old."""
-    succeeds: bool
+    is_lost: bool = False
+    """The writer has shut down."""
 
 
 class Contents:
@@ -114,9 +115,8 @@ class Contents:
         """Takes in what has arrived by ``now_s``."""
         while self._arrivals and self._arrivals[0][0] <= now_s:
             end_s, _, arrival = heapq.heappop(self._arrivals)
-            ended = arrival.wanted if arrival.succeeds else arrival.reserved
-            self.index.end_write(ended, arrival.succeeds)
-            if arrival.succeeds and self._ttl_s != math.inf:
+            self.index.end_write(arrival.reserved if arrival.is_lost else arrival.wanted, not arrival.is_lost)
+            if not arrival.is_lost and self._ttl_s != math.inf:
                 self._written_s.update(dict.fromkeys(arrival.wanted, end_s))
 
 
@@ -125,7 +125,6 @@ class _Read(NamedTuple):
     job: JobMetadata
     keys: list[OffloadKey]
     """Blocks that the disk has."""
-    succeeds: bool
 
 
 class _Write(NamedTuple):
@@ -144,9 +143,8 @@ class SimDisk(SecondaryTierManager):
     after that asks the store, and later ones have its answer.
 
     A transfer crosses all of ``read_links`` or ``write_links`` at the speed of the slowest. Its job ends when the
-    virtual clock has passed its end. In the times of ``away``, (begin_s, end_s), nothing can be read or written: jobs
-    in flight fail ``deadline_s`` after the begin. ``read_blocks`` and ``written_blocks`` count successes. Each transfer
-    takes ``steps_s`` longer, and holds up no other meanwhile: order and answer wait for steps of the engine.
+    virtual clock has passed its end. ``read_blocks`` and ``written_blocks`` count blocks. Each transfer takes
+    ``steps_s`` longer, and holds up no other meanwhile: order and answer wait for steps of the engine.
     """
 
     def __init__(
@@ -158,8 +156,6 @@ class SimDisk(SecondaryTierManager):
         clock: VirtualClock,
         *,
         label: str = "disk",
-        away: Sequence[tuple[float, float]] = (),
-        deadline_s: float = 0.0,
         steps_s: float = 0.0,
     ) -> None:
         super().__init__(VirtualMemory().create_kv_memoryview(), label)
@@ -171,7 +167,7 @@ class SimDisk(SecondaryTierManager):
         self._refused: list[JobResult] = []
         self._absent: OrderedDict[OffloadKey, float] = OrderedDict()
         """Blocks that a shared store lacked, and from when on it is asked again."""
-        self._away, self._deadline_s, self._steps_s = away, deadline_s, steps_s
+        self._steps_s = steps_s
         self.read_blocks = self.written_blocks = 0
 
     def next_end_s(self) -> float | None:
@@ -179,13 +175,7 @@ class SimDisk(SecondaryTierManager):
         ends = [queue[0].end_s for queue in (self._reads, self._writes) if queue]
         return min(ends) if ends else None
 
-    def is_readable(self) -> bool:
-        now_s = self._clock.now_s
-        return not self._away or not any(begin <= now_s < end for begin, end in self._away)
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self.is_readable():
-            return False
         now_s, absent = self._clock.now_s, self._absent
         is_here = self.contents.find(key, now_s)
         if not self.contents.is_shared:
@@ -209,35 +199,26 @@ class SimDisk(SecondaryTierManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self._index.touch(keys)
 
-    def _transfer(self, links: Sequence[Link], num_blocks: int) -> tuple[float, bool]:
-        """Queues a transfer. Returns when it ends, and whether it succeeds."""
+    def _transfer(self, links: Sequence[Link], num_blocks: int) -> float:
+        """Queue a transfer. Return the time of its end."""
         now_s = self._clock.now_s
-        end_s = max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links]) + self._steps_s
-        if not self._away:
-            return end_s, True
-        begin_s = min((begin for begin, end in self._away if begin < end_s and now_s < end), default=None)
-        if begin_s is None:
-            return end_s, True
-        cut_s = max(begin_s, now_s)
-        for link in links:
-            link.free_at_s = min(link.free_at_s, cut_s)
-        return cut_s + self._deadline_s, False
+        return max([link.queue(now_s, num_blocks * self._block_size_bytes) for link in links]) + self._steps_s
 
     def submit_store(self, job: JobMetadata) -> None:
-        keys = job.keys[::-1] if self.is_readable() else []
+        keys = job.keys[::-1]
         now_s, wanted = self._clock.now_s, keys
         if self.contents.is_shared:
             self.contents.settle(now_s)
         if any(self._index.get_all(keys)):
             wanted = [key for key, is_here in zip(keys, self.contents.has(keys, now_s)) if not is_here]
             self._index.touch(keys)
-        reserved = self._index.reserve(keys) if keys else None
+        reserved = self._index.reserve(keys)
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
         self.contents.forget(reserved.evicted_keys)
-        end_s, succeeds = self._transfer(self._write_links, len(wanted))
-        arrival = _Arrival(reserved.keys_to_store, wanted, succeeds)
+        end_s = self._transfer(self._write_links, len(wanted))
+        arrival = _Arrival(reserved.keys_to_store, wanted)
         self.contents.expect(arrival, end_s)
         self._writes.append(_Write(end_s, job, arrival))
 
@@ -245,8 +226,7 @@ class SimDisk(SecondaryTierManager):
         found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, self._clock())) if is_here]
         self._index.pin(found)
         self._index.touch(found[::-1])
-        end_s, succeeds = self._transfer(self._read_links, len(found))
-        self._reads.append(_Read(end_s, job, found, succeeds))
+        self._reads.append(_Read(self._transfer(self._read_links, len(found)), job, found))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, reads, writes, now_s = self._refused, self._reads, self._writes, self._clock.now_s
@@ -261,14 +241,10 @@ class SimDisk(SecondaryTierManager):
 
     def _end_read(self, read: _Read) -> JobResult:
         self._index.unpin(read.keys)
-        if not read.succeeds:
-            return JobResult(read.job.job_id, success=False, ended_s=read.end_s)
         self.read_blocks += len(read.keys)
         return JobResult(read.job.job_id, len(read.keys) == len(read.job.keys), read.keys, read.end_s)
 
     def _end_write(self, write: _Write) -> JobResult:
-        if not write.arrival.succeeds:
-            return JobResult(write.job.job_id, success=False, ended_s=write.end_s)
         self.written_blocks += len(write.arrival.wanted)
         for key in write.job.keys if self._absent else ():
             self._absent.pop(key, None)
@@ -290,6 +266,6 @@ class SimDisk(SecondaryTierManager):
             self._index.unpin(read.keys)
         for write in self._writes:
             if write.end_s > self._clock():
-                write.arrival.succeeds = False
+                write.arrival.is_lost = True
         self._reads.clear()
         self._writes.clear()

@@ -266,12 +266,6 @@ class Engine:
         waiting = len(self._arrived) + len(self._waiting)
         return waiting + len(self._loading) + len(self._loaded) + self.num_running
 
-    def requests(self) -> list[int]:
-        """The numbers of the requests that have not ended, in order of arrival."""
-        started = (*self._loading.values(), *self._loaded, *self._prefilling, *self._decoding)
-        every = (*self._arrived, *self._waiting, *started)
-        return sorted(request.number for request in every)
-
     def add(self, number: int, output: int | None = None) -> None:
         """The request arrives. The next step takes note of it. ``output``: tokens to generate, by default as many as in
         the trace."""
@@ -455,12 +449,6 @@ class Engine:
             self._release(request)
             request.hit = None
             self._waiting.appendleft(request)
-
-    def abandon(self) -> None:
-        """The server dies in the middle of its step."""
-        step, self._step = self._step, None
-        if step is not None and step.is_busy:
-            self.busy_s += self._clock.now_s - step.begin_s
 
     # ----------------------------------------------------------------------------------------------------- prompts
 

@@ -17,7 +17,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
 from kvoffload.sim.result import SATURATED, Result
-from kvoffload.sim.sweep import Report, num_processes, runner, sweep
+from kvoffload.sim.sweep import Report, num_processes, report_of, runner, sweep
 from kvoffload.sim.trace import Trace
 
 _CPU_SIZES = 6
@@ -26,9 +26,9 @@ _LEAST_SHARE = 0.01
 _DISK_SHARES = (0.25, 1.0)
 _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 3
-_CAPACITY_REQUESTS = 1500
+_CAPACITY_REQUESTS = 4000
 """Requests of the trace that a search for the highest load replays."""
-_CAPACITY_RUNS = 4
+_CAPACITY_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +89,26 @@ class Plan:
 
     goal: Goal
     chosen: Result | None
-    """The device alone if that meets the goal; ``None`` if no run may be chosen."""
+    """The server without tiers if that meets the goal; ``None`` if no run may be chosen."""
     price: float
     report: Report
     """All runs."""
     best: Result
-    """Of the runs that are no harm, the one that comes closest to the goal; the device alone if all others harm."""
+    """Of the runs that are no harm, the one that comes closest to the goal; the server without tiers if all harm."""
     capacities: tuple[Capacity, ...] = ()
     """Today, with host memory, and with a disk, if these were tried."""
+    may_share: bool = False
+    """Whether a shared tier was among the choices of a fleet."""
 
     @property
     def without(self) -> Result:
+        """The server without tiers. A plan for a fleet has none."""
         assert self.report.without is not None
         return self.report.without
 
     def is_harmless(self, result: Result) -> bool:
+        if self.report.is_fleet:
+            return not result.is_overloaded
         return result is self.without or self.goal.is_harmless(result, self.without)
 
 
@@ -148,49 +153,58 @@ def make_plan(
         chosen = min(meeting, key=price)
         smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
         low = smaller[-1] if smaller else chosen.cpu_blocks
-        results, bounds = list(report.results), list(report.optimum_rates)
+        results = list(report.results)
         for _ in range(_REFINEMENTS):
             middle = (low + chosen.cpu_blocks) // 2
             if middle in (low, chosen.cpu_blocks):
                 break
             tried = sweep(trace, [replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)], 1, progress)
             results += tried.results
-            bounds += tried.optimum_rates
             if may_choose(tried.results[0]):
                 chosen = tried.results[0]
             else:
                 low = middle
-        report = replace(report, results=tuple(results), optimum_rates=tuple(bounds))
+        report = report_of(report.trace, [without, *results])
         plan = replace(plan, chosen=chosen, price=price(chosen), report=report)
-    return replace(plan, capacities=tuple(_capacities(trace, plan, processes, progress)))
+    return replace(plan, capacities=tuple(_capacities(trace, plan, prices, processes, progress)))
 
 
-def _capacities(trace: Trace, plan: Plan, processes: int | None, progress: Callable[[], object]) -> Sequence[Capacity]:
-    """The highest loads today, with host memory and with a disk: of the choice, or of the closest to the goal."""
+def _capacities(
+    trace: Trace, plan: Plan, prices: Prices, processes: int | None, progress: Callable[[], object]
+) -> Sequence[Capacity]:
+    """The highest loads today, with host memory and with a disk: of the choice, else of the run of each kind that
+    reaches the goal for the lowest price, else of the closest one."""
     runs = [("today", plan.without)]
-    harmless = [each for each in plan.report.results if plan.goal.is_no_later(each, plan.without)]
     for what, has_disk in (("with host memory", False), ("with host memory and a disk", True)):
-        of_kind = [each for each in harmless if bool(each.disk_blocks) == has_disk]
+        of_kind = [
+            each
+            for each in plan.report.results
+            if bool(each.disk_blocks) == has_disk and plan.goal.is_no_later(each, plan.without)
+        ]
+        meeting = [each for each in of_kind if plan.goal.is_met(each)]
         if plan.chosen in of_kind:
             runs.append((what, plan.chosen))
+        elif meeting:
+            runs.append((what, min(meeting, key=lambda each: prices.of_fleet(each.config))))
         elif of_kind:
             runs.append((what, max(of_kind, key=plan.goal.reached)))
     short = trace.first(_CAPACITY_REQUESTS).whole_blocks()
     with runner(highest_load, short, num_processes(processes, len(runs)), progress) as run_each:
-        rates = run_each([(run.server, plan.goal, run.utilisation) for _, run in runs])
+        rates = run_each([(run, plan.goal) for _, run in runs])
     return [Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True)]
 
 
-def highest_load(trace: Trace, asked: tuple[SimConfig, Goal, float], *, hashes: list[bytes]) -> float:
+def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes]) -> float:
     """The most requests per second that a server carries (``Goal.is_soon_enough``), to about a tenth.
 
-    The trace arrives faster or slower; ``asked`` has the utilisation at its own pace, a first guess.
+    The trace arrives faster or slower than in the run of ``asked``, which is the first try.
     """
-    config, goal, busy = asked
+    run, goal = asked
     rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
-    low, high, factor = 0.0, math.inf, 0.8 / min(max(busy, 1e-4), 1.0)
-    for _ in range(_CAPACITY_RUNS):
-        run = simulate(trace.stretched(1 / factor), config, hashes=hashes)
+    low, high, factor = 0.0, math.inf, 1.0
+    for tries_left in range(_CAPACITY_RUNS, -1, -1):
+        if factor != 1.0 or run.requests != len(trace):
+            run = simulate(trace.stretched(1 / factor), run.server, hashes=hashes)
         if goal.is_soon_enough(run):
             low = factor
             if run.utilisation > 0.93 * SATURATED:
@@ -198,10 +212,10 @@ def highest_load(trace: Trace, asked: tuple[SimConfig, Goal, float], *, hashes: 
             factor *= min(max(0.97 * SATURATED / max(run.utilisation, 1e-4), 1.1), 10)
         else:
             high = factor
-            factor *= 0.6
+            factor *= 0.7
         if low and high < math.inf:
             factor = math.sqrt(low * high)
-        if low and high / low < 1.1:
+        if not tries_left or (low and high / low < 1.1):
             break
     return low * rate
 
@@ -243,35 +257,6 @@ def _sizes(footprint: int, shares: tuple[float, ...], most: int | None) -> list[
 # -------------------------------------------------------------------------------------------------------------- fleets
 
 
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
-    """The chosen fleet, and every one it was chosen from."""
-
-    goal: Goal
-    chosen: Result | None
-    """``None`` if no fleet meets the goal."""
-    results: tuple[Result, ...]
-    best: Result
-    """The one that comes closest to the goal."""
-    may_share: bool
-    """Whether a shared tier was among the choices."""
-
-    @property
-    def advice(self) -> str:
-        """The choice in words."""
-        if self.chosen is None:
-            return "No fleet within the limits reaches the goal."
-        servers = self.chosen.config.servers
-        parts = [f"{servers} server" + "s" * (servers > 1)]
-        if self.may_share:
-            parts.append("a shared tier" if self.chosen.config.shared is not None else "no shared tier")
-        memory = self.chosen.config.server.cpu_blocks
-        larger = [each.config.server.cpu_blocks for each in self.results if each.config.servers > servers]
-        if larger and memory > min(larger):
-            parts.append("fewer servers with more memory")
-        return ", ".join(parts) + "."
-
-
 def make_fleet_plan(
     trace: Trace,
     fleets: Sequence[FleetConfig],
@@ -281,7 +266,7 @@ def make_fleet_plan(
     most: int,
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
-) -> FleetPlan:
+) -> Plan:
     """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
 
     The number of servers is then lowered by bisection, for the cheapest. Fleets that cost more than one that meets the
@@ -307,4 +292,6 @@ def make_fleet_plan(
                 else:
                     low = middle
     best = max(results, key=goal.reached)
-    return FleetPlan(goal, chosen, tuple(results), best, any(fleet.shared is not None for fleet in fleets))
+    price = 0.0 if chosen is None else prices.of_fleet(chosen.config)
+    may_share = any(fleet.shared is not None for fleet in fleets)
+    return Plan(goal, chosen, price, report_of(trace, results, are_fleets=True), best, may_share=may_share)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of sweeps and of fleets as tables of text, as sentences and as plain values."""
+"""The figures of runs and of explanations as tables of text, as sentences and as plain values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from kvoffload.sim.config import FleetConfig, Prices
+from kvoffload.sim.config import Prices
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
-from kvoffload.sim.result import Result, quantiles
+from kvoffload.sim.result import DEVICE, HOST, Result, quantiles
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
-from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, format_bytes
 
 NO_FORECAST = "Times compare configurations; they are no forecast."
@@ -49,47 +48,7 @@ def saturation(results: Sequence[Result]) -> str:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- one server
-
-
-def sweep_table(report: Report) -> Table:
-    """A row for each run, the one without offloading first. The columns that decide come first.
-
-    *gained* is the mean time to first token that the run saves against the one without offloading.
-    """
-    runs: list[tuple[Result, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
-    if report.without is not None:
-        runs.insert(0, (report.without, None))
-    cells = [_cells(report, result, bound) for result, bound in runs]
-    return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
-
-
-def _cells(report: Report, result: Result, bound: float | None) -> dict[str, str]:
-    without, size = report.without, report.block_bytes
-    has_gpu = any(each.gpu_blocks for each in report.results)
-    has_disk = any(each.disk_blocks for each in report.results)
-    policy = f"{result.policy}, {result.server.cascade_mode}" if result.disk_blocks else result.policy
-    return {
-        "policy": policy if result.cpu_blocks else "none",
-        "memory": _size(result.cpu_blocks, size),
-        "disk": _size(result.disk_blocks, size),
-        "hits %": f"{100 * result.hit_rate:.2f}",
-        "TTFT p50": format_seconds(result.ttft_s["p50"]),
-        "gained": format_seconds(without.ttft_s["mean"] - result.ttft_s["mean"])
-        if without and result is not without
-        else "-",
-        "optimum %": f"{100 * bound:.2f}" if bound is not None else "-",
-        "busy %": f"{100 * result.utilisation:.0f}",
-        "gpu %": _percent(result.gpu_hit_blocks, result.accesses) if has_gpu else "-",
-        "cpu %": _percent(result.cpu_hit_blocks, result.accesses) if has_gpu or has_disk else "-",
-        "disk %": _percent(result.disk_hit_blocks, result.accesses) if has_disk else "-",
-        "declined %": _percent(result.sum_of("declined_blocks"), result.accesses) if has_disk else "-",
-        "loaded": format_bytes(result.sum_of("loaded_blocks") * size),
-        "stored": format_bytes(result.sum_of("stored_blocks") * size),
-        "disk written": format_bytes(moved_blocks(result, "written") * size) if result.disk_blocks else "-",
-        "saved prefill": format_seconds(result.saved_prefill_s),
-        "p99": format_seconds(result.ttft_s["p99"]),
-    }
+# --------------------------------------------------------------------------------------------------------------- runs
 
 
 def moved_blocks(result: Result, direction: str) -> int:
@@ -97,8 +56,110 @@ def moved_blocks(result: Result, direction: str) -> int:
     return sum(sum(getattr(server, f"{direction}_blocks").values()) for server in result.servers)
 
 
+def _identity(result: Result) -> dict[str, str]:
+    """What was simulated, by the heading of its column; ``-`` for nothing."""
+    config, server = result.config, result.server
+    apart = config.prefill_servers
+    found = {
+        "servers": f"{apart}+{config.servers - apart}" if apart else str(config.servers),
+        "router": config.router if config.servers > 1 else "-",
+        "policy": server.policy if server.cpu_blocks else "none",
+        "memory": _size(server.cpu_blocks, server.block_bytes),
+        "disk": _size(server.disk_blocks, server.block_bytes),
+        "cascade": server.cascade_mode if server.disk_blocks else "-",
+    }
+    for name, store in (("pool", config.pool), ("shared", config.shared)):
+        found |= {
+            name: _size(store.blocks, server.block_bytes) if store else "-",
+            f"{name} link": f"{store.server_bytes_per_s / 1e9:g} GB/s" if store else "-",
+            f"{name} store": f"{store.store_bytes_per_s / 1e9:g} GB/s" if store else "-",
+            f"{name} latency": format_seconds(store.latency_s) if store else "-",
+            f"{name} ttl": f"{store.ttl_s:g} s" if store and store.ttl_s < math.inf else "-",
+        }
+    return found
+
+
+def identities(results: Sequence[Result]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What distinguishes each run from the others, its memory at least; and what all have in common."""
+    every = [_identity(result) for result in results]
+    texts = {name: {each[name] for each in every} for name in every[0]}
+    for name in texts:
+        if name not in ("servers", "router", "policy", "memory", "disk", "pool", "shared") or texts[name] == {"none"}:
+            texts[name].discard("-")  # a detail of a tier that not all runs have
+    differ = {name for name, found in texts.items() if len(found) > 1}
+    shown = [name for name in every[0] if name in differ or name == "memory"]
+    common = {name: min(found) for name, found in texts.items() if name not in shown and found - {"-", "none"}}
+    if common.get("servers") == "1":
+        del common["servers"]
+    return [{name: each[name] for name in shown} for each in every], common
+
+
+def names_of(results: Sequence[Result]) -> list[str]:
+    """A name for each run, among the others."""
+    found = []
+    for each in identities(results)[0]:
+        servers = each.pop("servers", None)
+        parts = [] if servers is None else [counted(int(servers), "server") if servers.isdecimal() else servers]
+        found.append(", ".join(parts + [f"{name} {text}" for name, text in each.items() if text not in ("-", "none")]))
+    return found
+
+
+def common_of(results: Sequence[Result]) -> str:
+    """What all runs have in common, in a line."""
+    return ", ".join(f"{name} {text}" for name, text in identities(results)[1].items())
+
+
+def runs_table(report: Report, prices: Prices) -> Table:
+    """A row for each run, the server without offloading first. The columns that decide come first.
+
+    *gained* is the mean time to first token that the run saves against the one without offloading.
+    """
+    without = report.without
+    runs: list[tuple[Result, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
+    if without is not None:
+        runs.insert(0, (without, None))
+    tiers = {tier: text for tier, text in TIERS.items() if any(run.hit_blocks[tier] for run, _ in runs)}
+    has_lower = bool(tiers.keys() - {DEVICE, HOST})
+    rows = []
+    for identity, (run, bound) in zip(identities([run for run, _ in runs])[0], runs, strict=True):
+        is_gain = without is not None and run is not without
+        gained_s = without.ttft_s["mean"] - run.ttft_s["mean"] if without is not None and is_gain else None
+        tiers_alone = prices.of_tiers(run.cpu_blocks, run.disk_blocks, run.server.block_bytes)
+        price = prices.of_fleet(run.config) if report.is_fleet else tiers_alone
+        rows.append(
+            identity
+            | {
+                "hits %": f"{100 * run.hit_rate:.2f}",
+                "TTFT p50": format_seconds(run.ttft_s["p50"]),
+                "p90": format_seconds(run.ttft_s["p90"]),
+                "gained": "-" if gained_s is None else format_seconds(gained_s),
+                "busy %": f"{100 * run.utilisation:.0f}",
+                "optimum %": "-" if bound is None else f"{100 * bound:.2f}",
+                "cost/M": f"{run.cost_per_million_tokens(prices):.3g}" if report.is_fleet else "-",
+                **{f"{text} %": _percent(run.hit_blocks[tier], run.accesses) for tier, text in tiers.items()},
+                **(_moved(run) if has_lower else {}),
+                "p99": format_seconds(run.ttft_s["p99"]),
+                f"{prices.unit}/h": f"{price:,.3g}",
+            }
+        )
+    return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty() if rows else Table([], [])
+
+
+def _moved(run: Result) -> dict[str, str]:
+    size = run.server.block_bytes
+    return {
+        "declined %": _percent(run.sum_of("declined_blocks"), run.accesses),
+        "read": format_bytes(moved_blocks(run, "read") * size),
+        "written": format_bytes(moved_blocks(run, "written") * size),
+    }
+
+
+TIERS = {DEVICE: "gpu", HOST: "cpu", "disk": "disk", "pool": "pool", "shared": "shared"}
+"""The words for tiers in tables and JSON."""
+
+
 def figures_of(result: Result) -> dict[str, Any]:
-    """The figures of one server as plain values."""
+    """The figures of one run as plain values."""
     server, tokens, size = result.server, result.block_tokens, result.server.block_bytes
     by_tier = {"gpu": result.gpu_hit_blocks, "cpu": result.cpu_hit_blocks, "disk": result.disk_hit_blocks}
     same = ("computed_tokens", "preemptions", "cpu_evicted_blocks", "disk_evicted_blocks", "declined_blocks")
@@ -118,7 +179,6 @@ def figures_of(result: Result) -> dict[str, Any]:
         "disk_read_bytes": moved_blocks(result, "read") * size,
         "disk_written_bytes": moved_blocks(result, "written") * size,
         **{name: result.sum_of(name) for name in (*same, "refused_stores", "prefill_s")},
-        "saved_prefill_s": result.saved_prefill_s,
         "utilisation": result.utilisation,
         "duration_s": result.duration_s,
         "ttft_s": result.ttft_s,
@@ -127,31 +187,48 @@ def figures_of(result: Result) -> dict[str, Any]:
     }
 
 
-def sweep_as_json(report: Report) -> dict[str, Any]:
+def _fleet_figures(result: Result, prices: Prices) -> dict[str, Any]:
+    """What else there is to say of a fleet."""
+    return {
+        "config": asdict(result.config),
+        "servers": [asdict(server) for server in result.servers],
+        "hit_blocks": dict(result.hit_blocks),
+        "handed_over": result.handed_over,
+        "handover_s": result.handover_s,
+        "cost_per_hour": prices.of_fleet(result.config),
+        "cost_per_million_tokens": result.cost_per_million_tokens(prices),
+    }
+
+
+def report_as_json(report: Report, prices: Prices) -> dict[str, Any]:
+    """All figures of a report as plain values."""
     return {
         "trace": report.trace.name,
         "requests": len(report.trace),
         "accesses": report.trace.num_accesses,
         "unique_blocks": report.trace.num_unique,
         "block_tokens": report.trace.block_tokens,
-        "block_bytes": report.block_bytes,
+        "block_bytes": (report.without or report.results[0]).server.block_bytes,
         "reachable_hit_rate": report.reachable_rate,
+        "prices": asdict(prices),
         "without_offloading": None if report.without is None else figures_of(report.without),
         "runs": [
-            figures_of(result) | {"optimum_hit_rate": bound}
+            figures_of(result)
+            | {"optimum_hit_rate": bound}
+            | (_fleet_figures(result, prices) if report.is_fleet else {})
             for result, bound in zip(report.results, report.optimum_rates, strict=True)
         ],
     }
 
 
-def curve(report: Report, policy: str) -> list[tuple[Result, float]]:
-    """(run, optimum) of one policy by rising host memory; of several disks the largest, of two cascades the better."""
-    found: dict[int, tuple[Result, float]] = {}
-    for result, bound in zip(report.results, report.optimum_rates, strict=True):
+def curve(report: Report, policy: str) -> list[Result]:
+    """The runs of one policy by rising host memory; of several disks the largest, of two cascades the better."""
+    found: dict[int, Result] = {}
+    for result in report.results:
         if result.policy == policy:
             known = found.get(result.cpu_blocks)
-            if known is None or (known[0].disk_blocks, known[0].hit_rate) <= (result.disk_blocks, result.hit_rate):
-                found[result.cpu_blocks] = result, bound
+            if known is None or (known.disk_blocks, known.hit_rate) <= (result.disk_blocks, result.hit_rate):
+                found[result.cpu_blocks] = result
     return [found[size] for size in sorted(found)]
 
 
@@ -163,140 +240,12 @@ def best_policy(report: Report) -> str:
 
 def knee_of(report: Report, policy: str) -> Result:
     """The run at the curve's knee: beyond it more host memory brings less and less."""
-    runs = [result for result, _ in curve(report, policy)]
+    runs = curve(report, policy)
     return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
 
 
-# ------------------------------------------------------------------------------------------------------------- fleets
-
-_TIERS = ("device", "host", "disk", "pool", "shared")
-
-
-def _identity(config: FleetConfig) -> dict[str, str]:
-    """What a fleet is, by the heading of its column; ``-`` for nothing."""
-    server, apart = config.server, config.prefill_servers
-    found = {
-        "servers": f"{apart}+{config.servers - apart}" if apart else str(config.servers),
-        "router": config.router,
-        "policy": server.policy,
-        "memory": _size(server.cpu_blocks, server.block_bytes),
-        "disk": _size(server.disk_blocks, server.block_bytes),
-        "cascade": server.cascade_mode if server.disk_blocks else "-",
-    }
-    for name, store in (("pool", config.pool), ("shared", config.shared)):
-        found |= {
-            name: _size(store.blocks, server.block_bytes) if store else "-",
-            f"{name} link": f"{store.server_bytes_per_s / 1e9:g} GB/s" if store else "-",
-            f"{name} store": f"{store.store_bytes_per_s / 1e9:g} GB/s" if store else "-",
-            f"{name} latency": format_seconds(store.latency_s) if store else "-",
-            f"{name} ttl": "-" if not store else f"{store.ttl_s:g} s" if store.ttl_s < math.inf else "endless",
-            f"{name} away": "; ".join(f"{begin:g}-{end:g} s" for begin, end in store.away) or "never" if store else "-",
-        }
-    return found
-
-
-def _identities(results: Sequence[Result]) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What distinguishes each fleet from the others, servers and routers at least; and what all are."""
-    every = [_identity(result.config) for result in results]
-    common: dict[str, str] = {}
-    for name in every[0].keys() - {"servers", "router"}:
-        texts = {each[name] for each in every}
-        if name not in ("policy", "memory", "disk", "pool", "shared") and len(texts) > 1:
-            texts -= {"-"}  # a detail of what not all fleets have
-        if len(texts) == 1:
-            (common[name],) = texts
-    common = {name: common[name] for name in every[0] if name in common}
-    return [{name: text for name, text in each.items() if name not in common} for each in every], common
-
-
-def names_of(results: Sequence[Result]) -> list[str]:
-    """A name for each fleet, among the others."""
-    found = []
-    for each in _identities(results)[0]:
-        servers, router = each.pop("servers"), each.pop("router")
-        parts = [f"{name} {text}" for name, text in each.items() if text != "-"]
-        found.append(", ".join([f"{servers} server{'' if servers == '1' else 's'}", router, *parts]))
-    return found
-
-
-def common_of(results: Sequence[Result]) -> str:
-    """What all fleets have, in a line."""
-    usual = ("-", "never", "endless")
-    return ", ".join(f"{name} {text}" for name, text in _identities(results)[1].items() if text not in usual)
-
-
-def fleet_table(results: Sequence[Result], prices: Prices) -> Table:
-    """A row for each fleet. The columns that decide come first."""
-    tiers = [tier for tier in _TIERS if any(result.hit_blocks[tier] for result in results)]
-    rows = []
-    for identity, result in zip(_identities(results)[0], results, strict=True):
-        row = identity | {
-            "hits %": f"{100 * result.hit_rate:.2f}",
-            "p50": format_seconds(result.ttft_s["p50"]),
-            "p90": format_seconds(result.ttft_s["p90"]),
-            "cost/M": f"{result.cost_per_million_tokens(prices):.3g}",
-        }
-        row |= {f"{tier} %": _percent(result.hit_blocks[tier], result.accesses) for tier in tiers}
-        row |= {
-            "p99": format_seconds(result.ttft_s["p99"]),
-            "tokens/s": f"{result.computed_tokens_per_s:,.0f}",
-            "busiest %": f"{100 * result.utilisation:.0f}",
-            "imbalance": f"{result.imbalance:.2f}",
-            "read": _link_bytes(result, "read"),
-            "written": _link_bytes(result, "written"),
-            "cost/h": f"{prices.of_fleet(result.config):,.2f}",
-        }
-        rows.append(row)
-    return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty()
-
-
-def _link_bytes(result: Result, direction: str) -> str:
-    """Bytes that crossed the servers' links to what is shared."""
-    if result.config.shared is None and result.config.pool is None:
-        return "-"
-    sides = [getattr(server, f"{direction}_blocks") for server in result.servers]
-    return format_bytes(
-        result.server.block_bytes * sum(side.get(tier, 0) for side in sides for tier in ("shared", "pool"))
-    )
-
-
-def outage_table(results: Sequence[Result]) -> Table | None:
-    """A row for each outage of each fleet; ``None`` without outages."""
-
-    def course(figures: Sequence[float | None], shown: Callable[[float], str]) -> str:
-        return " / ".join("-" if figure is None else shown(figure) for figure in figures)
-
-    rows = [
-        [
-            name,
-            outage.what,
-            course(outage.hit_rates, lambda rate: f"{100 * rate:.1f}"),
-            course(outage.ttft_p90_s, format_seconds),
-            "-" if outage.recovery_s is None else format_seconds(outage.recovery_s),
-        ]
-        for name, result in zip(names_of(results), results, strict=True)
-        for outage in result.outages
-    ]
-    return Table(["fleet", "away", "hits %", "p90", "recovered after"], rows) if rows else None
-
-
-def server_table(result: Result) -> Table:
-    tiers = [tier for tier in _TIERS if any(server.hit_blocks.get(tier) for server in result.servers)]
-    rows = [
-        [
-            str(number),
-            f"{server.requests:,}",
-            _percent(sum(server.hit_blocks.values()), server.accesses),
-            *(_percent(server.hit_blocks.get(tier, 0), server.accesses) for tier in tiers),
-            f"{100 * server.busy_s / max(result.duration_s, 1e-9):.0f}",
-        ]
-        for number, server in enumerate(result.servers)
-    ]
-    return Table(["server", "requests", "hits %", *(f"{tier} %" for tier in tiers), "busy %"], rows)
-
-
 def handovers(results: Sequence[Result]) -> list[str]:
-    """What to say of fleets that prefill apart."""
+    """Sentences about fleets with separate servers for prefill."""
     return [
         f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that have "
         f"not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
@@ -307,37 +256,13 @@ def handovers(results: Sequence[Result]) -> list[str]:
 
 
 def frontier(results: Sequence[Result], prices: Prices) -> list[Result]:
-    """Of the fleets that keep up, those of which no cheaper one has its first token (p90) sooner, by price."""
+    """Of the runs that keep up, those of which no cheaper one has its first token (p90) sooner, by price."""
     best: list[Result] = []
     keeping_up = [result for result in results if not result.is_overloaded]
     for result in sorted(keeping_up, key=lambda each: (each.cost_per_million_tokens(prices), each.ttft_s["p90"])):
         if not best or result.ttft_s["p90"] < best[-1].ttft_s["p90"]:
             best.append(result)
     return best
-
-
-def fleets_as_json(trace: Trace, results: Sequence[Result], prices: Prices) -> dict[str, Any]:
-    return {
-        "trace": trace.name,
-        "requests": len(trace),
-        "block_tokens": trace.block_tokens,
-        "prices": asdict(prices),
-        "fleets": [
-            asdict(result)
-            | {
-                "accesses": result.accesses,
-                "hit_rate": result.hit_rate,
-                "handed_over": result.handed_over,
-                "hit_blocks": dict(result.hit_blocks),
-                "computed_tokens_per_s": result.computed_tokens_per_s,
-                "utilisation": result.utilisation,
-                "imbalance": result.imbalance,
-                "cost_per_hour": prices.of_fleet(result.config),
-                "cost_per_million_tokens": result.cost_per_million_tokens(prices),
-            }
-            for result in results
-        ],
-    }
 
 
 # ------------------------------------------------------------------------------------------------------- explanations

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +20,7 @@ SATURATED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """What one server did. Sums over its lives, if it died (``total``)."""
+    """What one server did."""
 
     requests: int
     accesses: int
@@ -50,21 +48,6 @@ class ServerResult:
     written_blocks: dict[str, int]
 
 
-class Outage(NamedTuple):
-    """A period without a server or a store, with equal periods before and after it."""
-
-    what: str
-    begin_s: float
-    end_s: float
-    hit_rates: tuple[float | None, float | None, float | None]
-    """Of the fleet's requests that arrived before, during and after it; ``None``: none did."""
-    ttft_p90_s: tuple[float | None, float | None, float | None]
-    """Likewise."""
-    recovery_s: float | None
-    """Seconds from its end until 50 requests hit 90% of what the 50 before it hit: requests of that server, or of the
-    fleet if a store was away. ``None``: not within this trace."""
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """The figures of a simulation, of one server or of many."""
@@ -87,8 +70,6 @@ class Result:
     """With prefill apart: from a request's first token to when the decoding server has its KV."""
     stored_blocks: int
     """Blocks in the shared tier at the end."""
-    outages: tuple[Outage, ...] = ()
-    """Of servers and of shared tiers."""
 
     # The sizes of each server.
 
@@ -208,64 +189,6 @@ class Result:
         """The busiest server's time divided by the mean of all: 1 is even."""
         busy = [server.busy_s for server in self.servers]
         return max(busy) * len(busy) / max(sum(busy), 1e-9)
-
-
-def total(lives: Sequence[ServerResult]) -> ServerResult:
-    """Add up the lives of a server that died and came back."""
-
-    def added(parts: Sequence[Any]) -> Any:
-        is_by_tier = isinstance(parts[0], dict)
-        return dict(sum(map(Counter, parts), Counter[str]())) if is_by_tier else sum(parts)
-
-    return ServerResult(*map(added, zip(*map(astuple, lives), strict=True)))
-
-
-class RequestFigures(NamedTuple):
-    """Of each request, in order of arrival: arrays of one length."""
-
-    times_s: npt.NDArray[np.float64]
-    ttfts_s: npt.NDArray[np.float64]
-    blocks: npt.NDArray[np.int64]
-    found: npt.NDArray[np.int64]
-
-    def outage(
-        self, what: str, begin_s: float, end_s: float, served: Sequence[tuple[float, float]] | None = None
-    ) -> Outage:
-        """``served``: (time, share of its prompt that was found) of each request that counts for the recovery; by
-        default all."""
-        length_s = end_s - begin_s
-        edges = np.searchsorted(self.times_s, [begin_s - length_s, begin_s, end_s, end_s + length_s])
-        spans = [slice(*span) for span in pairwise(edges.tolist())]
-        if served is None:
-            shares = self.found / np.maximum(self.blocks, 1)
-            served = sorted(zip((self.times_s + self.ttfts_s).tolist(), shares.tolist()))
-        return Outage(
-            what,
-            begin_s,
-            end_s,
-            _three(spans, lambda span: float(self.found[span].sum() / max(self.blocks[span].sum(), 1))),
-            _three(spans, lambda span: float(np.percentile(self.ttfts_s[span], 90))),
-            _recovery(begin_s, end_s, served),
-        )
-
-
-def _three(spans: Sequence[slice], figure: Callable[[slice], float]) -> tuple[float | None, float | None, float | None]:
-    before, meanwhile, after = (figure(span) if span.start < span.stop else None for span in spans)
-    return before, meanwhile, after
-
-
-def _recovery(begin_s: float, end_s: float, served: Sequence[tuple[float, float]]) -> float | None:
-    before = [share for time_s, share in served if time_s < begin_s][-_WINDOW:]
-    after = [each for each in served if each[0] >= end_s]
-    if min(len(before), len(after)) < _WINDOW:
-        return None
-    found = np.convolve([share for _, share in after], np.ones(_WINDOW), "valid")
-    (recovered,) = np.nonzero(found >= 0.9 * sum(before))
-    return after[int(recovered[0]) + _WINDOW - 1][0] - end_s if len(recovered) else None
-
-
-_WINDOW = 50
-"""Requests whose hits are compared."""
 
 
 def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:

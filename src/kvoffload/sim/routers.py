@@ -39,7 +39,6 @@ class Asked:
 class ServerState:
     """What a router knows of a server: the requests that it has not answered yet, and the tokens of their prompts."""
 
-    is_alive: bool = True
     requests: int = 0
     tokens: int = 0
 
@@ -50,14 +49,10 @@ class Fleet:
 
     servers: list[ServerState]
 
-    def alive(self) -> list[int]:
-        """At least one."""
-        return [number for number, server in enumerate(self.servers) if server.is_alive]
-
 
 class Router(Protocol):
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        """The number of a server that is alive."""
+        """Return the number of a server."""
 
 
 class RoundRobin:
@@ -67,9 +62,8 @@ class RoundRobin:
         self._next = 0
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        alive = fleet.alive()
         self._next += 1
-        return alive[(self._next - 1) % len(alive)]
+        return (self._next - 1) % len(fleet.servers)
 
 
 class LeastLoad:
@@ -79,31 +73,22 @@ class LeastLoad:
         self._sent: Counter[int] = Counter()
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        chosen = min(fleet.alive(), key=lambda number: (fleet.servers[number].tokens, self._sent[number], number))
+        numbers = range(len(fleet.servers))
+        chosen = min(numbers, key=lambda number: (fleet.servers[number].tokens, self._sent[number], number))
         self._sent[chosen] += asked.tokens
         return chosen
 
 
 class Session:
-    """A session's requests go to one server; those without a session go where the fewest tokens wait.
-
-    Each session has an order of servers of its own, by hashes, and takes the first that is alive. So when a server
-    goes, only its sessions move.
-    """
+    """All requests of a session go to one server, chosen by a hash. The others go where the fewest tokens wait."""
 
     def __init__(self) -> None:
-        self._orders: dict[int, list[int]] = {}
         self._least_load = LeastLoad()
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
         if asked.session < 0:
             return self._least_load(asked, fleet)
-        order = self._orders.get(asked.session)
-        if order is None:
-            numbers = range(len(fleet.servers))
-            order = sorted(numbers, key=lambda number: xxhash.xxh3_64_intdigest(b"%d,%d" % (asked.session, number)))
-            self._orders[asked.session] = order
-        return next(number for number in order if fleet.servers[number].is_alive)
+        return xxhash.xxh3_64_intdigest(b"%d" % asked.session) % len(fleet.servers)
 
 
 class PrefixAffinity:
@@ -111,8 +96,7 @@ class PrefixAffinity:
     that it was not sent before; of several, that which was sent least.
 
     Less than half of a prompt does not count as sent before: else one server would get all that share a system prompt.
-    It remembers what it sent where, up to ``_REMEMBERED`` blocks, and forgets what it sent to a server that has gone.
-    It does not know what a server evicts.
+    It remembers what it sent where, up to ``_REMEMBERED`` blocks. It does not know what a server evicts.
     """
 
     _REMEMBERED = 1 << 20
@@ -120,16 +104,11 @@ class PrefixAffinity:
     def __init__(self) -> None:
         self._sent: OrderedDict[bytes, int] = OrderedDict()
         """A bit for each server, by block. Heads come after their tails, so that they are forgotten later."""
-        self._alive = 0
         self._sent_tokens: Counter[int] = Counter()
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        alive = fleet.alive()
-        bits = sum(1 << number for number in alive)
-        if gone := self._alive & ~bits:
-            self._sent = OrderedDict((key, left) for key, each in self._sent.items() if (left := each & ~gone))
-        self._alive = bits
-        matched = self._matched(asked.path, bits)
+        numbers = range(len(fleet.servers))
+        matched = self._matched(asked.path, (1 << len(numbers)) - 1)
         block_tokens = asked.tokens // max(len(asked.path), 1)
 
         def to_compute(number: int) -> tuple[int, int, int]:
@@ -137,7 +116,7 @@ class PrefixAffinity:
             known = block_tokens * blocks if 2 * blocks >= len(asked.path) else 0
             return fleet.servers[number].tokens - known, self._sent_tokens[number], number
 
-        chosen = min(alive, key=to_compute)
+        chosen = min(numbers, key=to_compute)
         self._sent_tokens[chosen] += asked.tokens
         for key in reversed(asked.path):
             self._sent[key] = self._sent.pop(key, 0) | 1 << chosen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays one trace on many machines, on all cores, and computes the optimum beside them."""
+"""Replays one trace on many servers or fleets, on all cores, and computes the optimum beside them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import SimConfig
+from kvoffload.sim.config import FleetConfig, SimConfig
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.result import Result
 from kvoffload.sim.trace import Trace
 
 _Ran = TypeVar("_Ran")
 _ADVICE = logging.getLogger("kvoffload.tiering.load_policy")
-"""To operators, of use for machines that exist."""
+"""Logs advice to operators, which is of use only for machines that exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The runs of a sweep over one trace."""
+    """The runs of one trace on servers or on fleets."""
 
     trace: Trace
-    block_bytes: int
     results: tuple[Result, ...]
     """In the order of the configurations."""
     optimum_rates: tuple[float, ...]
@@ -36,12 +35,23 @@ class Report:
     reachable_rate: float
     """The hit rate of a cache that keeps everything."""
     without: Result | None = None
-    """The device alone, of the configuration without host memory if there was one. It is not one of the results."""
+    """A single server without host memory, if there was one. It is not one of the results."""
+    is_fleet: bool = False
+
+
+def report_of(trace: Trace, results: Sequence[Result], *, are_fleets: bool = False) -> Report:
+    """The report of runs of ``trace``, which has whole blocks only. Fleets have no run without tiers of their own."""
+    without = None if are_fleets else next((each for each in results if not each.cpu_blocks), None)
+    kept = tuple(each for each in results if each is not without)
+    totals = [each.config.total_blocks for each in kept]
+    bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
+    rates = [bound / max(trace.num_accesses, 1) for bound in bounds]
+    return Report(trace, kept, tuple(rates[:-1]), rates[-1], without, are_fleets)
 
 
 def sweep(
     trace: Trace,
-    configs: Sequence[SimConfig],
+    configs: Sequence[SimConfig | FleetConfig],
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Report:
@@ -51,14 +61,9 @@ def sweep(
     1 everything runs in this process. It changes neither the results nor their order.
     """
     trace = trace.whole_blocks()
-    results = run_all(simulate, trace, configs, processes, progress)
-    without = next((result for result in results if not result.cpu_blocks), None)
-    block_bytes = configs[0].block_bytes if configs else 0
-    done, configs = tuple(each for each in results if each.cpu_blocks), [each for each in configs if each.cpu_blocks]
-    totals = [config.gpu_blocks + config.cpu_blocks + config.disk_blocks for config in configs]
-    bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
-    rates = [bound / max(trace.num_accesses, 1) for bound in bounds]
-    return Report(trace, block_bytes, done, tuple(rates[:-1]), rates[-1], without)
+    with runner(simulate, trace, num_processes(processes, len(configs)), progress) as run_each:
+        are_fleets = any(isinstance(config, FleetConfig) for config in configs)
+        return report_of(trace, run_each(configs), are_fleets=are_fleets)
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
@@ -75,19 +80,6 @@ def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
     return max(range(len(heights)), key=heights.__getitem__)
 
 
-def run_all(
-    run: Callable[..., _Ran],
-    trace: Trace,
-    configs: Sequence[object],
-    processes: int | None,
-    progress: Callable[[], object],
-) -> list[_Ran]:
-    """``run(trace, config, hashes=...)`` of every configuration. ``run`` is a function of a module. ``progress`` is
-    called as each of them ends."""
-    with runner(run, trace, num_processes(processes, len(configs)), progress) as run_each:
-        return run_each(configs)
-
-
 def num_processes(processes: int | None, num_configs: int) -> int:
     """As many as there are cores by default, and no more than there are configurations."""
     return max(min(processes or os.cpu_count() or 1, num_configs), 1)
@@ -97,7 +89,8 @@ def num_processes(processes: int | None, num_configs: int) -> int:
 def runner(
     run: Callable[..., _Ran], trace: Trace, processes: int, progress: Callable[[], object]
 ) -> Iterator[Callable[[Sequence[object]], list[_Ran]]]:
-    """What ``run_all`` does with configurations, again and again in the same processes."""
+    """Yield a function that returns ``run(trace, config, hashes=...)`` of each configuration, always in the same
+    processes. ``run`` is a function of a module. ``progress`` is called as each run ends."""
 
     def noted(result: _Ran) -> _Ran:
         progress()

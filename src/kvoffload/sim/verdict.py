@@ -13,12 +13,11 @@ from textwrap import wrap
 from typing import Any
 
 from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import FleetPlan, Goal, Plan
+from kvoffload.sim.plan import Goal, Plan
 from kvoffload.sim.report import format_seconds
 from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import knee
 from kvoffload.sim.table import Table
-from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, exact_size, format_bytes
 
 WIDTH, MOST_LINES = 80, 25
@@ -77,18 +76,19 @@ def _text_of(table: Table) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------- one server
+# ------------------------------------------------------------------------------------------------------------- answers
 
 
-def verdict_of(plan: Plan, trace: Trace, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
-    """The verdict of a plan for one server. ``warnings``: what is not known of the machine."""
-    return Verdict(
-        _answer(plan, trace, prices),
-        _rows(plan, prices),
-        _load(plan),
-        (*_load_warnings(plan, trace), *warnings),
-        _settings(plan.chosen),
-    )
+def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
+    """The verdict of a plan for a server or for a fleet. ``warnings``: facts about the machine that are not known."""
+    if plan.report.is_fleet:
+        is_hopeless = all(each.is_overloaded for each in plan.report.results)
+        more = ["no fleet within the limits keeps up with this load: allow more servers."] * is_hopeless
+        answer, load = _fleet_answer(plan, prices), ""
+    else:
+        more = [*_load_warnings(plan)]
+        answer, load = _answer(plan, prices), _load(plan)
+    return Verdict(answer, _rows(plan, prices), load, (*more, *warnings), _settings(plan.chosen))
 
 
 def _reached(result: Result, goal: Goal) -> str:
@@ -103,9 +103,9 @@ def sizes_of(config: SimConfig) -> str:
     return text
 
 
-def _answer(plan: Plan, trace: Trace, prices: Prices) -> str:
+def _answer(plan: Plan, prices: Prices) -> str:
     goal, chosen, without = plan.goal, plan.chosen, plan.without
-    now = f"{100 * without.hit_rate:.1f} % hits and {goal.quantile} {format_seconds(without.ttft_s[goal.quantile])}"
+    now = _reached(without, goal).replace(", ", " and ")
     if chosen is without:
         what = "the GPU's own cache" if chosen.gpu_blocks else "computing every prompt"
         return f"Buy nothing: {what} reaches the goal, with {_reached(chosen, goal)}."
@@ -114,47 +114,45 @@ def _answer(plan: Plan, trace: Trace, prices: Prices) -> str:
             f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price)} an hour: {_reached(chosen, goal)}, "
             f"instead of {now} today."
         )
-    if not plan.report.results:
+    results = plan.report.results
+    if not results:
         least = format_bytes(without.gpu_blocks * without.server.block_bytes)
         return (
             f"Buy nothing within these limits: less host memory than the GPU's own cache of {least} holds little else."
         )
-    if all(each.is_overloaded for each in (without, *plan.report.results)):
+    if all(each.is_overloaded for each in (without, *results)):
         return (
             "Nothing to buy for one server: it cannot keep up with this load, with any tier. "
-            f"{_servers_needed(plan, trace)}Or plan for a lower --rate."
+            f"{_servers_needed(plan)}Or plan for a lower --rate."
         )
-    harmful = [each for each in plan.report.results if not plan.is_harmless(each) and goal.is_met(each)]
-    if harmful and plan.best is without:
-        return f"Buy nothing: {_why_slower(without.server, trace)}. Today: {now}."
-    said = (
-        "Nothing within the limits reaches the goal without making first tokens later."
-        if harmful
-        else ("Nothing within the limits reaches the goal.")
-    )
+    is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
+    if is_harmful and plan.best is without:
+        return f"Buy nothing: {_why_slower(plan)}. Today: {now}."
+    said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful + "."
     if plan.best is not without:
-        best = plan.best.server
-        return f"{said} The closest is {sizes_of(best)}: {_reached(plan.best, goal)}. Today: {now}."
+        return f"{said} The closest is {sizes_of(plan.best.server)}: {_reached(plan.best, goal)}. Today: {now}."
     return f"{said} A cache that keeps everything hits {100 * plan.report.reachable_rate:.1f} %. Today: {now}."
 
 
-def _why_slower(server: SimConfig, trace: Trace) -> str:
+def _why_slower(plan: Plan) -> str:
+    server, tokens = plan.without.server, plan.report.trace.block_tokens
     load_s = server.block_bytes / server.load_bytes_per_s
-    compute_s = trace.block_tokens / server.prefill_tokens_per_s
+    compute_s = tokens / server.prefill_tokens_per_s
     if load_s >= compute_s:
         return (
-            f"loading is slower than computing (a block of {trace.block_tokens} tokens takes {format_seconds(load_s)} "
-            f"to load from host memory and {format_seconds(compute_s)} to compute)"
+            f"loading is slower than computing (a block of {tokens} tokens takes {format_seconds(load_s)} to load from "
+            f"host memory and {format_seconds(compute_s)} to compute)"
         )
     return "with each size that reaches the goal first tokens come later than without tiers"
 
 
-def _servers_needed(plan: Plan, trace: Trace) -> str:
+def _servers_needed(plan: Plan) -> str:
     """How many servers carry this load, today and with the tiers that help most."""
-    found = [each for each in plan.capacities if each.requests_per_s and trace.requests_per_s < math.inf]
+    load = plan.report.trace.requests_per_s
+    found = [each for each in plan.capacities if each.requests_per_s and load < math.inf]
     if not found:
         return ""
-    numbers = [max(math.ceil(trace.requests_per_s / each.requests_per_s), 2) for each in found]
+    numbers = [max(math.ceil(load / each.requests_per_s), 2) for each in found]
     text = f"Use {counted(numbers[0], 'server')} {found[0].what}"
     best = min(range(len(found)), key=lambda at: numbers[at])
     if numbers[best] < numbers[0]:
@@ -162,47 +160,62 @@ def _servers_needed(plan: Plan, trace: Trace) -> str:
     return text + ". "
 
 
+def _fleet_answer(plan: Plan, prices: Prices) -> str:
+    """The number of servers, and what they do not need."""
+    reached = plan.chosen or plan.best
+    said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour."
+    if plan.chosen is None:
+        return f"No fleet within the limits reaches the goal. {said}"
+    config, results = plan.chosen.config, plan.report.results
+    parts = [counted(config.servers, "server")]
+    if plan.may_share:
+        parts.append("a shared tier" if config.shared is not None else "no shared tier")
+    larger = [each.cpu_blocks for each in results if each.config.servers > config.servers]
+    if larger and config.server.cpu_blocks > min(larger):
+        parts.append("fewer servers with more memory")
+    return f"{', '.join(parts)}. {said}"
+
+
 def _rows(plan: Plan, prices: Prices) -> Table:
-    """Today, the goal, the knee of the curve, and the most that the sizes bring."""
-    goal = plan.goal
-    named: list[tuple[str, Result]] = [("today", plan.without)]
-    if plan.chosen is not None and plan.chosen is not plan.without:
-        named.append(("goal", plan.chosen))
-    curve = sorted((each for each in plan.report.results if not each.disk_blocks), key=lambda each: each.cpu_blocks)
-    if len(curve) > 2:
-        named.append(("knee", curve[knee([run.cpu_blocks for run in curve], [run.hit_rate for run in curve])]))
-    if plan.report.results:
-        harmless = [each for each in plan.report.results if plan.is_harmless(each)]
-        named.append(("ceiling", max(harmless or plan.report.results, key=goal.reached)))
-    quantiles = dict.fromkeys(("p50", goal.quantile))
-    headings = [
-        "row",
-        "memory",
-        "disk",
-        "hits %",
-        *quantiles,
-        "busy %",
-        f"{prices.unit}/h",
-        "note",
-    ]
-    rows = []
+    """Of a server: today, the goal, the knee of the curve, and the most that the sizes bring. Of fleets: the choice,
+    and the next cheaper ones."""
+    goal, results = plan.goal, plan.report.results
+    named: list[tuple[str, Result]] = []
+    if plan.report.is_fleet:
+        reached = plan.chosen or plan.best
+        price = prices.of_fleet(reached.config)
+        cheaper = sorted(results, key=lambda each: prices.of_fleet(each.config))
+        named = [("goal" if plan.chosen else "closest", reached)]
+        named += [("cheaper", each) for each in cheaper if prices.of_fleet(each.config) < price][-2:]
+    else:
+        named = [("today", plan.without)]
+        if plan.chosen is not None and plan.chosen is not plan.without:
+            named.append(("goal", plan.chosen))
+        curve = sorted((each for each in results if not each.disk_blocks), key=lambda each: each.cpu_blocks)
+        if len(curve) > 2:
+            named.append(("knee", curve[knee([run.cpu_blocks for run in curve], [run.hit_rate for run in curve])]))
+        if results:
+            harmless = [each for each in results if plan.is_harmless(each)]
+            named.append(("ceiling", max(harmless or results, key=goal.reached)))
+    cells = []
     for name, run in named:
-        size = run.server.block_bytes
-        note = "overloaded" if run.is_overloaded else "" if plan.is_harmless(run) else "slower"
-        rows.append(
-            [
-                name,
-                format_bytes(run.cpu_blocks * size) if run.cpu_blocks else "none",
-                format_bytes(run.disk_blocks * size) if run.disk_blocks else "-",
-                f"{100 * run.hit_rate:.1f}",
-                *(format_seconds(run.ttft_s[quantile]) for quantile in quantiles),
-                f"{100 * run.utilisation:.0f}",
-                f"{prices.of_tiers(run.cpu_blocks, run.disk_blocks, size):,.3g}",
-                note,
-            ]
+        size, is_fleet = run.server.block_bytes, plan.report.is_fleet
+        price = prices.of_fleet(run.config) if is_fleet else prices.of_tiers(run.cpu_blocks, run.disk_blocks, size)
+        cells.append(
+            {
+                "row": name,
+                "servers": str(run.config.servers) if is_fleet else "-",
+                "memory": format_bytes(run.cpu_blocks * size) if run.cpu_blocks else "none",
+                "disk": format_bytes(run.disk_blocks * size) if run.disk_blocks else "-",
+                "shared": "yes" if run.config.shared is not None else "-",
+                "hits %": f"{100 * run.hit_rate:.1f}",
+                **{name: format_seconds(run.ttft_s[name]) for name in dict.fromkeys(("p50", goal.quantile))},
+                "busy %": f"{100 * run.utilisation:.0f}",
+                f"{prices.unit}/h": f"{price:,.3g}",
+                "note": "overloaded" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
+            }
         )
-    table = Table(headings, rows)
-    return table if any(row[-1] for row in rows) else table.without(["note"])._replace(left_out=())
+    return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
 
 
 def _load(plan: Plan) -> str:
@@ -214,19 +227,22 @@ def _load(plan: Plan) -> str:
         return ""
     if not found:
         return f"At no load does a server stay within {limit}."
-    parts = [f"{each.requests_per_s:.3g} requests/s {each.what}" for each in found]
-    text = f"Within {limit} a server carries {', '.join(parts)}."
-    today, best = plan.capacities[0], max(found, key=lambda each: each.requests_per_s)
+    today, others = plan.capacities[0], [each for each in found if each.what != "today"]
+    parts = [f"{each.requests_per_s:.3g} with {sizes_of(each.config)}" for each in others]
+    text = f"Within {limit} a server carries {today.requests_per_s:.3g} requests/s today"
+    text += f", {', '.join(parts)}." if parts else "."
+    bought = [each for each in others if plan.chosen is not None and each.config == plan.chosen.server] or others
+    best = max(bought, key=lambda each: each.requests_per_s, default=today)
     if today.requests_per_s and best.requests_per_s > 1.05 * today.requests_per_s:
         left = math.ceil(100 * today.requests_per_s / best.requests_per_s)
-        text += f" {best.what[0].upper()}{best.what[1:]} {left} servers do the work of 100."
-    elif today.requests_per_s and len(plan.capacities) > 1:
+        text += f" With {sizes_of(best.config)} each, {left} servers do the work of 100."
+    elif today.requests_per_s and others:
         text += " So tiers save no servers."
     return text
 
 
-def _load_warnings(plan: Plan, trace: Trace) -> Iterator[str]:
-    without = plan.without
+def _load_warnings(plan: Plan) -> Iterator[str]:
+    without, trace = plan.without, plan.report.trace
     if without.is_overloaded:
         yield (
             f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
@@ -255,48 +271,3 @@ def _settings(chosen: Result | None) -> tuple[str, ...]:
         size = exact_size(server.disk_blocks * server.block_bytes)
         lines += ["secondary_tiers:", f"- {{type: disk, path: /on/a/local/disk, max_bytes: {size}}}"]
     return tuple(lines)
-
-
-# -------------------------------------------------------------------------------------------------------------- fleets
-
-
-def fleet_verdict_of(plan: FleetPlan, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
-    """The verdict of a plan for a fleet: the choice beside the cheapest of other numbers of servers."""
-    reached = plan.chosen or plan.best
-    said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour"
-    names: list[tuple[str, Result]] = [("goal" if plan.chosen else "closest", reached)]
-    others = sorted(
-        (each for each in plan.results if each is not reached), key=lambda each: prices.of_fleet(each.config)
-    )
-    names += [("cheaper", each) for each in others if prices.of_fleet(each.config) < prices.of_fleet(reached.config)][
-        -2:
-    ]
-    quantile = plan.goal.quantile
-    rows = [
-        [
-            name,
-            str(run.config.servers),
-            format_bytes(run.cpu_blocks * run.server.block_bytes) if run.cpu_blocks else "none",
-            format_bytes(run.disk_blocks * run.server.block_bytes) if run.disk_blocks else "-",
-            "yes" if run.config.shared is not None else "-",
-            f"{100 * run.hit_rate:.1f}",
-            format_seconds(run.ttft_s[quantile]),
-            f"{100 * run.utilisation:.0f}",
-            f"{prices.of_fleet(run.config):,.2f}",
-        ]
-        for name, run in names
-    ]
-    headings = [
-        "row",
-        "servers",
-        "memory",
-        "disk",
-        "shared",
-        "hits %",
-        f"TTFT {quantile}",
-        "busy %",
-        f"{prices.unit}/h",
-    ]
-    overloaded = all(each.is_overloaded for each in plan.results)
-    more = ("no fleet within the limits keeps up with this load: allow more servers.",) if overloaded else ()
-    return Verdict(f"{plan.advice} {said}.", Table(headings, rows), "", (*more, *warnings), _settings(plan.chosen))
