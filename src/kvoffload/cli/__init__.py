@@ -26,7 +26,7 @@ def make_app(commands: Sequence[str] = _COMMANDS) -> typer.Typer:
         name="kvoffload",
         help="KV-cache offloading for LLM servers.",
         no_args_is_help=True,
-        rich_markup_mode=None,  # plain help texts: rich cuts what its columns do not hold
+        rich_markup_mode=None,  # plain help texts, because rich cuts text that exceeds its columns
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From kvoffload's events to vLLM's KV events, self-describing or plain.
+"""Translate kvoffload's events into vLLM's KV events, self-describing or plain.
 
-A self-describing event has token ids, parent hash, block size and what else went into the hash, as vLLM's own events
-have. Only the request has them, so requests are tracked here from their arrival until the events of their stores have
-been sent. A block that no tracked request has gets a plain event: its hash, with block size 0. Whoever needs tokens
-takes them from vLLM's own events of the same hash, and some routers drop it.
+A self-describing event contains token ids, parent hash, block size and the other inputs of the hash, like vLLM's own
+events. Only the request has these values, so this module tracks requests from their arrival until the events of their
+stores have been sent. A block that no tracked request has gets a plain event: its hash, with block size 0. Routers that
+need tokens find them in vLLM's own events of the same hash; some routers drop plain events.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ _VLLM_KINDS = {
     GroupKind.LOCAL_CHUNK: "chunked_local_attention",
     GroupKind.SINGLE_STATE: "mamba",
 }
-"""What vLLM's own events call the kinds of groups."""
+"""The names of the kinds of groups in vLLM's own events."""
 
 _FINISHED_REQUESTS_TRACKED = 512
-"""Finished requests that are still tracked, since their last stores end after them. Later stores get a plain event."""
+"""Number of finished requests that are still tracked, because their last stores end after them. Later stores get a
+plain event."""
 
 _FINISHED_TOKENS_TRACKED = 1 << 20
-"""The same in tokens, but for the last request. Each costs about 64 bytes, with its share of a hash of 16."""
+"""The same limit in tokens, except for the last request. Each token costs about 64 bytes, including its share of the
+hash of 16 tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request, or what is left of a finished one."""
+    """A request, or the remaining data of a finished one."""
 
     request: Any
     mask: Callable[[bytes], bytes] = bytes
     """Returns the hash in a key of a block with vLLM's hash. They differ if the request has an adapter."""
     hashes: list[bytes] = field(default_factory=list)
-    """Its block hashes, as in keys, by which ``_holders`` finds it."""
+    """Its block hashes, in the form of keys. ``_holders`` finds the request by them."""
 
     def still_has(self, block_hash: bytes, hash_index: int) -> bool:
         """Return whether the block is still the request's: the next input of a session may have replaced a token."""
@@ -60,7 +62,8 @@ class _Tracked:
 class EventTranslator:
     """Translates events, on the scheduler thread.
 
-    ``describe``: whether stored events are self-describing. ``places``: of the tiers, by label (``places_of``).
+    ``describe``: whether stored events are self-describing. ``places``: the places of the tiers, by label
+    (``places_of``).
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class EventTranslator:
         self._describe = describe
         self._announced = Announcements(places_of(()) if places is None else places)
         self._hash_tokens = layout.hash_block_tokens
-        # 0: never described. Only groups that keep every block are chains of tokens.
+        # 0: never described. Only groups that keep every block form chains of tokens.
         self._hashes_per_block = [
             factor * group.block_tokens // layout.hash_block_tokens if group.kind is GroupKind.FULL_ATTENTION else 0
             for group in layout.groups
@@ -80,16 +83,17 @@ class EventTranslator:
             for group in layout.groups
         ]
         self._holders: dict[bytes, dict[_Tracked, int]] = {}
-        """By hash, the requests that have it, and its index in them. Any of them describes it."""
+        """For each hash, the requests that have it, and its index in them. Any of them can describe it."""
         self._has_masked = False
         """Whether hashes in keys may differ from vLLM's."""
         self._of_vllm: dict[bytes, tuple[bytes, int]] = {}
-        """vLLM's hash of each announced block whose key has another, and how often it was announced."""
+        """vLLM's hash of each announced block whose key contains a different hash, and the number of its
+        announcements."""
         self._live: dict[str, _Tracked] = {}
         self._finished: deque[_Tracked] = deque()
         self._num_finished_hashes = 0
         self._is_fresh = False
-        """Whether ``_holders`` has all hashes of live requests. They do not grow while events are translated."""
+        """Whether ``_holders`` contains all hashes of live requests. They do not grow while events are translated."""
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
@@ -103,15 +107,15 @@ class EventTranslator:
             return
         tracked = self._live.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            if tracked is not None:  # vLLM uses the id again, and did not report an end
+            if tracked is not None:  # vLLM uses the id again without having reported an end
                 self.finish(tracked.request)
             tracked = self._live[request.request_id] = _Tracked(request, mask)
         self._add_hashes(tracked)
 
     def _add_hashes(self, tracked: _Tracked) -> None:
         hashes, known, mask = tracked.request.block_hashes, tracked.hashes, tracked.mask
-        # The next input of a session takes the place of the session's last token, and so changes the hash of the block
-        # that this token had filled. Hashes are chained: those before one that is the same are the same.
+        # The next input of a session replaces the session's last token, and so changes the hash of the block that this
+        # token had filled. Hashes are chained, so all hashes before an equal one are equal.
         while known and (len(known) > len(hashes) or known[-1] != mask(hashes[len(known) - 1])):
             self._forget_hash(known.pop(), tracked)
         for index in range(len(known), len(hashes)):
@@ -123,7 +127,7 @@ class EventTranslator:
         if tracked is None and not self._describe:
             return
         if tracked is not None and tracked.request is not request:
-            return  # another request has the id by now, and this one was finished then
+            return  # another request has the id, and this one was finished earlier
         self.track(request, bytes if tracked is None else tracked.mask)
         tracked = self._live.pop(request.request_id)
         if request.prompt_embeds is not None:
@@ -135,7 +139,7 @@ class EventTranslator:
             self._forget(self._finished.popleft())
 
     def _hash_prompt_embeds(self, tracked: _Tracked) -> None:
-        """Makes vLLM keep the hashes of the embeddings in each block, where it looks before it needs embeddings."""
+        """Make vLLM cache the hashes of the embeddings in each block, so that it does not need the embeddings again."""
         for per_block in {
             per_gpu_block
             for per_block, per_gpu_block in zip(self._hashes_per_block, self._hashes_per_gpu_block, strict=True)
@@ -163,11 +167,11 @@ class EventTranslator:
             del self._holders[block_hash]
 
     def _holder(self, key: OffloadKey) -> tuple[_Tracked, int] | None:
-        """A request that has the block, and the index of its hash."""
+        """Return a request that has the block, and the index of the block's hash in it, or ``None``."""
         block_hash = get_offload_block_hash(key)
         found = self._known_holder(block_hash)
         if found is None and not self._is_fresh:
-            # A block of generated tokens: only now does anybody ask for the hashes that were added since.
+            # For a block of generated tokens, add the hashes that requests have gained since.
             for tracked in self._live.values():
                 self._add_hashes(tracked)
             self._is_fresh = True
@@ -183,7 +187,7 @@ class EventTranslator:
     # ---------------------------------------------------------------------------------------------- translation
 
     def translate(self, events: Iterable[OffloadingEvent]) -> list[Any]:
-        """vLLM's ``BlockStored`` and ``BlockRemoved``, in order."""
+        """Return vLLM's ``BlockStored`` and ``BlockRemoved``, in order."""
         self._is_fresh = False
         return [
             translated
@@ -192,7 +196,7 @@ class EventTranslator:
         ]
 
     def forget_tiers(self) -> list[Any]:
-        """Removals of all that was announced below the primary tier: the engine finds it no longer."""
+        """Return removals of all announced blocks below host memory, because the engine no longer finds them."""
         tiers = self._announced.tiers_below()
         return self.translate(OffloadingEvent([], tier, removed=True) for tier in tiers)
 
@@ -251,7 +255,8 @@ class EventTranslator:
         return _convert(block_hash)
 
     def _by_group(self, keys: Iterable[OffloadKey]) -> Iterable[tuple[int, list[OffloadKey]]]:
-        """Without keys that no block of this engine has: a damaged directory names some."""
+        """Return the keys by group, without keys that no block of this engine can have, because a damaged directory may
+        list such keys."""
         groups: dict[int, list[OffloadKey]] = {}
         for key in keys:
             group = get_offload_group_idx(key)
@@ -260,7 +265,8 @@ class EventTranslator:
         return groups.items()
 
     def _described(self, tier: str, key: OffloadKey, group: int, tracked: _Tracked, hash_index: int) -> Any:
-        """All of the engine's blocks in the block of ``key``, but for those that are known by another block."""
+        """Return an event with all of the engine's blocks in the block of ``key``, except those that another block has
+        already announced."""
         step, request = self._hashes_per_gpu_block[group], tracked.request
         hashes, lora = request.block_hashes, request.lora_request
         first = hash_index + 1 - self._hashes_per_block[group]
@@ -286,7 +292,7 @@ class EventTranslator:
         )
 
     def _event(self, hashes: Sequence[Any], group: int, place: Place, **described: Any) -> Any:
-        """``described``: the fields that a plain event leaves empty."""
+        """Return an event. ``described`` contains the fields that a plain event leaves empty."""
         from vllm.distributed.kv_events import BlockStored
 
         kind, window = self._kinds[group]
@@ -309,8 +315,8 @@ class EventTranslator:
 
 
 def _without_inputs(request: Any) -> Any:
-    """A copy that keeps no images or other inputs alive, only what the extra keys of its blocks are made of. Of prompt
-    embeddings those are hashes that vLLM has by now, and it asks for them only if there are embeddings."""
+    """Return a copy that keeps no images or other inputs alive, but only the data for the extra keys of its blocks. For
+    prompt embeddings, these are hashes that vLLM has already computed. vLLM uses them only if there are embeddings."""
     lean = copy.copy(request)
     lean.mm_features = [
         SimpleNamespace(identifier=each.identifier, mm_position=each.mm_position) for each in request.mm_features or ()
@@ -321,8 +327,8 @@ def _without_inputs(request: Any) -> Any:
 
 
 def _extra_keys(request: Any, first_tokens: range) -> list[Any] | None:
-    """What beside tokens went into the hashes of blocks (adapter, images, cache salt), in the form of vLLM's events. A
-    block begins at each of ``first_tokens``."""
+    """Return the inputs of the blocks' hashes other than tokens (adapter, images, cache salt), in the form of vLLM's
+    events. A block begins at each of ``first_tokens``."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 
     size = first_tokens.step

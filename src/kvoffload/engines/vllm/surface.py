@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that the adapter touches of vLLM, and whether a vLLM has it: its sources are read, not imported.
+"""List every name that the adapter uses from vLLM, and check that a vLLM provides it, by reading vLLM's sources without
+importing them.
 
-Names that the adapter imports follow from its own files. What else it touches stands here, and whoever touches more
-adds it. ``versions.py`` asks at the start of a vLLM that was not tried; ``test_interface.py`` asks of those that were.
+The names that the adapter imports follow from its own files. This module lists all other names; add to it if you use
+more. ``versions.py`` runs the check at the start of an untested vLLM, and ``test_interface.py`` runs it for the tested
+versions.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SINCE = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.restore_kv_caches": (0, 33),
     "vllm.config.vllm.VllmConfig.num_hash_lookahead_tokens": (0, 33),
 }
-"""What older versions lack. ``versions.py`` does without it there."""
+"""Names that older versions lack. ``versions.py`` handles these versions."""
 
 _ATTRIBUTES = {
     ("vllm.v1.metrics.cache_hit_source", "CacheHitSource"): "HOST DISK EXTERNAL_UNSPECIFIED",
@@ -128,7 +130,7 @@ _ATTRIBUTES = {
         "register_connector get_connector_class get_connector_class_by_name"
     ),
 }
-"""What the adapter reads, passes or assigns by name: attributes by module and class."""
+"""Attributes that the adapter reads, passes or assigns by name, by module and class."""
 
 _CALLS = {
     ("vllm.distributed.kv_transfer.kv_transfer_state", "", "get_kv_transfer_group"): "",
@@ -160,14 +162,15 @@ _CALLS = {
     ("vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache"): "",
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", "get_block_ids"): "",
 }
-"""What the adapter calls, by module and class, with the parameters that it passes. All others must have defaults."""
+"""Functions that the adapter calls, by module and class, with the parameters that it passes. All other parameters must
+have defaults."""
 
 _MADE = (
     ("vllm.distributed.kv_events", "BlockStored"),
     ("vllm.distributed.kv_events", "BlockRemoved"),
     (_BASE, "KVConnectorTransferResults"),
 )
-"""What the adapter makes, with attributes of ``_ATTRIBUTES``. All others must have defaults."""
+"""Classes that the adapter instantiates with attributes of ``_ATTRIBUTES``. All other attributes must have defaults."""
 
 _OVERRIDES = (
     ("connector.py", "KVOffloadConnector", ((_BASE, "KVConnectorBase_V1"), (_BASE, "SupportsHMA")), "scheduler worker"),
@@ -175,7 +178,7 @@ _OVERRIDES = (
     ("stats.py", "OffloadStats", ((_METRICS, "KVConnectorStats"),), "counters gauges report"),
     ("stats.py", "OffloadPromMetrics", ((_METRICS, "KVConnectorPromMetrics"),), "begin _labelled _observe"),
 )
-"""Classes of ours in whose place vLLM calls its own: file, name, bases, and methods that vLLM does not call."""
+"""kvoffload's classes that replace classes of vLLM: file, name, bases, and methods that vLLM does not call."""
 
 PRIVATE = {
     "_get_connector_metadata": "returns the metadata that vLLM bound to this step; vLLM's own connectors read it so",
@@ -191,12 +194,13 @@ PRIVATE = {
     "_RegisteredModel": "one of its entries",
     "_LazyRegisteredModel": "one of its entries",
 }
-"""Names that vLLM keeps to itself, and why the adapter touches them nevertheless."""
+"""Private names of vLLM, each with the reason why the adapter uses it."""
 
 
 def missing(sources: Sources, release: tuple[int, int]) -> list[str]:
-    """What ``sources``, of vLLM ``release``, lack of all that the adapter touches, or have otherwise: dotted names, of
-    calls and overridden methods with the parameters that the adapter expects. Sorted. Takes half a second."""
+    """Return the names that ``sources``, of vLLM ``release``, lack or define differently, sorted. They are dotted
+    names; for calls and overridden methods, the list includes the parameters that the adapter expects. It takes half a
+    second."""
     checks = (_missing_imports, _missing_attributes, _other_calls, _new_fields, _other_hooks)
     found = {name for check in checks for name in check(sources)}
     return sorted(name for name in found if release >= SINCE.get(name, release))
@@ -234,7 +238,7 @@ def _new_fields(sources: Sources) -> Iterator[str]:
         try:
             required = sources.required_fields(module, name)
         except LookupError:
-            continue  # its attributes are missing
+            continue  # its attributes are reported as missing
         ours = _ATTRIBUTES[module, name].split()
         yield from (f"{module}.{name}.{field}, which is new" for field in required.difference(ours))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while vLLM serves: vLLM tells no connector.
+"""Detect changes of the weights while vLLM serves, because vLLM does not inform connectors.
 
-Whatever an engine does with its workers goes through one method of its executor, which is watched once there is a
-connector. Some calls are known to leave the weights alone, and some to change them. Around all others, checksums of the
-weights are compared. Importing this module does not load vLLM.
+An engine calls its workers only through one method of its executor, which this module observes once there is a
+connector. Some calls are known to leave the weights unchanged, and some to change them. Around all other calls,
+checksums of the weights are compared. Importing this module does not load vLLM.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _SLEEP, _DISCARD, _WAKE = "sleep", "discard", "wake_up"
 HARMLESS = frozenset(
     # A step.
     "execute_model sample_tokens execute_dummy_batch take_draft_token_ids synchronize_device "
-    # Questions once there is a scheduler.
+    # Questions after the scheduler was created.
     "get_kv_connector_handshake_metadata get_supported_tasks supports_draft_weight_updates check_health "
     "get_model_inspection compute_weight_checksums get_encoder_timing_stats get_compilation_match_table "
     "get_simple_cpu_offload_num_cpu_blocks profile save_sharded_state save_tensorized_model shutdown "
-    # Caches of media, and adapters, which keys tell apart.
+    # Caches of media, and adapters, which keys distinguish.
     f"reset_mm_cache release_late_interaction_query_cache {_RESET_ENCODER} "
     f"{_ADD_ADAPTER} remove_lora pin_lora list_loras "
     # Memory and processes, which keep the weights; ``_loses_weights`` knows the exceptions.
     f"{_SLEEP} {_DISCARD} {_WAKE} elastic_ep_execute checkpoint_prepare checkpoint_restore".split()
 )
-"""Methods of vLLM's workers (0.32 and 0.33) that leave the model's weights alone. ``test_updates`` knows all others
+"""Methods of vLLM's workers (0.32 and 0.33) that leave the model's weights unchanged. ``test_updates`` lists all others
 that vLLM calls by name."""
 
 UPDATES = frozenset(
@@ -48,19 +48,19 @@ UPDATES = frozenset(
         "reset_weights",
     ]
 )
-"""Methods that change weights, or begin to."""
+"""Methods that change weights or begin to change them."""
 
 _KNOWN = HARMLESS | UPDATES
 
 
 class Listener(Protocol):
-    """Who hears of calls, on the thread that makes them: the scheduler's. ``weights_may_change`` comes before the call,
-    or after it if checksums were compared; all others come before."""
+    """Receives calls, on the thread that makes them (the scheduler's). ``weights_may_change`` is called before the
+    executor's call, or after it if checksums were compared; all other methods are called before."""
 
     def weights_may_change(self, method: str) -> None: ...
 
     def device_is_released(self) -> None:
-        """vLLM has reset all caches only because it gives the device's memory away. The weights stay."""
+        """vLLM has reset all caches only because it releases GPU memory. The weights do not change."""
 
     def encoder_cache_is_reset(self) -> None: ...
 
@@ -68,11 +68,12 @@ class Listener(Protocol):
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-"""Of all engines in this process: whose workers are called is not told. A false alarm is a miss."""
+"""The listeners of all engines in this process, because a call does not show whose workers it concerns. A false alarm
+costs only misses."""
 
 
 def watch(vllm_config: Any, listener: Listener) -> None:
-    """From now on ``listener`` hears of all that the engine of ``vllm_config`` does with its workers."""
+    """Inform ``listener`` about all calls of ``vllm_config``'s engine to its workers."""
     from vllm.v1.executor.abstract import Executor
 
     executor = Executor.get_class(vllm_config)
@@ -86,7 +87,7 @@ def unwatch(listener: Listener) -> None:
 
 
 _without_weights: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Executors whose workers have given the weights' memory away without a copy."""
+"""Executors whose workers have released the memory of the weights without a copy."""
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +99,7 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
         if _listeners:
             arguments = (*args, *(kwargs or {}).values())
             if not isinstance(method, str) or method not in _KNOWN:
-                # The answer of a call that does not wait comes after the next step, maybe.
+                # If a call does not wait, its answer may come after the next step.
                 waits = not more and not named.get("non_block")
                 before = _state_of(self, call, timeout) if waits else None
             if before is None:
@@ -114,7 +115,7 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _state_of(executor: Any, call: Callable[..., Any], timeout: Any) -> Any:
-    """Checksums of the weights of all workers; ``None`` if one cannot say."""
+    """Return checksums of the weights of all workers, or ``None`` if a worker cannot compute them."""
     if getattr(executor, "is_sleeping", False):  # weights may not be in memory
         return None
     try:
@@ -146,7 +147,7 @@ def _tell(executor: Any, method: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def _loses_weights(executor: Any, method: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether a call in ``HARMLESS`` leaves other weights than before: sleep above level 1, and the end of that
+    """Return whether a call in ``HARMLESS`` changes the weights after all: sleep above level 1, and the end of such a
     sleep."""
     if method == _SLEEP:
         is_lost = any(isinstance(level, int) and level > 1 for level in arguments)
@@ -160,11 +161,12 @@ def _loses_weights(executor: Any, method: str, arguments: tuple[Any, ...]) -> bo
 
 
 class Device:
-    """What the device may have of weights before their last update: KV in vLLM's block pool, and outputs of encoders.
-    Scheduler thread only."""
+    """Tracks data on the GPU that may depend on weights before their last update: KV in vLLM's block pool, and outputs
+    of encoders. Scheduler thread only."""
 
     def __init__(self, outputs_are_shared: bool) -> None:
-        """``outputs_are_shared``: those of encoders come from other engines too, whose weights are not known."""
+        """Create the record. ``outputs_are_shared``: outputs of encoders also come from other engines, whose weights
+        are unknown."""
         self._pool: Any = None
         self._num_held: Callable[[], int] = lambda: 0
         self._outputs_are_shared = outputs_are_shared
@@ -172,7 +174,8 @@ class Device:
         self._has_old_outputs = False
 
     def bind(self, pool: Any, num_held: Callable[[], int]) -> None:
-        """``num_held``: blocks that no request has, and stores alone keep from being free."""
+        """Set vLLM's block pool. ``num_held`` returns the number of blocks that no request uses and that only stores
+        hold."""
         self._pool, self._num_held = pool, num_held
 
     def encoders_run(self) -> None:
@@ -186,7 +189,8 @@ class Device:
         self._has_old_outputs |= self._has_outputs
 
     def is_empty(self) -> bool:
-        """Neither a request nor vLLM's prefix cache has a block, and vLLM has no old output of an encoder."""
+        """Return whether neither requests nor vLLM's prefix cache have a block, and vLLM has no old output of an
+        encoder."""
         pool = self._pool
         if pool is None or self._has_old_outputs or len(pool.cached_block_hash_to_block):
             return False
