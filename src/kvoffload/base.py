@@ -100,6 +100,9 @@ class ReqContext:
     """While the request waits for its turn: the number of tokens that the engine computes before it asks for the
     request, in whole steps, from the step that was just decided on. ``None``: its turn has come. The connector sets
     it."""
+    tokens_behind: int = 0
+    """The number of tokens of other requests in the queue. If the request misses its turn, the engine computes some of
+    them first. The connector sets it with ``tokens_ahead``."""
 
 
 class OffloadPolicy(Enum):

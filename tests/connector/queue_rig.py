@@ -125,6 +125,7 @@ class QueueRig:
             **options,
         )
         self.scheduler = OffloadingConnectorScheduler(self.manager, layout, config, self.clock)
+        self.scheduler.load_within_steps()
         self.waiting: deque[Prompt] = deque()
         self.running: list[Prompt] = []
         self._outputs: dict[Prompt, int] = {}
@@ -132,6 +133,9 @@ class QueueRig:
         """The seconds of transfers between host memory and the GPU."""
         self._next_block = 0
         self.tokens = {"computed": 0, "loaded": 0}
+        self.check_each: int | None = None
+        """Check all invariants after each so many steps."""
+        self._num_steps = 0
 
     # ------------------------------------------------------------------------------------------------ serving
 
@@ -219,6 +223,9 @@ class QueueRig:
                 self.running.append(prompt)
             self._compute(prompt, count, start_s)
         self._collect()
+        self._num_steps += 1
+        if self.check_each and self._num_steps % self.check_each == 0:
+            self.check()
 
     def _admit(self, prompt: Prompt, left: int) -> int | None:
         """Ask for a waiting request, as an engine does. Returns its tokens in this step, or ``None`` if it waits on."""
@@ -268,7 +275,7 @@ class QueueRig:
     def _collect(self) -> None:
         ended = [(end_s, job) for end_s, job in self._ends if end_s <= self.clock()]
         self._ends = [each for each in self._ends if each[0] > self.clock()]
-        results = tuple((0, TransferResult(job.job_id, True, BLOCK_BYTES, 1e-6)) for _, job in ended)
+        results = tuple((0, TransferResult(job.job_id, True, BLOCK_BYTES, _copy_s(job))) for _, job in ended)
         outcome = self.scheduler.update_connector_output(WorkerReport(results))
         for prompt in self.waiting:
             if prompt.request_id in outcome.loaded_request_ids:
@@ -279,6 +286,10 @@ class QueueRig:
     def check(self) -> None:
         self.manager.check_invariants()
         self.scheduler.check_invariants()
+
+
+def _copy_s(job: TransferJob) -> float:
+    return COPY_S * max(len(getattr(side, "block_ids", ())) for side in (job.source, job.destination))
 
 
 def throughput(prompts: Sequence[Prompt], tokens_per_s: float) -> float:

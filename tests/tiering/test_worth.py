@@ -38,17 +38,25 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
 
 
 @given(
-    hits(), SECONDS, SECONDS, st.one_of(st.just(math.inf), SECONDS), st.one_of(st.none(), st.sets(st.integers(1, 63)))
+    hits(),
+    SECONDS,
+    SECONDS,
+    st.sampled_from([0.0, math.inf]),
+    SECONDS,
+    st.one_of(st.just(math.inf), SECONDS),
+    st.one_of(st.none(), st.sets(st.integers(1, 63))),
 )
 @settings(max_examples=by_size(quick=100, thorough=5_000), deadline=None)
 def test_it_is_the_best_of_all(
     hit: tuple[list[Run], list[Pace]],
     block_compute_s: float,
     queue_s: float,
+    free_s: float,
+    turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
-    assert_best(*hit, block_compute_s, queue_s, queue_s + slack_s, ends)
+    assert_best(*hit, block_compute_s, queue_s, free_s, turn_s, queue_s + slack_s, ends)
 
 
 @pytest.mark.parametrize("fastest_s", [1e-6, 1e-3, 1.0])
@@ -67,7 +75,8 @@ def test_it_is_the_best_of_all_at_every_scale_of_time(fastest_s: float) -> None:
         ends = rng.choice([None, {rng.randint(1, num_blocks) for _ in range(4)}])
         queue_s = rng.uniform(0, num_blocks) * seconds()
         slack_s = queue_s + rng.choice([math.inf, rng.uniform(0, num_blocks) * seconds()])
-        assert_best(runs, sources, seconds(), queue_s, slack_s, ends)
+        free_s, turn_s = rng.choice([0.0, math.inf]), rng.choice([0.0, rng.uniform(0, num_blocks) * seconds()])
+        assert_best(runs, sources, seconds(), queue_s, free_s, turn_s, slack_s, ends)
 
 
 def assert_best(
@@ -75,15 +84,24 @@ def assert_best(
     sources: list[Pace],
     block_compute_s: float,
     queue_s: float,
+    free_s: float,
+    turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
-    pick = partial(choose, runs, sources, block_compute_s=block_compute_s, queue_s=queue_s, slack_s=slack_s)
+    times_s = {"block_compute_s": block_compute_s, "queue_s": queue_s, "free_s": free_s, "turn_s": turn_s}
+    pick = partial(choose, runs, sources, **times_s, slack_s=slack_s)
     choice = pick(ends=None if ends is None else sorted(ends))
     arrived_s = arrivals_s(runs, sources)
     total = len(arrived_s) - 1
+
+    def begins_s(loaded: int) -> float:
+        """Return when the engine begins to compute the rest."""
+        is_free = arrived_s[loaded] <= min(free_s, queue_s)
+        return queue_s if is_free else max(arrived_s[loaded], queue_s + turn_s)
+
     times = {
-        loaded: max(arrived_s[loaded], queue_s) + (total - loaded) * block_compute_s
+        loaded: begins_s(loaded) + (total - loaded) * block_compute_s
         for loaded in range(total + 1)
         if ends is None or loaded in ends or not loaded
     }
@@ -114,6 +132,14 @@ def test_a_busy_engine_makes_loading_free(unit_s: float) -> None:
     slow = [Pace(0.0, 3.0 * unit_s)]
     assert choose([Run((0,), 10)], slow, block_compute_s=unit_s).num_blocks == 0
     assert choose([Run((0,), 10)], slow, block_compute_s=unit_s, queue_s=12.5 * unit_s).num_blocks == 4
+
+
+def test_a_load_that_misses_its_turn_must_save_more_than_what_overtakes_it() -> None:
+    pick = partial(choose, [Run((0,), 10)], [Pace(0.0, 0.25)], block_compute_s=1.0, free_s=0.0)
+    assert pick(turn_s=9.9).num_blocks == 10
+    assert pick(turn_s=10.1).num_blocks == 0
+    assert pick(turn_s=10.1, queue_s=1.0).num_blocks == 0, "the queue before it does not make loading free"
+    assert pick(turn_s=10.1, queue_s=1.0, free_s=math.inf).num_blocks == 4, "unless its turn is to come"
 
 
 def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:

@@ -35,6 +35,8 @@ class _Place:
     """The tokens that it will probably load."""
     until_s: float = field(default=0.0, compare=False)
     """When a request that only has its blocks read gets its turn at the latest."""
+    num_tokens: int = field(default=0, compare=False)
+    """The tokens that it will probably compute."""
 
 
 class ReadAhead:
@@ -58,6 +60,8 @@ class ReadAhead:
         self._queue: list[_Place] = []
         self._places: dict[Request, _Place] = {}
         self._num_arrived = 0
+        self._num_tokens = 0
+        """The tokens that the engine will probably compute for the requests in the queue."""
         self._left = 0
         """Blocks that may still be looked up in this step. Below zero after a long request."""
 
@@ -77,12 +81,15 @@ class ReadAhead:
         if only_reads:
             place.until_s = self._clock() + self._most_s
             request.context.tokens_ahead = _NEVER
+        else:
+            self._count(place, request.of_engine.num_tokens)
 
     def ask(self, request: Request) -> None:
         """The engine asks for the request, so its turn has come, unless it only has its blocks read for now."""
         place = self._places.get(request)
         if place is None or not place.only_reads:
             request.context.tokens_ahead = None
+            request.context.tokens_behind = self._num_tokens - (place.num_tokens if place is not None else 0)
         elif self._clock() >= place.until_s:
             self.leave(request)
 
@@ -91,7 +98,13 @@ class ReadAhead:
         place = self._places.pop(request, None)
         if place is not None:
             del self._queue[bisect_left(self._queue, place)]
+            self._count(place, 0)
             request.context.tokens_ahead = None
+
+    def _count(self, place: _Place, num_tokens: int) -> None:
+        """Record that the engine will compute ``num_tokens`` for a request in the queue."""
+        self._num_tokens += num_tokens - place.num_tokens
+        place.num_tokens = num_tokens
 
     def step(self, epochs: Epochs, step_tokens: int, queued_tokens: int) -> None:
         """Look up blocks for the requests at the head of the queue, while a tier can begin to read.
@@ -107,6 +120,7 @@ class ReadAhead:
                 # Its turn comes at the end of a step.
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
+                request.context.tokens_behind = 0 if place.only_reads else self._num_tokens - place.num_tokens
                 if not self._manager.is_waiting(request.context):
                     is_reading = place.only_reads and place.hit_tokens > 0
                     if self._left <= 0 or not (is_reading or self._manager.reads_ahead()):
@@ -114,10 +128,12 @@ class ReadAhead:
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
                     place.hit_tokens, is_here = self._hits.look_ahead(request)
+                    if not place.only_reads:
+                        self._count(place, max(request.of_engine.num_tokens - place.hit_tokens, 1))
                     self._left -= sum(len(own.keys) for own in request.groups)
                     if is_here and place.only_reads:
                         self.leave(request)
-            ahead += max(request.of_engine.num_tokens - place.hit_tokens, 1)
+            ahead += place.num_tokens
 
     def _may_look(self, place: _Place) -> bool:
         """Whether the request's turn has not come, and it has no transfers that a lookup would have to respect."""
@@ -128,3 +144,5 @@ class ReadAhead:
         """For tests."""
         assert sorted(self._queue) == self._queue
         assert {place.request for place in self._queue} == self._places.keys()
+        assert self._num_tokens == sum(place.num_tokens for place in self._queue)
+        assert not any(place.num_tokens for place in self._queue if place.only_reads)

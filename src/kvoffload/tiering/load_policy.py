@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvoffload.base import OffloadKey, StepWork, get_offload_group_idx
+from kvoffload.base import OffloadKey, ReqContext, StepWork, get_offload_group_idx
 from kvoffload.metrics import HOST, Histogram, Stats
 from kvoffload.tiering.links import Link
 from kvoffload.tiering.plans import (
     FOREVER,
     LEAST_GAIN,
-    NOTHING,
     PORTION_S,
     Declined,
     LinkState,
@@ -114,14 +113,17 @@ class LoadPlanner:
         survey: Sequence[Segment],
         key: OffloadKey,
         ends: Sequence[int] | None,
-        so_far: SoFar = NOTHING,
-        tokens_ahead: int | None = None,
+        so_far: SoFar,
+        context: ReqContext,
     ) -> Plan:
         """Return the plan for the blocks of ``survey``. ``key`` is a block of their group, which is weighed. For
         ``ends`` and ``so_far``, see ``plans.plan``."""
         is_below = any(segment.place != HERE for segment in survey)
-        speeds = self.speeds(self._tokens[get_offload_group_idx(key)], is_below, tokens_ahead)
-        return plan(survey, speeds, ends, so_far)
+        tokens = self._tokens[get_offload_group_idx(key)]
+        speeds = self.speeds(tokens, is_below, context.tokens_ahead)
+        turn_s = self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind)
+        free_s = 0.0 if context.tokens_ahead is None else math.inf
+        return plan(survey, replace(speeds, turn_s=turn_s, free_s=free_s), ends, so_far)
 
     def sources(self, survey: Sequence[Segment]) -> tuple[Segment, ...]:
         """Return the blocks of ``survey`` with their sources, however long they take. Ends at a block in an overdue

@@ -236,7 +236,7 @@ class Lookups:
             self.num_planned_again += 1
             seen_s = self._waits.seen_s(wait, is_news=marks(survey.segments) != wait.marks)
             so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.num_paid)
-        plan = self._planner.plan(survey.segments, keys[0], useful, so_far, request.context.tokens_ahead)
+        plan = self._planner.plan(survey.segments, keys[0], useful, so_far, request.context)
         self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
         if plan.stop == survey.num_blocks:
             return plan._replace(stop=stop)

@@ -70,6 +70,10 @@ class Speeds:
     """The engine's queue, because prompts of running requests come first."""
     links: tuple[LinkState, ...]
     """The state of each tier."""
+    turn_s: float = 0.0
+    """The time of the requests that overtake the request if it misses its turn."""
+    free_s: float = math.inf
+    """Seconds until loading costs anything: 0 at the request's turn, and ``inf`` before it."""
 
 
 class SoFar(NamedTuple):
@@ -323,6 +327,8 @@ class _Options:
             paces=self._paces,
             block_compute_s=self._speeds.block_compute_s,
             queue_s=self._speeds.queue_s,
+            free_s=self._speeds.free_s,
+            turn_s=self._speeds.turn_s,
             slack_s=self._slack_s,
             ends=self._ends,
         )

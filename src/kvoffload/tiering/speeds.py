@@ -246,3 +246,16 @@ class PrefillSpeedEstimator:
                 if samples:
                     self._speeds[at], self._new[at] = weighted_median(samples), ()
         return max(self._speeds) or self._expected
+
+    def turn_s(self, own_tokens: int, tokens_behind: int) -> float:
+        """Return how long the engine works for the requests that overtake one with ``own_tokens`` that misses its turn.
+
+        They have ``tokens_behind``. They fill a step, and the rest of the last one's prompt also comes first. They are
+        taken to be as long as the request.
+        """
+        tokens_per_s = self.tokens_per_s
+        if tokens_per_s is None:
+            return 0.0
+        room = max(self._largest_tokens - self.queued_tokens, 0)
+        num_overtaking = room // max(own_tokens, 1) + 1
+        return min(tokens_behind, num_overtaking * own_tokens) / tokens_per_s

@@ -68,6 +68,8 @@ def choose(
     *,
     block_compute_s: float,
     queue_s: float = 0.0,
+    free_s: float = math.inf,
+    turn_s: float = 0.0,
     slack_s: float = math.inf,
     ends: Sequence[int] | None = None,
 ) -> Choice:
@@ -75,16 +77,18 @@ def choose(
 
     Each run has at most one source, and sources work in parallel. With ``ends`` (in ascending order), k is one of them,
     or 0. Each of the k blocks arrives at most ``slack_s`` after the time at which the blocks before it would be
-    computed. The engine is busy with other work for ``queue_s``, during which loading costs nothing. Then it computes
-    the other blocks in ``block_compute_s`` each. So the first token comes
+    computed. The engine is busy with other work for ``queue_s``, and then computes the other blocks in
+    ``block_compute_s`` each. Loading costs nothing until ``free_s``, but no longer than ``queue_s``. If the k blocks
+    arrive later, other requests overtake the request, which takes ``turn_s``. So the first token comes
 
-        max(arrival of the first k blocks, queue_s) + (number of blocks - k) * block_compute_s
+        queue_s + (number of blocks - k) * block_compute_s, if the first k blocks arrive in time, and otherwise
+        max(arrival of the first k blocks, queue_s + turn_s) + (number of blocks - k) * block_compute_s
 
-    seconds from now, plus a time that does not depend on k. Within a run, this is a convex function of k with one bend,
-    where the run's source becomes later than the queue and the other sources. So the minimum is at the bend or at an
-    end of the run, and no other k is tried. On either side of the bend, the function is a straight line. So the best of
-    ``ends`` is next to the bend or next to an end of the run. (The first one in a run is also tried, because there may
-    be none at the end of the previous run.)
+    seconds from now, plus a time that does not depend on k. Within a run, this function of k consists of at most three
+    straight lines. It has bends where the run's source stops being in time, and where it becomes later than the
+    overtaking requests. (Both may be earlier, because of the other sources.) So the minimum is next to a bend or at an
+    end of the run, and no other k is tried. The best of ``ends`` is next to a bend or next to an end of the run. (The
+    first one in a run is also tried, because there may be none at the end of the previous run.)
     """
     best = Choice(0, 0.0, 0.0)
     before, arrived_s, taken = 0, 0.0, Counter[int]()
@@ -99,18 +103,21 @@ def choose(
         pace, earlier = paces[source], taken[source]
         if pace.seconds(earlier + 1) > latest_s(before):
             break
-        room = min(pace.blocks_by(max(arrived_s, queue_s)) - earlier, num_blocks)
-        bend = max(math.floor(room), 0)
+        bends = {
+            max(math.floor(min(pace.blocks_by(max(arrived_s, time_s)) - earlier, num_blocks)), 0)
+            for time_s in {min(free_s, queue_s), queue_s + turn_s}
+        }
         if ends is None:
-            tried = sorted({at for at in (bend, bend + 1) if 0 < at < num_blocks} | {num_blocks})
+            tried = sorted({at for bend in bends for at in (bend, bend + 1) if 0 < at < num_blocks} | {num_blocks})
         else:
             low, high = bisect_right(ends, before), bisect_right(ends, before + num_blocks)
-            after = bisect_right(ends, before + bend)
-            tried = [ends[at] - before for at in sorted({low, high - 1, after, after - 1}) if low <= at < high]
+            near = {at for bend in bends for after in [bisect_right(ends, before + bend)] for at in (after - 1, after)}
+            tried = [ends[at] - before for at in sorted({low, high - 1, *near}) if low <= at < high]
         for at in tried:
             own_s = max(arrived_s, pace.seconds(earlier + at))
             loaded = before + at
-            saved_s = loaded * block_compute_s - (max(own_s, queue_s) - queue_s)
+            delay_s = max(own_s - queue_s, turn_s) if own_s > min(free_s, queue_s) else 0.0
+            saved_s = loaded * block_compute_s - delay_s
             if saved_s >= best.saved_s and own_s <= latest_s(loaded - 1):
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
