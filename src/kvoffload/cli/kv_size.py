@@ -55,8 +55,8 @@ def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
     layers = _layers(path, config)
     if layers.attention == 0:
         raise ConfigError(
-            f"The model of {path} has no attention, so its cache does not grow with the tokens; a size per token by "
-            "--kv-bytes-per-token is needed all the same."
+            f"The model of {path} has no attention, so its cache does not grow with the tokens; give a size per "
+            "token with --kv-bytes-per-token."
         )
     if config.get("kv_lora_rank"):
         latent = _number(path, config, "kv_lora_rank") + _number(path, config, "qk_rope_head_dim")
@@ -152,7 +152,7 @@ def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int) and config[name] > 0:
             return int(config[name])
-    raise ConfigError(f"{path} does not say {names[0]}; give the KV size by --kv-bytes-per-token instead.")
+    raise ConfigError(f"{path} does not say {names[0]}; give the KV size with --kv-bytes-per-token instead.")
 
 
 def _dtype_bytes(dtype: object) -> int:

@@ -421,7 +421,9 @@ class StoreOffers:
         selected = select_source(self._geometry, offer, keys)
         destination = None if selected is None else _in_order(output.store_spec, selected[1])
         if selected is None or destination is None:
-            logger.error("A manager prepared blocks that were not offered, or no slot for each; they are not stored.")
+            logger.error(
+                "A manager prepared blocks that were not offered, or not one slot for each; they are not stored."
+            )
             self._manager.complete_store(keys, request.context, success=False)
             return
         if not request.context.reads_cache:

@@ -81,7 +81,7 @@ class TraceRecorder:
         except OSError as exc:
             raise ConfigError(f"A trace cannot be recorded to {path}: {exc.strerror}.") from exc
         if self.path != wanted:
-            logger.warning("Another process may record to %s, so this one records to %s.", path, self.path)
+            logger.warning("Another process may be recording to %s, so this one records to %s.", path, self.path)
 
     def __repr__(self) -> str:
         return f"TraceRecorder({str(self.path)!r}, written={self.num_written}, pending={len(self._lines)})"

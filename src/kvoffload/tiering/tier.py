@@ -367,7 +367,7 @@ class StoreTier(SecondaryTierManager):
             try:
                 self._take_result(result)
             except Exception:  # noqa: BLE001 - a store's own collections are foreign; the other results are still taken
-                self._log.exception(f"tier {self.tier_type!r} could not take in the end of a call")
+                self._log.exception(f"tier {self.tier_type!r} could not process the result of a call")
 
     def _take_result(self, result: IoResult) -> None:
         queue, was_on = result.task.queue, self._reads.breaker.is_closed

@@ -49,7 +49,7 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             if not directory:
                 problems.add(f"path of the {self.type!r} tier is empty; name a directory.")
             elif directory.startswith("~"):
-                problems.add(f"path of the {self.type!r} tier names the home of a user who is not known: {directory}.")
+                problems.add(f"path of the {self.type!r} tier names the home of an unknown user: {directory}.")
             elif not os.path.isabs(directory):
                 problems.add(
                     f"path of the {self.type!r} tier must begin with / or ~, for example '/mnt/kv', not {directory!r}."

@@ -18,7 +18,7 @@ class MemoryStore(BlockStore):
 
     def __init__(self, block_bytes: int, max_bytes: int | None = None) -> None:
         if max_bytes is not None and max_bytes < block_bytes:
-            raise ConfigError(f"max_bytes must hold one block of {block_bytes} bytes at least, not {max_bytes}.")
+            raise ConfigError(f"max_bytes must hold at least one block of {block_bytes} bytes, not {max_bytes}.")
         self._block_bytes = block_bytes
         self._max_blocks = None if max_bytes is None else max_bytes // block_bytes
         self._lock = threading.Lock()

@@ -236,7 +236,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     check_owner(root, access)
     if needs_locks and (network := network_type(root)) is not None:
         raise ConfigError(
-            f"{root} is on {network}, whose locks may end at this host, so that two hosts would write over each "
+            f"{root} is on {network}, whose locks may not reach other hosts, so that two hosts would write over each "
             "other's blocks; use a tier of type 'fs' there, or choose a directory on a local disk."
         )
     control = os.path.join(root, CONTROL_DIR)
@@ -317,7 +317,7 @@ def check_owner(root: str, access: Access) -> None:
     status = os.stat(root)
     if status.st_uid and not access.admits(status) and status.st_uid != _owner_of_ours(root):
         raise ConfigError(
-            f"{root} belongs to user {status.st_uid}: name a directory in it, which kvoffload then makes for itself, "
+            f"{root} belongs to user {status.st_uid}: name a directory in it, which kvoffload then creates, "
             "or share this one with mode='group' in all of its users."
         )
 

@@ -328,4 +328,4 @@ class _Calls:
         self.num_failed += 1
         self.why = str(error)
         if self._breaker.record_failure():
-            _log.warning("%s fails; the tier goes on without that disk until it works again: %s", name, error)
+            _log.warning("%s fails; the tier continues without that disk until it works again: %s", name, error)

@@ -227,7 +227,7 @@ class OtherKeys(StoreWrapper):
             if found and not self._num_other:
                 _log.warning(
                     "%s also has blocks of this namespace under a key that this server does not have, or without one, "
-                    "in %s: it does not read them, and they are evicted as they are not used",
+                    "in %s: this server does not read them, and they are evicted because nothing uses them",
                     self._what,
                     ", ".join(map(printable, found)),
                 )

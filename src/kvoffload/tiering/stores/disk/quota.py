@@ -124,7 +124,7 @@ class Quota:
             self._slabs.drop(too_many, "evicted")
             for slab in too_many:
                 self._directory.remove(slab.file.name)
-            _log.info("%d slabs at %s are removed: they are above the quota.", len(too_many), self._root)
+            _log.info("%d slabs at %s are removed, because they exceed the quota.", len(too_many), self._root)
         return excess is not None
 
     def share(self) -> list[str]:
@@ -172,8 +172,8 @@ class Quota:
                     num_removed = sum(try_remove(slab.name, dir_fd) for slab in slabs_in(dir_fd))
                 if num_removed:
                     _log.warning(
-                        "%d slabs in %s/%s were not encrypted: they are removed, as encryption_key is set. Blocks of "
-                        "other namespaces stay ('kvoffload store clear' removes them).",
+                        "%d slabs in %s/%s were not encrypted. They are removed, because encryption_key is set. "
+                        "Blocks of other namespaces stay ('kvoffload store clear' removes them).",
                         num_removed,
                         self._root,
                         display_name(directory),
@@ -181,7 +181,7 @@ class Quota:
                 if is_used and directory not in self._plain_in_use:
                     self._plain_in_use.add(directory)
                     _log.warning(
-                        "Another process writes blocks to %s/%s that are not encrypted: they are removed once it ends.",
+                        "Another process writes unencrypted blocks to %s/%s. They are removed when it ends.",
                         self._root,
                         display_name(directory),
                     )

@@ -380,7 +380,7 @@ class Slabs:
         """Drop a slab whose table failed."""
         self.quarantined.add(slab.file.name)  # before the drop, so that no poll opens it again
         if self.drop([slab], "corrupt"):
-            _log.warning("The slab %s at %s is not used any more: %s", slab.file.name, self._root, error)
+            _log.warning("kvoffload no longer uses the slab %s at %s: %s", slab.file.name, self._root, error)
 
     def take_changes(self) -> list[tuple[Slab, list[int]]]:
         """Return our slabs with changes that are not announced to neighbours, pinned, and the changed pages."""

@@ -140,7 +140,7 @@ class Upkeep:
         except RuntimeError as exc:
             raise ConfigError(
                 f"The store at {directory.root} needs a thread, which cannot be started: raise the limit of processes "
-                "(ulimit -u, or that of the container)."
+                "(ulimit -u, or the container's limit)."
             ) from exc
 
     def refresh(self) -> None:
@@ -241,7 +241,7 @@ class Upkeep:
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
-            _log.warning("The slab %s at %s is left out: %s", name, self._directory.root, exc)
+            _log.warning("kvoffload ignores the slab %s at %s: %s", name, self._directory.root, exc)
             self._slabs.quarantined.add(name)
         return 0
 

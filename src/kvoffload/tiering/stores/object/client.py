@@ -45,7 +45,9 @@ def check_url(url: str) -> str:
             "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
         )
     if "@" in parts.netloc or ":" in parts.netloc or parts.query:
-        raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
+        raise ConfigError(
+            "url of the 'object' tier must not contain credentials or settings; put them in its 'config'."
+        )
     if "#" in url:
         raise ConfigError("url of the 'object' tier has a '#', which would end its prefix: choose another prefix.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
@@ -176,7 +178,7 @@ def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> b
     if allowed not in ("true", "false"):
         raise ConfigError("allow_http of the 'object' tier must be 'true' or 'false'.")
     if allowed == "false" and is_http:
-        raise ConfigError("allow_http of the 'object' tier is false, but its endpoint is one of http://.")
+        raise ConfigError("allow_http of the 'object' tier is false, but its endpoint begins with http://.")
     return is_http
 
 
@@ -198,7 +200,7 @@ def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[st
 def _check_endpoint(name: str, value: str) -> None:
     parts = _split(value)
     if parts is None:
-        raise ConfigError(f"{name} of the 'object' tier is not a URL that can be read.")
+        raise ConfigError(f"{name} of the 'object' tier is not a valid URL.")
     if "@" in value or parts.query or parts.fragment:
         raise ConfigError(
             f"{name} of the 'object' tier has no credentials or settings: give them in the other settings of 'config'."

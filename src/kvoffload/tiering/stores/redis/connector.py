@@ -157,15 +157,15 @@ class Connector:
         given = [name for name, value in (tls | {"tls_verify: false": not access.tls_verify}).items() if value]
         if given and not self.url.has_tls:
             raise ConfigError(
-                f"A 'redis' tier with {given[0]} needs a url of rediss:// or rediss+sentinel://: the others have "
-                "no TLS."
+                f"A 'redis' tier with {given[0]} needs a url of rediss:// or rediss+sentinel://, because other URLs "
+                "do not use TLS."
             )
         if access.tls_key and not access.tls_cert:
             raise ConfigError("A 'redis' tier with tls_key needs its tls_cert.")
         if not self.url.service and (access.sentinel_username, access.sentinel_password) != (None, None):
             raise ConfigError(
                 "A 'redis' tier with sentinel_username or sentinel_password needs a url of redis+sentinel:// or "
-                "rediss+sentinel://: the others ask no sentinels."
+                "rediss+sentinel://, because other URLs do not use sentinels."
             )
         self.address = self.url.addresses[0]
         """Address of the server that the URL names."""

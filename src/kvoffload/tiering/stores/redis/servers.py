@@ -178,7 +178,7 @@ class DiscoveredServers(Servers):
             ends.put((index, exc))
         except BaseException:  # noqa: BLE001 - the reply was invalid, and the waiting thread must learn it
             question = b" ".join(self._question).decode()
-            ends.put((index, StoreError(f"Redis at {node.address} answers {question} with what cannot be read.")))
+            ends.put((index, StoreError(f"Redis at {node.address} answers {question} with an unreadable reply.")))
 
 
 class Primary(DiscoveredServers):
@@ -364,7 +364,7 @@ class Cluster(DiscoveredServers):
         if not owners:
             raise StoreError(f"Redis at {informant} serves no slots: the cluster is not set up.")
         if len(members) > _MOST_MEMBERS:
-            raise StoreError(f"Redis at {informant} names {len(members)} nodes, which no cluster has.")
+            raise StoreError(f"Redis at {informant} names {len(members)} nodes, more than any cluster has.")
         if next_slot < _NUM_SLOTS:
             starts.append(next_slot)
             owners.append(None)
