@@ -306,3 +306,19 @@ def test_the_series_it_names_exist() -> None:
         for name in re.findall(r"\bkvoffload_\w+", page.read_text()):
             base = re.sub(r"_(?:total|bucket|count|sum)$", "", name)
             assert base in series or any(each.startswith(base) for each in series), f"{page.name} names {name}"
+
+
+def test_the_tests_that_the_page_of_faults_names_exist() -> None:
+    page = (ROOT / "docs/contributing/faults.md").read_text()
+    tests = {path.relative_to(ROOT / "tests").as_posix(): path for path in (ROOT / "tests").rglob("test_*.py")}
+    names, missing, file = 0, list[str](), ""
+    for token in re.findall(r"`([a-z_0-9/.]*(?:test_[a-z_0-9]+\.py)?(?:::test_[a-z_0-9]+)?)`", page):
+        path, _, name = token.partition("::")
+        if path.rpartition("/")[2].startswith("test_"):
+            file = path.removeprefix("../")
+            missing += [] if any(f"/{known}".endswith(f"/{file}") for known in tests) else [token]
+        if name:
+            names += 1
+            missing += [] if file in tests and f"def {name}(" in tests[file].read_text() else [token]
+    assert names > 50
+    assert not missing
