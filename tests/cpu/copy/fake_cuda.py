@@ -24,7 +24,7 @@ import torch
 
 from kvoffload.cpu.copy import self_check
 from kvoffload.cpu.copy.cuda import CudaDevice
-from kvoffload.cpu.copy.driver import LIBRARY, Driver, Stream
+from kvoffload.cpu.copy.driver import LIBRARY, CudaError, Driver, Stream
 
 SOURCE = Path(__file__).with_name("fakecuda.c")
 BUILD = Path(__file__).parents[3] / "build" / "fake-cuda"
@@ -170,6 +170,14 @@ class FakeCuda:
 
     def limit_registrations(self, largest_bytes: int, most_bytes: int = 1 << 60) -> None:
         self.calls.fake_limit_registrations(largest_bytes, most_bytes)
+
+    def refuse_registrations(self) -> None:
+        """Register no memory at all, as under confidential computing. Copies use memory of the driver's own."""
+
+        def register(address: int, num_bytes: int) -> None:
+            raise CudaError("cuMemHostRegister", 801, "CUDA_ERROR_NOT_SUPPORTED")
+
+        self.driver.register = register  # type: ignore[method-assign]
 
     def limit_queue(self, stream: Stream, longest: int) -> None:
         """Limit the operations that the stream accepts. A caller who submits another one waits."""

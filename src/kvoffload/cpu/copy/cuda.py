@@ -119,6 +119,8 @@ class _Copies:
             self.driver.copies_per_call = 1
         node = node_of_device(self.driver.pci_bus_id(device.number))
         self.region = PinnedRegion(self.driver, kv_view, node)
+        if not self.region.is_pinned:
+            self.driver.copies_per_call = 1  # batches are specified for registered memory
         self._spacer = self.driver.allocate(1)
         self.lanes = {
             direction: Lane(

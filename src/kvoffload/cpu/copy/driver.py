@@ -314,7 +314,8 @@ class Driver:
     # --------------------------------------------------------------------------------------------------- copies
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: Stream) -> None:
-        """Submit one copy, in stream order. If the host memory is not registered, the call waits for the copy's end."""
+        """Submit one copy, in stream order. If the host memory is not registered, the call reads it at once, or waits
+        until the copy has written it."""
         self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
 
     def copy_runs(self, destinations: Int64s, sources: Int64s, lengths: Int64s, stream: Stream) -> None:

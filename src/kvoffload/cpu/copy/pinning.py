@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_PIECE_BYTES = 64 << 30
 _HOPELESS = {
-    800: "This process may not register memory: check the container's rights and IPC_LOCK.",
-    801: "Confidential computing and some virtual machines forbid it: turn this mode off, or serve without kvoffload.",
+    800: "Check the container's rights and IPC_LOCK.",
+    801: "Confidential computing and some virtual machines forbid it.",
 }
-"""Errors that do not depend on the size, with the remedy for each: not permitted, not supported."""
+"""Errors that do not depend on the size, with the remedy or the cause for each: not permitted, not supported."""
 _MAX_PIECES = 1024
 """The region is divided into at most this many pieces of the smallest size. A driver that rejects a piece of that size
 has no memory left."""
@@ -41,7 +41,8 @@ class PinnedRegion:
     """All of a region's bytes, registered with the driver and kept alive until ``unpin``.
 
     If the driver rejects a piece, half of it is tried, and the pieces after it are no larger. Raises ``CapacityError``,
-    with nothing pinned, if the driver rejects even a thousandth of the region.
+    with nothing pinned, if the driver rejects even a thousandth of the region. If the driver registers no memory at
+    all, nothing is pinned, and the driver copies through pinned memory of its own.
     """
 
     def __init__(self, driver: Driver, kv_view: memoryview, node: int | None = None) -> None:
@@ -75,6 +76,10 @@ class PinnedRegion:
     def __repr__(self) -> str:
         return f"PinnedRegion({format_bytes(self.num_bytes)} in {len(self._pieces)} pieces)"
 
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self._pieces)
+
     def unpin(self) -> None:
         """Unregister the memory and release it.
 
@@ -95,10 +100,14 @@ class PinnedRegion:
             try:
                 self._driver.register(self.address + pinned_bytes, length)
             except CudaError as exc:
-                if exc.code in _HOPELESS:
-                    raise CapacityError(
-                        f"The CUDA driver cannot register host memory of any size: {exc} {_HOPELESS[exc.code]}"
-                    ) from exc
+                if exc.code in _HOPELESS and not pinned_bytes:
+                    logger.warning(
+                        "The CUDA driver cannot register host memory of any size: %s %s Copies go through the driver's "
+                        "own memory, which is slower.",
+                        exc,
+                        _HOPELESS[exc.code],
+                    )
+                    return
                 piece_bytes = length // 2 // unit * unit
                 if piece_bytes < smallest_piece_bytes:
                     raise _refusal(pinned_bytes, self.num_bytes, exc) from exc
