@@ -106,7 +106,6 @@ def test_a_manager_that_has_no_options_knows_and_tells_nothing() -> None:
     manager, context, asked = LeastManager(), ReqContext("r"), keys(1, 2, 3, 4)
     assert manager.lookup_prefix(asked, context) == [True, None, False]
     assert manager.where(asked, context) == [None] * 4, "it may have them"
-    assert manager.holds(asked) == [False] * 4
     assert manager.explain(asked, context) == [Loss(Miss.NEW)] * 4
     assert [*manager.take_events()] == [*manager.weighed(context)] == []
     assert manager.get_stats() == manager.sources(context) == {}

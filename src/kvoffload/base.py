@@ -400,11 +400,6 @@ class OffloadingManager(ABC):
         """Return the values of all metrics (``kvoffload.metrics``): counters since the start, and current gauges."""
         return {}
 
-    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each block whether it is known to be in host memory or in a tier. Unlike a lookup, this reads
-        nothing from tiers."""
-        return [False] * len(keys)
-
     def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Return the blocks that were read from tiers while the request waited for them, with the name of the tier.
         Call this before they are loaded to the GPU."""
@@ -418,9 +413,7 @@ class OffloadingManager(ABC):
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         """Return for each of ``keys`` why the request did not get it; ``None``: the block is in host memory or in a
         tier. Answers are complete only while losses are recorded (``lost``)."""
-        held = self.holds(keys)  # first, because tiers then record their recent losses
-        losses = self.lost.find(keys)
-        return [None if is_held else loss or Loss(Miss.NEW) for is_held, loss in zip(held, losses, strict=True)]
+        return [loss or Loss(Miss.NEW) for loss in self.lost.find(keys)]
 
     def shutdown(self) -> None:
         """Release threads and files. Idempotent."""

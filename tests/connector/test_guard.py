@@ -138,10 +138,10 @@ def test_a_block_that_is_missing_is_in_no_hit_whatever_is_answered_after_it() ->
     assert rig.ask(rig.arrive(Request("r", 4 * BT + 1))) == (BT, True)
 
 
-def test_an_answer_for_too_few_blocks_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_for_too_few_blocks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    monkeypatch.setattr(rig.manager, "holds", lambda keys: [True])
-    assert GuardedManager(rig.manager).holds([key(1), key(2)]) == [False, False]
+    monkeypatch.setattr(rig.manager, "where", lambda keys, context: [True])
+    assert GuardedManager(rig.manager).where([key(1), key(2)], CONTEXT) == [None, None]
 
 
 @pytest.mark.parametrize(

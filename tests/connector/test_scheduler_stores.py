@@ -817,7 +817,7 @@ def test_what_was_computed_beside_a_failed_load_is_not_stored(*, is_own: bool) -
     assert rig.admit(refused, [10, 11, 12]).stores == ()
     rig.scheduler.blocks_are_undefined([50, 51] if is_own else [1, 51])
     rig.end(*stores)
-    assert rig.manager.holds([key(n) for n in range(3)]) == [is_own] * 3
+    assert rig.manager.where([key(n) for n in range(3)], ReqContext("other")) == [is_own] * 3
     assert bool(rig.step().stores) is is_own
     rig.finish(refused)
     assert rig.step().final_stores == ()

@@ -144,7 +144,7 @@ def test_what_lies_behind_a_missing_block_has_its_cause(make: MakeRecorded) -> N
     taken = [make_offload_key(f"other {n}".encode(), 0) for n in range(2)]
     assert recorded.served.manager.prepare_store(taken, context) is not None
     recorded.served.manager.complete_store(taken, context)
-    held = recorded.served.manager.holds(keys_of(1))
+    held = recorded.served.manager.where(keys_of(1), context)
     first_missing = held.index(False)
     assert any(held[first_missing:]), "the case that is to be tested"
     recorded.ask(1)

@@ -144,7 +144,7 @@ def test_a_running_store_takes_no_more_claimed_blocks_than_it_must(cache_policy:
     rig.manager.touch(prefix(4, of="old"), running)  # the claimed blocks are now the least recently used
     rig.store([*prefix(1, of="old"), *prefix(4, of="new")], running)
     assert rig.ask(prefix(4), waiting) == [True, True, True, False], "one was lacking, and the tail is worth least"
-    assert rig.primary.holds(prefix(4, of="old")) == [True, False, False, False]
+    assert rig.primary.where(prefix(4, of="old"), running) == [True, False, False, False]
 
 
 def test_a_waiting_request_whose_blocks_are_taken_again_and_again_still_ends(cache_policy: str) -> None:

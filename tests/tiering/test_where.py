@@ -45,7 +45,6 @@ def test_a_promotion_that_failed_since_then_is_a_miss() -> None:
 
 
 def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large tier needs microseconds per key, and there may be a state for each 16 tokens of a prompt."""
     rig = Rig(16, [OffloadPolicy.BLOCK_LEVEL] * 3)
     rig.store(prefix(2), rig.start("r"))
     asked: list[list[OffloadKey]] = []
@@ -56,10 +55,12 @@ def test_what_is_held_is_asked_of_each_tier_only_where_nothing_above_has_it(monk
             return [name in held for name in names][:1]  # a short answer breaks nothing
 
         monkeypatch.setattr(tier, "holds", holds)
-    assert rig.manager.holds(prefix(5)) == [True, True, True, True, False]
+    context = rig.start("other")
+    losses = rig.manager.explain(prefix(5), context)
+    assert [loss is None for loss in losses] == [True, True, True, True, False]
     assert asked == [keys(2, 3, 4), keys(3, 4), keys(4)]
     asked.clear()
-    assert rig.manager.holds(prefix(3)) == [True] * 3
+    assert rig.manager.explain(prefix(3), context) == [None] * 3
     assert asked == [keys(2)], "no tier is asked for nothing"
 
 

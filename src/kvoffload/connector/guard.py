@@ -102,7 +102,6 @@ class GuardedManager(Boundary, OffloadingManager):
     has_pending_work = guarded(OffloadingManager.has_pending_work, lambda: False, bool)
     reset_cache = guarded(OffloadingManager.reset_cache, _nothing)
     get_stats = guarded(OffloadingManager.get_stats, dict, checked_stats)
-    holds = guarded(OffloadingManager.holds, lambda keys: [False] * len(keys), _for_each)
     sources = guarded(OffloadingManager.sources, lambda *_: {}, lambda found, *_: dict(found))
     weighed = guarded(OffloadingManager.weighed, lambda *_: [], lambda found, *_: [*map(Weighed._make, found)])
     explain = guarded(OffloadingManager.explain, lambda keys, *_: [None] * len(keys), _for_each)

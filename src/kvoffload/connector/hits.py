@@ -89,7 +89,9 @@ class Hits:
             is_same = before == [computed_tokens, num_tokens]
             is_ready = not request.job_ids and request.context.tokens_ahead is None
             if is_ready and not (is_same and self._manager.is_waiting(request.context)):
-                found = self.search(request, computed_tokens, num_tokens - 1)
+                found = self._search(request, computed_tokens, self._manager.lookup_prefix)
+                if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
+                    found = None
             if found is None:
                 self._counts["lookups_deferred",] += 1
                 self._waiting[request] = since_s, computed_tokens, num_tokens
@@ -126,13 +128,15 @@ class Hits:
             coming.append(num_blocks * self._geometry[get_offload_group_idx(keys[0])].block_tokens)
             return answers
 
-        found = self._search(request, 0, request.of_engine.num_tokens - 1, look_up)
+        found = self._search(request, 0, look_up)
         if found is None:
             return coming[0] if coming else 0, False  # full attention is looked up first
         return found, True
 
-    def search(self, request: Request, computed_tokens: int, most: int) -> int | None:
-        """Return the longest hit of at most ``most`` tokens, or ``None`` while a lookup has no answer.
+    def _search(
+        self, request: Request, computed_tokens: int, look_up: Callable[..., Sequence[bool | None]]
+    ) -> int | None:
+        """Return the longest hit that the request may load, or ``None`` while a lookup has no answer.
 
         Lookups read the blocks that they find from the tiers. So if a hit also needs windows or states, no attention is
         looked up after the last window or state that exists anywhere. The manager learns at which blocks a part of the
@@ -141,19 +145,10 @@ class Hits:
         A request whose load failed gets no second load. vLLM would count the blocks that the request still needs as
         reserved for it, even against the next load, and wait forever if the two do not fit.
         """
-        found = self._search(request, computed_tokens, most, self._manager.lookup_prefix)
-        if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
-            return None
-        return found
-
-    def _search(
-        self, request: Request, computed_tokens: int, most: int, look_up: Callable[..., Sequence[bool | None]]
-    ) -> int | None:
-        """Do the same, but wait for no other request's load."""
         if request.prefix.load_failed:
             return computed_tokens
         request.extend_keys()
-        most = min(most, computed_tokens + request.max_load_tokens)
+        most = min(request.of_engine.num_tokens - 1, computed_tokens + request.max_load_tokens)
         keys = [own.keys for own in request.groups]
         ask = functools.partial(look_up, req_context=request.context)
         if self._is_hybrid:

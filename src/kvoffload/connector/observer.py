@@ -270,10 +270,9 @@ class Observer:
             return losses
         old = self._before.engine_keys(request.epoch.engine_keys(keys))
         by_reset = Loss(Miss.RESET, seconds_ago=self._clock() - self._reset_s)
-        held = self._manager.holds(old)
-        before = [by_reset if is_held else loss for loss, is_held in zip(self._lost.find(old), held, strict=True)]
+        before = [loss or by_reset for loss in self._manager.explain(old, request.context)]
         return [
-            old_loss if old_loss is not None and loss is not None and loss.miss is Miss.NEW else loss
+            old_loss if loss is not None and loss.miss is Miss.NEW else loss
             for loss, old_loss in zip(losses, before, strict=True)
         ]
 

@@ -27,7 +27,7 @@ from kvoffload.cpu.policies.base import POLICIES, BlockStatus, CachePolicy, Unio
 from kvoffload.cpu.reuse import ReuseFilter
 from kvoffload.errors import ConfigError
 from kvoffload.events import PendingEvents
-from kvoffload.lost_blocks import NO_LOSSES, LostBlocks
+from kvoffload.lost_blocks import NO_LOSSES, Loss, LostBlocks
 from kvoffload.metrics import HOST, Histogram, Stats
 from kvoffload.miss import Miss
 
@@ -604,8 +604,9 @@ class CPUOffloadingManager(OffloadingManager):
             **self._reuse_ages.stats(),
         }
 
-    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return [block is not None for block in self.slots.get_all(keys)]
+    def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
+        losses = super().explain(keys, req_context)
+        return [None if block is not None else loss for block, loss in zip(self.slots.get_all(keys), losses)]
 
     def check_invariants(self) -> None:
         """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""

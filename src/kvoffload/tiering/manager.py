@@ -251,14 +251,6 @@ class TieringOffloadingManager(OffloadingManager):
         own |= self._planner.get_stats()
         return add_stats([self.primary_tier.get_stats(), own, *(tier.get_stats() for tier in self._tiers)])
 
-    def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        found = self.primary_tier.holds(keys)
-        for tier in self._tiers:
-            if missing := [key for key, is_here in zip(keys, found, strict=True) if not is_here]:
-                below = iter(tier.holds(missing))
-                found = [is_here or next(below, False) for is_here in found]
-        return found
-
     def sources(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         request = self._requests.get(req_context.req_id)
         return {} if request is None or request.wait is None else request.wait.sources
@@ -285,20 +277,34 @@ class TieringOffloadingManager(OffloadingManager):
         return found
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
-        losses = super().explain(keys, req_context)
+        # Tiers first, because they record their recent losses when they are asked. Tiers that may be read come first.
+        below: dict[OffloadKey, GuardedTier] = {}
+        missing = [key for key, block in zip(keys, self.primary_tier.slots.get_all(keys)) if block is None]
+        for tier in sorted(self._tiers, key=lambda tier: self._why_closed(tier, req_context) is not None):
+            if missing:
+                below |= {key: tier for key, is_held in zip(missing, tier.holds(missing)) if is_held}
+                missing = [key for key in missing if key not in below]
+        losses = self.primary_tier.explain(keys, req_context)
         request = self._requests.get(req_context.req_id)
         verdicts = {} if request is None else request.verdicts
-        closed = [(tier, Miss.TIER_LEFT_OUT) for tier in self._tiers if not tier.allows(req_context)]
-        closed += [(tier, Miss.TIER_OFF) for tier in self._tiers if not tier.is_readable()]
-        for at, (key, loss) in enumerate(zip(keys, losses)):
-            verdict = verdicts.get(key)
-            if verdict is None and loss is None and closed and self.primary_tier.slots.get(key) is None:
-                verdict = next((miss for tier, miss in closed if any(tier.holds([key]))), None)
+        for at, key in enumerate(keys):
+            verdict, tier_below = verdicts.get(key), below.get(key)
+            if tier_below is not None:
+                losses[at] = None
+                verdict = verdict or self._why_closed(tier_below, req_context)
             # The tier may have found out the reason for a failed promotion meanwhile.
+            loss = losses[at]
             is_known = verdict is Miss.PROMOTION_FAILED and loss and loss.miss not in (Miss.NEW, Miss.EVICTED)
             if verdict is not None and not is_known:
                 losses[at] = Loss(verdict)
         return losses
+
+    @staticmethod
+    def _why_closed(tier: GuardedTier, req_context: ReqContext) -> Miss | None:
+        """Return why the request may not read from ``tier`` now, or ``None``."""
+        if not tier.allows(req_context):
+            return Miss.TIER_LEFT_OUT
+        return None if tier.is_readable() else Miss.TIER_OFF
 
     def shutdown(self) -> None:
         if self._write_back is not None:

@@ -291,7 +291,7 @@ class Server:
             self.rig.step()
         self.publish()
         self.publish()  # a tier that has lost changes announces that first, and then its blocks
-        held = self.rig.primary.holds(self.keys)
+        held = self.rig.primary.where(self.keys, ReqContext("other"))
         primary = [each for each, is_held in zip(self.keys, held, strict=True) if is_held]
         host = {each for block in primary for each in self.inside(block)}
         below = {get_offload_block_hash(block) for tier in self.rig.tiers for block in tier.announced()}
