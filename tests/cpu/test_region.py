@@ -102,6 +102,24 @@ def test_nothing_of_a_shared_region_is_on_the_mount_once_all_have_mapped_it(name
         region.close()
 
 
+def test_a_process_knows_whether_all_have_joined(name: str) -> None:
+    first = join(name, 4, 4096, num_processes=3)
+    assert first._shared is not None
+    assert first._shared.num_joined() == 1
+    second = join(name, 4, 4096, num_processes=3)
+    assert first._shared.num_joined() == 2
+    third = join(name, 4, 4096, num_processes=3)
+    assert [each.wait_for_all(0) for each in (first, second, third)] == [None] * 3
+    later = join(name, 4, 4096, num_processes=2)  # of another engine with the same name
+    assert first.wait_for_all(0) is None
+    assert later.wait_for_all(0.01) == 1
+    # It gave up. A rank that is late finds nothing, instead of memory that nobody else uses.
+    assert leftovers() == []
+    for each in (first, second, third, later):
+        each.close()
+    assert SharedOffloadRegion.anonymous(1, 4096).wait_for_all(0) is None
+
+
 def test_processes_that_disagree_are_refused(name: str) -> None:
     first = join(name, 4, 4096, num_processes=2)
     with pytest.raises(ConfigError, match="disagree"):

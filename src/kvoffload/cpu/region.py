@@ -25,6 +25,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
@@ -52,6 +53,7 @@ class SharedOffloadRegion:
     def __init__(self, memory: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
         """Take ownership of ``memory``, which has ``num_blocks * block_bytes`` bytes."""
         self._memory: mmap.mmap | None = memory
+        self._shared: _Shared | None = None
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
 
@@ -113,9 +115,28 @@ class SharedOffloadRegion:
         else:
             if num_joined == num_processes:
                 _unlink(segment, descriptor)
+            status = os.fstat(descriptor)
         finally:
             os.close(descriptor)  # the mapping keeps its own descriptor, and with it the lock
-        return cls(memory, num_blocks, block_bytes)
+        region = cls(memory, num_blocks, block_bytes)
+        region._shared = _Shared(segment, (status.st_dev, status.st_ino), num_processes)
+        return region
+
+    def wait_for_all(self, timeout_s: float) -> int | None:
+        """Wait until all processes have joined the region, for at most ``timeout_s``.
+
+        Return ``None`` if they have, and otherwise how many have. In this case, later processes cannot join.
+        """
+        if self._shared is None:
+            return None
+        deadline = time.monotonic() + timeout_s
+        while (num_joined := self._shared.num_joined()) is not None:
+            if time.monotonic() > deadline:
+                self._shared.segment.unlink(missing_ok=True)
+                self._shared.segment.with_suffix(".joined").unlink(missing_ok=True)
+                return num_joined
+            time.sleep(0.01)
+        return None
 
     def create_kv_memoryview(self) -> memoryview:
         """Return a writable view of shape (num_blocks, block_bytes) and format ``B``. The view keeps the memory alive.
@@ -132,6 +153,25 @@ class SharedOffloadRegion:
         if memory is not None:
             with contextlib.suppress(BufferError):  # views exist, and the mapping ends with the last one
                 memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """The name of a shared region, which the last of its processes removes."""
+
+    segment: Path
+    inode: tuple[int, int]
+    """Device and number. Another region may get the same name later."""
+    num_processes: int
+
+    def num_joined(self) -> int | None:
+        """Return how many processes have joined, or ``None`` if all have."""
+        try:
+            status = self.segment.lstat()
+            text = self.segment.with_suffix(".joined").read_text()
+        except FileNotFoundError:
+            return None
+        return int(text.partition(" ")[0]) if (status.st_dev, status.st_ino) == self.inode else None
 
 
 def _leave_out_of_dumps(memory: mmap.mmap) -> None:

@@ -75,6 +75,13 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self._region = SharedOffloadRegion.shared(name, *shape, num_processes=self.layout.num_processes)
         return self._region
 
+    def wait_for_ranks(self, timeout_s: float) -> int | None:
+        """Wait until all processes have mapped the region, if this process has mapped it.
+
+        Return ``None`` if they have, and otherwise how many have.
+        """
+        return None if self._region is None else self._region.wait_for_all(timeout_s)
+
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = self._make_manager()

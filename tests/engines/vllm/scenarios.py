@@ -444,6 +444,14 @@ def return_once(model: str, extra: dict[str, Any], **options: Any) -> dict[str, 
     return result
 
 
+def under_ray(model: str, extra: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """``return_once`` with workers that Ray starts."""
+    from tests.engines.vllm import ray_on_cpu
+
+    ray_on_cpu.start(ranks)
+    return return_once(model, extra, tensor_parallel_size=ranks, distributed_executor_backend="ray")
+
+
 def disk(
     model: str, extra: dict[str, Any], family: str = "long", first: int = 0, last: int = 8, **options: Any
 ) -> dict[str, Any]:

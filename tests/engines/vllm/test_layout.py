@@ -79,8 +79,8 @@ def test_engine_cores_that_take_more_than_the_machine_has_are_refused_together(m
         ({"kv_transfer_config__kv_role": "kv_consumer"}, '"kv_role": "kv_both"'),
         ({"parallel_config__prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
         (
-            {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "ray"},
-            "--distributed-executor-backend mp",
+            {"parallel_config__world_size": 2, "parallel_config__distributed_executor_backend": "external_launcher"},
+            "--distributed-executor-backend to mp or ray",
         ),
         (
             {"speculative_config": speculative(method="dflash")},

@@ -51,6 +51,19 @@ def test_ranks_that_hold_the_same_head_keep_it_once(one_head: SmallModel, one_he
     assert_idle(seen["idle"])
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_of_ray_share_the_host_memory_of_the_scheduler(
+    ranks: int, llama: SmallModel, llama_baseline: Baseline
+) -> None:
+    pytest.importorskip("ray")
+    seen = run_child("under_ray", model=llama.path, extra=EXTRA, environment=TWO_CORES, ranks=ranks)
+
+    assert llama_baseline.wrong(seen["first"]) == []
+    assert llama_baseline.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    assert_idle(seen["idle"])
+
+
 def test_two_stages_keep_their_layers_side_by_side(llama: SmallModel, llama_baseline: Baseline) -> None:
     seen = run_child("return_once", model=llama.path, extra=EXTRA, environment=TWO_CORES, **TWO_STAGES)
 

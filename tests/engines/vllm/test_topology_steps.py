@@ -144,3 +144,14 @@ def test_what_chunks_read_after_a_load_is_right(llama: SmallModel, asynchronous:
         assert steps.scheduler.reset_prefix_cache()
     assert len(steps.loads()) > 10
     steps.close()
+
+
+def test_ranks_that_do_not_join_the_schedulers_memory_are_rejected(
+    llama: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an executor that starts ranks on another node, or in containers of their own."""
+    from kvoffload.engines.vllm import connector
+
+    monkeypatch.setattr(connector, "_JOIN_TIMEOUT_S", 0.01)
+    with pytest.raises(ConfigError, match=r"do not share the memory .*1 of 3 processes do"):
+        Steps(llama.path, False, replicas=2)

@@ -39,6 +39,7 @@ from kvoffload.connector import (
     OffloadingConnectorWorker,
     WorkerReport,
 )
+from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.engines.vllm import loaded_adapters, undone_steps
 from kvoffload.engines.vllm.adapters import AdapterChecks, Adapters, Mismatch, adapters_of
 from kvoffload.engines.vllm.announcements import Place, places_of
@@ -51,6 +52,7 @@ from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_l
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters
 from kvoffload.engines.vllm.log import log_with_vllm
 from kvoffload.engines.vllm.rejections import (
+    NO_SHARED_MEMORY,
     TWO_CONNECTORS,
     UNKNOWN_TENSORS,
     UNREADABLE_WEIGHTS,
@@ -85,6 +87,9 @@ logger = init_logger("vllm.kvoffload")  # below vLLM's own logger, whose handler
 _NAP_S = 200e-6
 """A step without a forward pass only waits for transfers. Where scheduler and worker are one process, spinning through
 such steps would keep the interpreter's lock from the very threads that copy, for milliseconds at a time."""
+
+_JOIN_TIMEOUT_S = 30.0
+"""Time limit for ranks to join the region in host memory after the scheduler has."""
 
 _STATS_INTERVAL_S = 1.0
 """Time between reports while no request or transfer ends. A report in every step would cost some microseconds each."""
@@ -188,6 +193,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 weights_name=weights_name,
                 adapters=adapters_of(vllm_config, config),
             )
+            _check_region(spec)
             watch(vllm_config, self._scheduler)
             undone_steps.watch(self._scheduler)
         else:
@@ -352,6 +358,15 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         series = OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         series.begin(tiers)
         return series
+
+
+def _check_region(spec: OffloadingSpec) -> None:
+    """Raise ``ConfigError`` unless all processes of this node's ranks share their host memory with the scheduler.
+
+    vLLM creates the scheduler after the workers have registered their KV caches. So all ranks have joined by then.
+    """
+    if isinstance(spec, CPUOffloadingSpec) and (num_joined := spec.wait_for_ranks(_JOIN_TIMEOUT_S)) is not None:
+        raise NO_SHARED_MEMORY.error(f"{num_joined} of {spec.layout.num_processes} processes do")
 
 
 def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:

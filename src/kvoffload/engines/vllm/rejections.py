@@ -77,10 +77,10 @@ def _role(setup: Setup) -> str | None:
     return _if(role != "kv_both", f"it is {role!r}")
 
 
-def _executor(setup: Setup) -> str | None:
+def _launcher(setup: Setup) -> str | None:
     parallel = setup.engine.parallel_config
-    backend = parallel.distributed_executor_backend
-    return _if(parallel.world_size > 1 and backend != "mp", f"{parallel.world_size} ranks under {backend!r}")
+    is_external = parallel.distributed_executor_backend == "external_launcher"
+    return _if(parallel.world_size > 1 and is_external, f"{parallel.world_size} ranks")
 
 
 def _engines_over_nodes(setup: Setup) -> str | None:
@@ -258,12 +258,12 @@ BEFORE_LOAD = (
     FAILURE_POLICY,
     ROLE,
     Rejection(
-        setup="several ranks under an executor other than mp",
-        applies=_executor,
-        reason="kvoffload does not know whether they share this node's memory",
-        remedy="set --distributed-executor-backend mp",
-        opened_by="Ranks that prove that they share memory, by joining one region within a time limit.",
-        peers="vLLM's offloading accepts it. Each worker opens the region by its path in /dev/shm.",
+        setup="several ranks under the external launcher",
+        applies=_launcher,
+        reason="each rank has its own scheduler, and their lookups may get different answers",
+        remedy="set --distributed-executor-backend to mp or ray",
+        opened_by="One rank that decides for all of them.",
+        peers=_ACCEPTED,
     ),
     Rejection(
         setup="lower tiers if several data-parallel engines each span several nodes",
@@ -501,7 +501,7 @@ WITH_KV_CACHE = (
         applies=lambda setup: _if(setup.states and setup.engine.speculative_config is not None),
         reason="a rejected draft rolls a state back after the step that computed it",
         remedy=f"serve this model without a speculative_config, or {_WITHOUT.removeprefix('serve this model ')}",
-        opened_by="Only states that vLLM names at a verified boundary, and a test that compares tokens.",
+        opened_by="300 equal answers on a GPU. vLLM's CPU platform lacks the kernel that copies states between drafts.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -529,6 +529,13 @@ TWO_CONNECTORS = Rejection(
     remedy="name KVOffloadConnector once in the MultiConnector",
     opened_by="None: one connector can use several tiers.",
     peers="vLLM's offloading accepts it.",
+)
+NO_SHARED_MEMORY = Rejection(
+    setup="ranks that do not share the memory of the scheduler's node",
+    reason="the scheduler and the ranks must use the same host memory",
+    remedy="put all ranks on one node, with one /dev/shm, or start vLLM on each node with --nnodes",
+    opened_by="An executor other than mp that tells which ranks are on which node, so that each node gets a region.",
+    peers="vLLM's offloading accepts it. Each worker opens the region by its path in /dev/shm.",
 )
 UNCLEAR = Rejection(
     setup="persistent tiers with an option or a platform that kvoffload cannot read",
@@ -560,7 +567,7 @@ ONE_NODE_TIER = Rejection(
     peers="vLLM's tiers run in each worker.",
 )
 
-WHILE_STARTING = (TWO_CONNECTORS, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS, ONE_NODE_TIER)
+WHILE_STARTING = (TWO_CONNECTORS, NO_SHARED_MEMORY, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS, ONE_NODE_TIER)
 """Rows that only a starting engine can judge. The code that finds them raises the error."""
 
 TABLE = (*BEFORE_LOAD, *WITH_KV_CACHE, *WHILE_STARTING)
@@ -580,7 +587,7 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
         problems.add(problem)
     parallel = vllm_config.parallel_config
     if parallel.data_parallel_size_local > 1:  # every engine core on this machine uses all of cpu_bytes_to_use
-        mount = SHM if parallel.distributed_executor_backend == "mp" else None
+        mount = SHM if parallel.distributed_executor_backend != "uni" else None
         with problems:
             check_all_engines(config.cpu_bytes, parallel.data_parallel_size_local, mount=mount)
     problems.raise_found()
