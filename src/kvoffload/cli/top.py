@@ -71,7 +71,7 @@ def top(
     scrape = partial(_scrape, address)
     last = scrape()
     if not last.series:
-        raise ConfigError(f"{url} exports no metrics of kvoffload{_through_proxy(url)}: does this server use it?")
+        raise ConfigError(f"{url} has no series of kvoffload{_through_proxy(url)}: is this a server that uses it?")
     processes = {last.started_s: last}
     console = Console()
     views: deque[View] = deque(maxlen=_KEPT)

@@ -106,7 +106,7 @@ def _ends_recording(method: Callable[Concatenate[Observer, P], None]) -> Callabl
         try:
             method(self, *args, **kwargs)
         except Exception:
-            logger.exception("Recording or tracing requests failed. It stops, and serving continues.")
+            logger.exception("Recording or tracing requests failed. It stops here, and serving goes on.")
             self.close()
 
     return call

@@ -114,7 +114,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
                 store.close()
             raise (mistakes or failures)[0]
         for failure in failures:
-            logger.warning("tier %r continues without one of its disks until a restart: %s", self.label, failure)
+            logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
         return stores[0] if len(disks) == 1 else Striped(stores, self.threads, paths=paths, missing=missing)
 
     def check_place(self, beside_bytes: int = 0) -> None:

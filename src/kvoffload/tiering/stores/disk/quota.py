@@ -181,7 +181,7 @@ class Quota:
                 if is_used and directory not in self._plain_in_use:
                     self._plain_in_use.add(directory)
                     _log.warning(
-                        "Another process writes unencrypted blocks to %s/%s. They are removed when it ends.",
+                        "Another process writes blocks to %s/%s that are not encrypted: they are removed once it ends.",
                         self._root,
                         display_name(directory),
                     )

@@ -69,8 +69,8 @@ class _Staging:
         staged = sum(memory.nbytes for memory in self._memories)
         if self._memories and staged + count * stride > _MOST_STAGED_BYTES:
             raise StoreError(
-                f"All {staged} bytes for transfers of Mooncake belong to transfers that never ended; restart the "
-                "engine to free them"
+                f"All {staged} bytes for transfers of Mooncake belong to transfers whose end is not known: "
+                "only a restart of the engine frees them"
             )
         mapped = mmap.mmap(-1, count * stride)
         mapped.madvise(mmap.MADV_DONTDUMP)  # a core file may end up anywhere
@@ -271,4 +271,4 @@ class MooncakeStore(SharedStore):
             raise self._failed(code)
 
     def _failed(self, code: int) -> StoreError:
-        return StoreError(f"Mooncake at {self._master} failed with code {code}.")
+        return StoreError(f"Mooncake at {self._master} fails with its code {code}.")

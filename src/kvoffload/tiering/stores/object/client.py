@@ -45,9 +45,7 @@ def check_url(url: str) -> str:
             "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
         )
     if "@" in parts.netloc or ":" in parts.netloc or parts.query:
-        raise ConfigError(
-            "url of the 'object' tier must not contain credentials or settings; put them in its 'config'."
-        )
+        raise ConfigError("url of the 'object' tier has no credentials or settings: give them in its 'config'.")
     if "#" in url:
         raise ConfigError("url of the 'object' tier has a '#', which would end its prefix: choose another prefix.")
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
@@ -200,7 +198,7 @@ def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[st
 def _check_endpoint(name: str, value: str) -> None:
     parts = _split(value)
     if parts is None:
-        raise ConfigError(f"{name} of the 'object' tier is not a valid URL.")
+        raise ConfigError(f"{name} of the 'object' tier is not a URL that can be read.")
     if "@" in value or parts.query or parts.fragment:
         raise ConfigError(
             f"{name} of the 'object' tier has no credentials or settings: give them in the other settings of 'config'."
