@@ -68,8 +68,7 @@ class OffloadingConnectorWorker:
         layout = getattr(spec, "layout", None)
         if layout is not None and layout.rank != self._rank:
             raise LayoutError(
-                f"The worker has rank {self._rank}, but the layout of its spec has rank {layout.rank}; give both the "
-                "same, "
+                f"The worker has rank {self._rank}, and the layout of its spec rank {layout.rank}; give both the same, "
                 "or no transfer ever ends on all ranks."
             )
         self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
