@@ -188,7 +188,18 @@ def test_the_demo_runs_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> 
     where = run(bin_ / "python", "-c", "import kvoffload; print(kvoffload.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(tmp_path / "environment")
     options = (
-        *("--conversations", "5", "--turns", "3", "--system-tokens", "16", "--message-tokens", "40"),
+        *(
+            "--conversations",
+            "5",
+            "--turns",
+            "3",
+            "--system-tokens",
+            "16",
+            "--document-tokens",
+            "0",
+            "--message-tokens",
+            "40",
+        ),
         *("--reply-tokens", "8", "--device-tokens", "320", "--layers", "2", "--hidden", "128", "--threads", "1"),
     )
     out = run(bin_ / "kvoffload", "demo", *options, "--out", "figures.json", cwd=tmp_path)

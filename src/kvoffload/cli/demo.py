@@ -36,7 +36,10 @@ def demo(
     system_tokens: Annotated[
         int, typer.Option(min=0, metavar="N", help="Tokens in the system prompt that all conversations share.")
     ] = 64,
-    message_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that a user adds per turn.")] = 128,
+    document_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens in the document that each conversation starts with.")
+    ] = 384,
+    message_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that a user adds per turn.")] = 64,
     reply_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens generated per turn.")] = 16,
     users: Annotated[int, typer.Option(min=1, metavar="N", help="Number of turns served at the same time.")] = 2,
     device_tokens: Annotated[
@@ -68,8 +71,9 @@ def demo(
 ) -> None:
     """Serve a chat three ways and compare them.
 
-    The three ways are: no prefix cache, the device's own prefix cache, and offloading. All conversations together are
-    larger than the device's KV pool, so it evicts their prefixes before the next turn. The exit code is 1 if the three
+    Each conversation asks questions about a document of its own. The three ways are: no prefix cache, the device's own
+    prefix cache, and offloading. All conversations together are larger than the device's KV pool, so it evicts their
+    prefixes before the next turn. The exit code is 1 if the three
     ways generate different tokens.
     """
     POLICIES.get(policy)
@@ -88,7 +92,9 @@ def demo(
     setup.use_device(device, threads)
     llm = setup.make_model(model, model_kind, device, layers, hidden)
     vocab = int(llm.config.vocab_size)
-    workload = ChatWorkload(conversations, turns, system_tokens, message_tokens, reply_tokens, users, vocab, setup.SEED)
+    workload = ChatWorkload(
+        conversations, turns, system_tokens, message_tokens, reply_tokens, users, vocab, setup.SEED, document_tokens
+    )
     setup.check_length(workload, llm)
     options = setup.engine_options(workload, device_tokens)
     config = setup.offloading_config(llm, workload, policy, disk, disk_gib)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.demo.workload import ChatWorkload, Turn, run_chat
+from kvoffload.demo.workload import Chat, ChatWorkload, Turn
 from kvoffload.engines.reference.engine import Engine, EngineOptions
 from kvoffload.metrics import Stats
 
@@ -20,6 +21,8 @@ class Way:
     name: str
     prefix_caching: bool
     offloading: OffloadingConfig | None = None
+    after_restart: bool = False
+    """Whether the way serves the chat after the others, with the blocks that they left in tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,21 +136,6 @@ def _way_as_json(result: WayResult, turns: int) -> dict[str, Any]:
     }
 
 
-def _run_way(
-    model: Any,
-    options: EngineOptions,
-    way: Way,
-    workload: ChatWorkload,
-    on_turn: Callable[[Turn], None] = lambda _: None,
-) -> WayResult:
-    """Serve the workload once, on a new engine."""
-    with Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading) as engine:
-        start = time.perf_counter()
-        turns = tuple(run_chat(engine, workload, on_turn))
-        wall_s, counts = time.perf_counter() - start, engine.counts
-        return WayResult(way.name, turns, wall_s, counts.computed_tokens, counts.preemptions, engine.get_stats())
-
-
 def compare(
     model: Any,
     options: EngineOptions,
@@ -155,13 +143,50 @@ def compare(
     workload: ChatWorkload,
     on_turn: Callable[[str, Turn], None] = lambda *_: None,
 ) -> Comparison:
-    """Run every way, after a short warm-up that is not measured."""
-    _run_way(model, options, ways[0], replace(workload, conversations=1, turns=1))
-    results = tuple(
-        _run_way(model, options, way, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
-        for way in ways
-    )
-    return Comparison(workload, options, results, judge(results))
+    """Serve the workload in every way.
+
+    A short chat about other words, which is not measured, warms up the machine. The ways then take turns after each round, so that other
+    work on the machine affects all of them. A way that follows a restart starts after the others have ended.
+    """
+    warm_up = replace(workload, conversations=2, turns=2, seed=workload.seed + 1)
+    _serve(model, options, [replace(way, after_restart=False) for way in ways[-1:]], warm_up, lambda *_: None)
+    together = [way for way in ways if not way.after_restart]
+    results = _serve(model, options, together, workload, on_turn)
+    for way in ways:
+        if way.after_restart:
+            results += _serve(model, options, [way], workload, on_turn)
+    return Comparison(workload, options, tuple(results), judge(results))
+
+
+def _serve(
+    model: Any,
+    options: EngineOptions,
+    ways: Sequence[Way],
+    workload: ChatWorkload,
+    on_turn: Callable[[str, Turn], None],
+) -> list[WayResult]:
+    """Serve the workload in these ways, each on a new engine of its own."""
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine(model, replace(options, prefix_caching=way.prefix_caching), way.offloading))
+            for way in ways
+        ]
+        chats = [
+            Chat(engine, workload, lambda turn, name=way.name: on_turn(name, turn))  # type: ignore[misc]
+            for engine, way in zip(engines, ways, strict=True)
+        ]
+        wall_s = [0.0] * len(ways)
+        for _ in range(workload.turns):
+            for number, chat in enumerate(chats):
+                start = time.perf_counter()
+                chat.serve_round()
+                wall_s[number] += time.perf_counter() - start
+        return [
+            WayResult(
+                way.name, chat.turns, wall, engine.counts.computed_tokens, engine.counts.preemptions, engine.get_stats()
+            )
+            for way, chat, wall, engine in zip(ways, chats, wall_s, engines, strict=True)
+        ]
 
 
 def judge(results: Sequence[WayResult]) -> Verdict:

@@ -24,6 +24,8 @@ def setting_lines(
     total = workload.conversations * workload.longest_tokens
     pool = options.num_blocks * options.block_tokens
     chat = f"{workload.conversations} conversations x {workload.turns} turns, {workload.users} at a time"
+    if workload.document_tokens:
+        chat += f", each about {workload.document_tokens:,} tokens"
     below = f"{format_bytes(config.cpu_bytes)} of host memory, policy {config.eviction_policy}"
     if config.secondary_tiers:
         tier = config.secondary_tiers[0]

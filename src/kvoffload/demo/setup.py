@@ -105,7 +105,7 @@ def ways_of(config: OffloadingConfig) -> tuple[Way, ...]:
         Way("device cache", prefix_caching=True),
         Way("offloading", prefix_caching=True, offloading=config),
     )
-    return (*ways, Way("restarted", True, config)) if config.secondary_tiers else ways
+    return (*ways, Way("restarted", True, config, after_restart=True)) if config.secondary_tiers else ways
 
 
 def _kv_bytes_per_token(llm: Any) -> int:

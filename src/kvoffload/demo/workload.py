@@ -28,11 +28,14 @@ class ChatWorkload:
     """The number of turns served at the same time."""
     vocab: int = 4096
     seed: int = 0
+    document_tokens: int = 0
+    """The length of the document with which each conversation starts, after the system prompt."""
 
     @property
     def longest_tokens(self) -> int:
         """The length of a conversation at its end."""
-        return self.system_tokens + self.turns * (self.message_tokens + self.reply_tokens)
+        beginning = self.system_tokens + self.document_tokens
+        return beginning + self.turns * (self.message_tokens + self.reply_tokens)
 
     @property
     def num_turns(self) -> int:
@@ -45,8 +48,9 @@ class ChatWorkload:
             number for _ in range(self.turns) for number in rng.sample(range(self.conversations), self.conversations)
         ]
 
-    def system_prompt(self) -> list[int]:
-        return self._words("system", self.system_tokens)
+    def beginning(self, conversation: int) -> list[int]:
+        """Return the system prompt and the conversation's document."""
+        return self._words("system", self.system_tokens) + self._words(f"document {conversation}", self.document_tokens)
 
     def message(self, conversation: int, turn: int) -> list[int]:
         """Return the user's message in this turn, which is counted from 0."""
@@ -75,32 +79,43 @@ class Turn:
     time_to_first_token_s: float
 
 
-def run_chat(engine: Engine, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None) -> list[Turn]:
-    """Serve the workload with greedy sampling, and return its turns, sorted by conversation and turn.
+class Chat:
+    """Serves the workload with greedy sampling, one round at a time."""
 
-    This is a closed loop of ``users`` turns: the next turn arrives when another one has ended. ``on_turn`` is called
-    with each turn when it ends.
-    """
-    sampling = SamplingParams(max_tokens=workload.reply_tokens)
-    histories = [workload.system_prompt() for _ in range(workload.conversations)]
-    turn_of = [0] * workload.conversations
-    queue = workload.order()
-    active: dict[int, Request] = {}
-    served = []
-    while queue or active:
-        while queue and len(active) < workload.users and queue[0] not in active:
-            number = queue.pop(0)
-            histories[number] += workload.message(number, turn_of[number])
-            active[number] = engine.add_request(histories[number], sampling)
-        engine.step()
-        for number in [number for number, request in active.items() if request.is_done]:
-            turn = _turn(number, turn_of[number], active.pop(number))
-            histories[number] += turn.tokens
-            turn_of[number] += 1
-            served.append(turn)
-            on_turn(turn)
-    engine.drain()
-    return sorted(served, key=lambda turn: (turn.conversation, turn.turn))
+    def __init__(
+        self, engine: Engine, workload: ChatWorkload, on_turn: Callable[[Turn], None] = lambda _: None
+    ) -> None:
+        """``on_turn`` is called with each turn when it ends."""
+        self._engine = engine
+        self._workload = workload
+        self._on_turn = on_turn
+        self._histories = [workload.beginning(number) for number in range(workload.conversations)]
+        self._order = workload.order()
+        self._served: list[Turn] = []
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns served so far, sorted by conversation and turn."""
+        return tuple(sorted(self._served, key=lambda turn: (turn.conversation, turn.turn)))
+
+    def serve_round(self) -> None:
+        """Serve the next turn of every conversation, in a closed loop: ``users`` turns at a time."""
+        sampling = SamplingParams(max_tokens=self._workload.reply_tokens)
+        round_ = len(self._served) // self._workload.conversations
+        queue = self._order[round_ * self._workload.conversations :][: self._workload.conversations]
+        active: dict[int, Request] = {}
+        while queue or active:
+            while queue and len(active) < self._workload.users:
+                number = queue.pop(0)
+                self._histories[number] += self._workload.message(number, round_)
+                active[number] = self._engine.add_request(self._histories[number], sampling)
+            self._engine.step()
+            for number in [number for number, request in active.items() if request.is_done]:
+                turn = _turn(number, round_, active.pop(number))
+                self._histories[number] += turn.tokens
+                self._served.append(turn)
+                self._on_turn(turn)
+        self._engine.drain()
 
 
 def _turn(conversation: int, turn: int, request: Request) -> Turn:
