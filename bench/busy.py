@@ -32,7 +32,7 @@ import numpy as np
 
 from bench.core import Row
 from bench.stores import Link
-from bench.worth_loading_engine import KV_BYTES_PER_TOKEN, LAYERS, LINKS, Ask, LinkedDiskOptions, Stretched
+from bench.stretched import KV_BYTES_PER_TOKEN, LAYERS, LINKS, Ask, LinkedDiskOptions, Stretched
 from kvoffload.config import parse_config
 from kvoffload.metrics import HOST, Stats
 from kvoffload.tiering.options import STORES

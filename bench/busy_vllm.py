@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.busy import DEVICE_TOKENS, UNLIMITED, Server, loaded_of, main, offloading, set_disk
+from bench.stretched import LAYERS, Ask, StretchedVllm
 from bench.vllm_serving import Child, answer_questions, write_model
-from bench.worth_loading_engine import LAYERS, Ask
-from bench.worth_loading_vllm import StretchedVllm
 
 
 class ChildServer:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare benchmarks of this tree with an earlier revision, in turn, on an otherwise idle machine::
 
-    python -m bench.pairs 8828d72 disk_store fs_store --pairs 5
+    python -m bench.pairs 8828d72 tiering connector --pairs 5
 
 Each pair runs every benchmark in both trees, in the opposite order in every other pair. A row is compared by its ratio
 to the reference of the same run, or by its value if there is no reference. The result is the new figure divided by the

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from bench.placement import MODES, FilledManager, Memory, Replayed, replay
 from tests.engines.reference.zoo import VOCAB, tiny_model
+from tests.integration.replayed import MODES, FilledManager, Memory, Replayed, replay
 from tests.sizes import by_size
 from tests.tiering.rig import prefix, quiesce
 
@@ -194,13 +194,14 @@ def test_an_engine_generates_the_same_tokens_and_finds_its_blocks_after_a_restar
             "max_wait_s": 120.0,
         }
     )
-    ways = (Way("no cache", False), Way("offloading", True, config), Way("restarted", True, config))
+    restarted = Way("restarted", True, config, after_restart=True)
+    ways = (Way("no cache", False), Way("offloading", True, config), restarted)
     options = EngineOptions(num_blocks=96, block_tokens=4, max_batch_tokens=48, max_requests=2)
     comparison = compare(model, options, ways, workload)
     assert comparison.verdict.identical
-    _, first, restarted = comparison.results
+    _, first, again = comparison.results
     assert first.stats["primary_blocks_evicted",] > 0
     assert first.stats["tier_blocks_stored", "fs"] > 0
-    assert restarted.stats["tier_blocks_loaded", "fs"] > 0
-    first_turns = [turn.external_hit_tokens for turn in restarted.turns if turn.turn == 0]
+    assert again.stats["tier_blocks_loaded", "fs"] > 0
+    first_turns = [turn.external_hit_tokens for turn in again.turns if turn.turn == 0]
     assert max(first_turns) > 0, "nobody but the disk can have had it"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench.policy_replay import replay_policy
+from tests.sim.policy_replay import replay_policy
 from tests.sizes import by_size
 
 from kvoffload.base import NextUse, OffloadKey

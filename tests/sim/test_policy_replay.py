@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from bench.policy_replay import replay_policy
+from tests.sim.policy_replay import replay_policy
 from tests.sizes import by_size
 
 from kvoffload.cpu.policies.base import POLICIES

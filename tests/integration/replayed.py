@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the times at which blocks are written to a disk as large as host memory, with the real managers.
-
-A trace is replayed through the managers over real memory, at a pace of computed blocks per second. The disk is a
-``MemoryStore`` with I/O threads, which evicts like the simulator's disk. Every stored block contains bytes that are a
-function of its key, and every loaded block is checked. Each run is compared with the simulator's hit rate for the same
-machine with infinitely fast links.
-
-``KVOFFLOAD_BENCH_TRACES`` is a folder with traces (default: ``../shared/traces``). Without it, traces are synthetic.
-"""
+"""Replay a trace through the real managers, with real bytes and at a pace, and check each block that is loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import Row, trace_of
 from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import SimConfig
 from kvoffload.sim.engine import Engine, Hit
 from kvoffload.sim.trace import Trace
@@ -30,26 +20,6 @@ from kvoffload.tiering.base import CascadeMode
 
 MODES: tuple[CascadeMode, ...] = ("on_store", "on_evict")
 CHUNK_TOKENS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    trace: str
-    synthetic: str
-    """The kind of the synthetic trace that replaces a missing trace."""
-    max_requests: int | None
-    cpu_percent: float
-    """The size of host memory as a percentage of the trace's distinct blocks. The disk has the same size."""
-    block_bytes: int
-    blocks_per_s: float
-    """The pace of the replay: the number of blocks computed per second."""
-
-
-CASES = (
-    Case("mooncake_conversation", "chat", None, 2, 16 << 10, 4000),
-    Case("weka_cc_64_s60", "agents", 500, 10, 16 << 10, 4000),
-    Case("lmcache_agent_b256", "agents", None, 5, 16 << 10, 4000),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +37,6 @@ class Replayed:
     most_used_bytes: int
     quota_bytes: int
     seconds: float
-
-    @property
-    def hit_rate(self) -> float:
-        return (self.host_hits + self.disk_hits) / max(self.accesses, 1)
 
 
 class Memory:
@@ -194,42 +160,3 @@ def replay(
         )
     finally:
         manager.shutdown()
-
-
-def simulated_hit_rate(trace: Trace, cascade: CascadeMode, num_blocks: int) -> float:
-    config = SimConfig(
-        num_blocks,
-        1,
-        disk_blocks=num_blocks,
-        policy="lru",
-        cascade=cascade,
-        chunk_tokens=CHUNK_TOKENS,
-        disk_read_bytes_per_s=1e15,
-        disk_write_bytes_per_s=1e15,
-        disk_latency_s=0.0,
-        load_policy="always",
-    )
-    return simulate(trace, config).hit_rate
-
-
-def run(short: bool) -> list[Row]:
-    rows: list[Row] = []
-    for case in CASES[:1] if short else CASES:
-        trace = trace_of(case.trace, case.synthetic, case.max_requests, short)
-        num_blocks = max(16, int(trace.num_unique * (10 if short else case.cpu_percent) / 100))
-        written = 0
-        for mode in MODES:
-            pace = 1e9 if short else case.blocks_per_s
-            found = replay(trace, mode, num_blocks, case.block_bytes, pace)
-            assert not found.wrong, f"{found.wrong} loaded blocks had wrong bytes"
-            name = f"{trace.name}, {num_blocks} blocks, {mode}"
-            expected = simulated_hit_rate(trace, mode, num_blocks)
-            ratio = found.hit_rate / expected if expected else None
-            percent = 100 * max(found.hit_rate, 1e-9)
-            rows.append(Row(f"{name}: hits", percent, "%", f"simulator: {100 * expected:.2f} %", ratio))
-            reference, share = ("", None) if mode == "on_store" else ("on_store", found.written / max(written, 1))
-            written = found.written
-            rows.append(Row(f"{name}: written", max(written, 1e-9), "blocks", reference, share or None))
-            dropped = f"dropped: {found.dropped:,}, quota used: {found.most_used_bytes / found.quota_bytes:.1%}"
-            rows.append(Row(f"{name}: replayed", found.accesses / found.seconds, "blocks/s", dropped))
-    return rows
