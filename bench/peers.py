@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare kvoffload's tiers with vLLM's own ``fs`` tier and LMCache's adapters. ``scripts/bench-peers`` runs this.
 
-All of them keep the same blocks on the same disk or in the same Valkey server. Each one runs in a process of its own,
+All of them keep the same blocks on the same disk, or in Valkey servers of this machine. Each one runs in a process of its own,
 and they take turns. A process submits a batch of blocks and waits for its end, with the default options of its system.
 Files are dropped from the page cache before they are read. CPU time is the time of the process, without the server's.
 
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,7 +191,8 @@ def open_peer(peer: str, folder: str, port: int, memory: Rows) -> tuple[Transfer
         server = {"host": "127.0.0.1", "port": port}
         return lmcache({"type": kind, **(server if kind == "resp" else {"base_path": folder})}, memory)
     if kind == "redis":
-        return tier({"type": "redis", "url": f"redis://127.0.0.1:{port}"}, memory)
+        patient = {"connect_timeout_s": 30, "window_timeout_s": 60}  # a busy machine must not cost blocks
+        return tier({"type": "redis", "url": f"redis://127.0.0.1:{port}", **patient}, memory)
     return tier({"type": kind, "path": folder, "max_bytes": "4GiB"}, memory)
 
 
@@ -210,6 +211,7 @@ def serve(peer: str, folder: str, port: int, size: int, count: int) -> None:
         places = range(len(numbers)) if direction == "store" else range(count, count + len(numbers))
         for number, row in zip(numbers, places, strict=True):
             rows[row] = content(number, size) if direction == "store" else 0
+        print(json.dumps("begun"), file=answers, flush=True)
         begun, cpu = time.perf_counter(), time.process_time()
         moved = (store if direction == "store" else load)(numbers, list(places))
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
@@ -238,8 +240,10 @@ class Child:
         )
 
     def begin(self, direction: str, first: int, last: int) -> None:
+        """Return when the transfer has begun."""
         assert self.process.stdin is not None
         print(json.dumps([direction, first, last]), file=self.process.stdin, flush=True)
+        assert self.answer() == "begun"
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
@@ -312,13 +316,15 @@ def compare(size: int, count: int, rounds: int, peers: Sequence[str]) -> dict[st
     found = {peer: Found({"store": [], "load": []}, {"store": [], "load": []}, {}, {}) for peer in [*peers, "fio"]}
     with bench_directory() as folder_name, ExitStack() as stack:
         place = Path(folder_name)
-        server = RedisServer(place)
-        stack.callback(server.stop)
+        servers = {peer: RedisServer(place) for peer in ("redis", "lmcache resp") if peer in peers}
+        for server in servers.values():
+            stack.callback(server.stop)
+        ports = {peer: servers[peer].port if peer in servers else 0 for peer in peers}
         folders = {peer: place / peer.replace(" ", "-") for peer in peers}
         children = {}
         for peer, folder in folders.items():
             folder.mkdir()
-            children[peer] = stack.enter_context(Child(peer, folder, server.port, size, count))
+            children[peer] = stack.enter_context(Child(peer, folder, ports[peer], size, count))
         for child in children.values():
             assert child.answer() == "ready"
         for round_ in range(rounds):
@@ -340,13 +346,12 @@ def compare(size: int, count: int, rounds: int, peers: Sequence[str]) -> dict[st
             child.begin("store", first, first + count)
             time.sleep(count * size / 1e9 / statistics.median(found[peer].speeds["store"]) / 2)
             child.kill()
-            with Child(peer, folders[peer], server.port, size, count) as again:
+            with Child(peer, folders[peer], ports[peer], size, count) as again:
                 assert again.answer() == "ready"
                 answer = again.ask("load", first, first + count)
                 found[peer].killed = {"wrong": answer["moved"] - answer["right"], "found": answer["moved"]}
-                is_remote = peer in ("redis", "lmcache resp")
-                with server.client() as client:
-                    changed = flip(folders[peer], client if is_remote else None, size, range(FLIPPED))
+                with servers[peer].client() if peer in servers else nullcontext() as client:
+                    changed = flip(folders[peer], client, size, range(FLIPPED))
                 drop(folders[peer])
                 answer = again.ask("load", 0, FLIPPED)
                 found[peer].flipped = {"wrong": answer["moved"] - answer["right"], "changed": changed}

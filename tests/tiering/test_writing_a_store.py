@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code in ``docs/authors.md`` runs; its store passes the contract and makes a tier."""
+"""The store of ``examples/own_tier.py`` passes the contract of ``docs/authors.md``, and makes a tier."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from examples.own_tier import FlatOptions
 from tests.doc_commands import section
 
 from kvoffload.testing import BlockStoreContract
@@ -25,8 +26,8 @@ class TestThePagesStore(BlockStoreContract):
         return store
 
 
-def test_the_options_of_the_page_make_a_tier(tmp_path: Path) -> None:
-    STORES.register("flat", NAMES["FlatOptions"])
+def test_the_options_make_a_tier(tmp_path: Path) -> None:
+    STORES.register("flat", FlatOptions)
     try:
         view = memoryview(bytearray(4 * 64)).cast("B", (4, 64))
         tier = build_tier({"type": "flat", "path": str(tmp_path), "threads": 1}, view, "model")

@@ -52,10 +52,8 @@ def pages(prompts: Sequence[Prompt]) -> int:
 
 def backend(*tiers: dict[str, Any], interface: int = 1, **options: Any) -> dict[str, Any]:
     """SGLang's ``--hicache-storage-backend-extra-config``."""
-    return {
-        "backend_name": "kvoffload",
-        "module_path": "kvoffload.engines.sglang",
-        "class_name": "KVOffloadStorage",
+    example = json.loads((ROOT / "examples" / "sglang.json").read_text())
+    return example | {
         "interface_v1": interface,
         "prefetch_threshold": PAGE_TOKENS,
         "kvoffload": {"secondary_tiers": list(tiers), "max_wait_s": 60} | options,

@@ -21,6 +21,8 @@ from tests.engines.vllm.server import Server, ask, client_of, judge
 from tests.ports import free_port
 from tests.redis_server import PATIENT_OPTIONS, RedisServer, wait_until
 
+from kvoffload.config_file import load_config_file
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 
@@ -33,7 +35,8 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def engines(llama: SmallModel, tmp_path: Path, redis_server: RedisServer) -> Iterator[dict[str, Server]]:
-    tier = {"type": "redis", "url": redis_server.url, "ttl": "1h", "cascade": "on_store"} | PATIENT_OPTIONS
+    (example,) = load_config_file(ROOT / "examples" / "prefill-decode.yaml")["secondary_tiers"]
+    tier = example | {"url": redis_server.url} | PATIENT_OPTIONS
     servers: dict[str, Server] = {}
     try:
         for name in ("prefill", "decode"):
