@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare kvoffload's tiers with vLLM's own ``fs`` tier and LMCache's adapters. ``scripts/bench-peers`` runs this.
 
-All of them keep the same blocks on the same disk, or in Valkey servers of this machine. Each one runs in a process of its own,
-and they take turns. A process submits a batch of blocks and waits for its end, with the default options of its system.
-Files are dropped from the page cache before they are read. CPU time is the time of the process, without the server's.
+All of them keep the same blocks on the same disk, or in Valkey servers of this machine. Each one runs in a process of
+its own, and they take turns. A process submits a batch of blocks and waits for its end, with the default options of
+its system. Files are dropped from the page cache before they are read. CPU time is the time of the process, without the
+server's.
 
 After the rounds, each process is killed while it stores, and a new one counts the blocks that it finds and that are
 right. Then one byte of each of some stored blocks is changed, and the new process loads these blocks.
