@@ -145,8 +145,9 @@ def compare(
 ) -> Comparison:
     """Serve the workload in every way.
 
-    A short chat about other words, which is not measured, warms up the machine. The ways then take turns after each round, so that other
-    work on the machine affects all of them. A way that follows a restart starts after the others have ended.
+    A short chat about other words, which is not measured, warms up the machine. The ways then take turns after each
+    round, so that other work on the machine affects all of them. A way that follows a restart starts after the others
+    have ended.
     """
     warm_up = replace(workload, conversations=2, turns=2, seed=workload.seed + 1)
     _serve(model, options, [replace(way, after_restart=False) for way in ways[-1:]], warm_up, lambda *_: None)
