@@ -16,7 +16,7 @@ MOST_BLOCKS = 2048
 """Blocks that are looked up per step for requests that wait for their turn. After a longer request, none are looked up
 until as many steps have passed as its blocks would need."""
 MOST_REQUESTS = 64
-"""Requests at the head of the queue for which blocks are looked up in a step."""
+"""The number of requests at the head of the queue whose blocks may be looked up in a step."""
 _NEVER = 1 << 40
 """The tokens ahead of a request that only has its blocks read: all of them arrive before the engine needs them."""
 
@@ -27,7 +27,7 @@ class _Place:
     that arrived first."""
 
     only_reads: bool
-    """The client only wants the request's blocks in host memory, so that it has no turn before they are there."""
+    """Whether the client only wants the request's blocks in host memory, so that its turn comes after they arrive."""
     priority: int
     number: int
     request: Request = field(compare=False)
@@ -40,7 +40,7 @@ class _Place:
 
 
 class ReadAhead:
-    """The queue of requests that have arrived and have no GPU blocks yet, in the order of their turns.
+    """The queue of requests that wait for GPU blocks, in the order of their turns.
 
     At the end of each step, the manager looks up the blocks of the requests at the head of the queue, one request after
     the other, as if each asked. It learns how many tokens the engine computes before each request's turn
@@ -69,7 +69,7 @@ class ReadAhead:
         return f"ReadAhead({len(self._queue)} requests queue)"
 
     def arrive(self, request: Request, *, comes_first: bool = False, only_reads: bool = False) -> None:
-        """The request waits for its turn. One that was preempted comes first among those of its priority.
+        """Add a request to the queue. A preempted request comes first among the requests with its priority.
         ``only_reads``: it only prepares another one."""
         if not request.context.reads_cache or request in self._places:
             return
@@ -85,7 +85,7 @@ class ReadAhead:
             self._count(place, request.of_engine.num_tokens)
 
     def ask(self, request: Request) -> None:
-        """The engine asks for the request, so its turn has come, unless it only has its blocks read for now."""
+        """Record that the engine asks for the request. Its turn has come, unless only its blocks are read for now."""
         place = self._places.get(request)
         if place is None or not place.only_reads:
             request.context.tokens_ahead = None
@@ -94,7 +94,7 @@ class ReadAhead:
             self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """The request was admitted, or it has ended."""
+        """Remove a request that was admitted or has ended."""
         place = self._places.pop(request, None)
         if place is not None:
             del self._queue[bisect_left(self._queue, place)]
@@ -136,7 +136,7 @@ class ReadAhead:
             ahead += place.num_tokens
 
     def _may_look(self, place: _Place) -> bool:
-        """Whether the request's turn has not come, and it has no transfers that a lookup would have to respect."""
+        """Return whether the request still waits for its turn, and lacks transfers that forbid a lookup."""
         request, has_asked = place.request, not place.only_reads and self._hits.has_asked(place.request)
         return not (has_asked or request.job_ids or request.is_prefilled_elsewhere)
 

@@ -35,7 +35,7 @@ DEVICE = "device"
 
 
 class Phase(NamedTuple):
-    """A period in which a request waited for one thing, by the scheduler side's clock."""
+    """A period during which a request waited for one thing, by the scheduler side's clock."""
 
     name: str
     begin_s: float

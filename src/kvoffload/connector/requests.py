@@ -63,7 +63,7 @@ class CachedPrefix:
     tokens_by_tier: dict[str, int] | None = None
     """Number of loaded tokens, by the tier that contained their blocks. ``None``: the request was never admitted."""
     sources: Mapping[OffloadKey, str] = field(default_factory=dict)
-    """The lower tiers from which its blocks came, as of the first answer since the last admission. The manager forgets
+    """The lower tiers that supplied its blocks, as of the first answer since the last admission. The manager forgets
     them when the request's time limit has passed, even while the request queues with an answer."""
     is_answered: bool = False
     """The engine has an answer, but has not yet reported the GPU blocks that it allocated because of it."""
