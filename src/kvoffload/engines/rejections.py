@@ -19,11 +19,11 @@ class Rejection:
     reason: str
     """A clause: "because {reason}"."""
     remedy: str
-    """An imperative: what a user with this setup can do."""
+    """An imperative: the action for a user with this setup."""
     opened_by: str
     """The change that would let kvoffload accept the setup."""
     peers: str
-    """What vLLM's own offloading, or another project, does with the setup."""
+    """The behaviour of vLLM's own offloading, or of another project, with the setup."""
     applies: Callable[[Any], str | None] | None = None
     """Return the values that make up the setup in this server, maybe ``""``, or ``None`` if the server has another
     setup. If it is ``None`` itself, the code that finds the setup raises ``error``."""

@@ -134,7 +134,7 @@ class Files:
     def why_not(self, before: Files | None) -> str | None:
         """Return the path of a file that may differ from the one that an engine loaded after ``before``, or ``None``.
 
-        ``before`` is ``None`` if there were no files at that time: the Hub's client may have downloaded them.
+        ``before`` is ``None`` if the files were missing at that time: the Hub's client may have downloaded them.
         """
         if before is None:
             return None if self.is_of_hub else str(self.directory)
@@ -198,7 +198,7 @@ def in_background(
     def run() -> None:
         try:
             answer.set_result(compute())
-        except Exception as exc:  # noqa: BLE001 - then there is no answer
+        except Exception as exc:  # noqa: BLE001 - then the answer stays unknown
             on_error(exc)
             answer.cancel()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``KVOffloadConnector``: vLLM's connector interface on one side, ``kvoffload.connector`` on the other.
 
-It translates objects and the order of calls, and decides nothing. vLLM makes one with the scheduler role in the engine
-core, and one with the worker role in every worker. Per step it calls:
+It translates objects and the order of calls, and decides nothing. vLLM creates one with the scheduler role in the
+engine core, and one with the worker role in each worker. In each step, vLLM calls these methods:
 
 * scheduler: ``get_num_new_matched_tokens`` and ``update_state_after_alloc`` while it admits requests, then
   ``build_connector_meta``. With the workers' output: ``update_connector_output``, ``get_kv_connector_stats``,
@@ -85,19 +85,19 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvoffload")  # below vLLM's own logger, whose handlers and level it shares
 
 _NAP_S = 200e-6
-"""A step without a forward pass only waits for transfers. Where scheduler and worker are one process, spinning through
-such steps would keep the interpreter's lock from the very threads that copy, for milliseconds at a time."""
+"""Pause in a step without a forward pass, which only waits for transfers. If scheduler and worker are one process, such
+steps without a pause would keep the interpreter's lock from the copying threads for milliseconds."""
 
 _JOIN_TIMEOUT_S = 30.0
 """Time limit for ranks to join the region in host memory after the scheduler has."""
 
 _STATS_INTERVAL_S = 1.0
-"""Time between reports while no request or transfer ends. A report in every step would cost some microseconds each."""
+"""Time between reports while no request or transfer ends. A report in each step would cost a few microseconds."""
 
 
 class _SharedSpec:
-    """A spec that the scheduler's and the worker's connector share where both are in one process. The first connector
-    makes it, and it is freed with the last."""
+    """A spec that the scheduler's and the worker's connector share if both are in one process. The first connector
+    creates it, and the last one frees it."""
 
     _known: ClassVar[weakref.WeakValueDictionary[str, _SharedSpec]] = weakref.WeakValueDictionary()
 
@@ -116,22 +116,22 @@ class _SharedSpec:
 
 @dataclass
 class StepMeta(KVConnectorMetadata):  # type: ignore[misc]
-    """Scheduler to workers."""
+    """The message from the scheduler to the workers."""
 
     meta: ConnectorMeta = field(default_factory=ConnectorMeta)
     has_forward_pass: bool = True
     packets: tuple[Packet, ...] = ()
-    """To the agents of tiers that span nodes."""
+    """Messages to the agents of tiers that span nodes."""
     adapters: AdapterChecks | None = None
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers to scheduler. vLLM merges those of all ranks."""
+    """The message from the workers to the scheduler. vLLM merges the messages of all ranks."""
 
     report: WorkerReport
     packets: tuple[Packet, ...] = ()
-    """From the agents of tiers that span nodes."""
+    """Messages from the agents of tiers that span nodes."""
     other_adapters: frozenset[Mismatch] = frozenset()
     """Adapters that workers have loaded from other files than expected."""
     must_undo: bool = False
@@ -153,7 +153,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     _cache_hit_source = CacheHitSource.HOST
     _open: ClassVar[weakref.WeakValueDictionary[Any, KVOffloadConnector]] = weakref.WeakValueDictionary()
-    """By role, rank, and the engine's ``instance_id``."""
+    """The connectors of this process, by role, rank and the engine's ``instance_id``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -204,15 +204,17 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks while it reads its configuration, if it is to capture CUDA graphs: mistakes in the user's keys
-        surface here."""
+        """Return ``False``. Raise ``ConfigError`` for mistakes in the user's keys: vLLM calls this while it reads its
+        configuration, if it will capture CUDA graphs."""
         config_of(extra_config)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Which one is preferred, if any. ``register`` has this asked before an engine starts, so whatever needs no KV
-        cache is refused here. vLLM asks once more when it has loaded the model."""
+        """Return the preferred layout of the KV cache, or ``None``. Raise ``ConfigError`` for rejected setups.
+
+        ``register`` makes vLLM call this before an engine starts. vLLM calls it again after it has loaded the model.
+        """
         return preferred_layout(vllm_config, check_engine(vllm_config))
 
     def shutdown(self) -> None:
@@ -227,7 +229,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a block that is not stored is a later miss, nothing worse."""
+        """Return ``False``, because a block that is not stored only causes a later miss."""
         return False
 
     # ------------------------------------------------------------------------------------------------ scheduler
@@ -247,7 +249,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """By tier, for vLLM's own metrics."""
+        """Return the external tokens by source, for vLLM's own metrics."""
         return self.scheduler.hit_sources(request) if num_external_tokens else {}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -265,7 +267,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Never delays the freeing of GPU blocks: stores that still read them are flushed before their next use."""
+        """Return that vLLM may free the GPU blocks at once. Stores that still read them are flushed before their next
+        use."""
         self.scheduler.request_finished(request)
         return False, None
 
@@ -273,8 +276,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.scheduler.take_events()
 
     def has_pending_block_frees(self) -> bool:
-        """vLLM has no block for a running request. If blocks are held, it waits a step for them instead of preempting
-        another request."""
+        """Return whether stores hold blocks. vLLM calls this if it has no block for a running request, and then waits a
+        step for held blocks instead of preempting another request."""
         return self.scheduler.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
@@ -292,37 +295,37 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        # Another connector beside this one may write GPU blocks by other ways than the compute of this device.
+        # Another connector in this engine may write GPU blocks without the compute of this device.
         is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
         self.worker.register(kv_caches, flushes_on_host=not is_alone)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM is about to unmap the KV cache (0.33 and later), also before compute has ended."""
+        """Suspend transfers, because vLLM will unmap the KV cache (0.33 and later), perhaps before compute ends."""
         self.worker.core.suspend()
 
     def restore_kv_caches(self) -> None:
         self.worker.core.resume()
 
     def handle_preemptions(self, kv_connector_metadata: StepMeta) -> None:
-        # Before this step touches the device: transfers that use GPU blocks which were allocated again must have ended.
-        # Final stores read such blocks too, so they start here.
+        # vLLM calls this before the step uses the device. Transfers of GPU blocks that were allocated again must end
+        # first. Final stores also read such blocks, so they start here.
         self.worker.receive(kv_connector_metadata.packets)
         self.worker.begin_final_stores(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: StepMeta) -> None:
-        # The last call before the forward pass, with both of vLLM's runners. One of them zeroes and copies blocks only
-        # after ``handle_preemptions``, and loads must wait for that.
+        # Both of vLLM's runners call this last before the forward pass. One of them zeroes and copies blocks after
+        # ``handle_preemptions``, and loads must wait for that.
         super().bind_connector_metadata(connector_metadata)
         self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: vLLM may call this only after it has launched the forward pass, and loads have started."""
+        """Do nothing. Loads have already started, because vLLM may call this after it has launched the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: compute waits for the loads within its step, and other requests wait for theirs."""
+        """Do nothing. Compute waits for the loads within its step, and other requests wait for their own loads."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: whole blocks are stored after the forward pass."""
+        """Do nothing, because whole blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
         self.worker.end_step()
@@ -380,13 +383,15 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
     if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
         logger.warning(
             "kvoffload neither stores nor loads for requests with images, videos or sounds, because a client may name "
-            "one by a uuid that stands for another: set media_never_change if none does, or leave out the tiers that "
-            "outlive the process"
+            "one by the uuid of another: set media_never_change if none does, or leave out persistent tiers"
         )
 
 
 def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
-    """Whether a request's keys do not tell its blocks from others for as long as they last. ``dtype``: the model's."""
+    """Return a function that tells whether the keys of a request identify its blocks too poorly for persistent tiers.
+
+    ``dtype`` is the model's.
+    """
     if outliving_tier(config) is None:
         return lambda request: False
     return lambda request: (
@@ -395,20 +400,21 @@ def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], b
 
 
 def _has_unclear_embeddings(request: Any, dtype: torch.dtype) -> bool:
-    """vLLM hashes the bytes of a prompt's embeddings, and neither their dtype nor which tokens they stand for."""
+    """Return whether the keys of a request leave open what its embeddings are. vLLM hashes the bytes of embeddings, but
+    neither their dtype nor the tokens that they replace."""
     embeddings = request.prompt_embeds
     return embeddings is not None and (embeddings.dtype != dtype or request.prompt_is_token_ids is not None)
 
 
 def hit_source(place: Place) -> CacheHitSource:
-    """What vLLM calls hits from a tier in its metrics."""
+    """Return the name of hits from a tier in vLLM's metrics."""
     if place.medium == "CPU":
         return CacheHitSource.HOST
     return CacheHitSource.DISK if place.locality == "LOCAL" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
-    """The tiers below host memory. Empty for those of a spec of the user's own, which show with their first report."""
+    """Return the tiers below host memory. Empty if the user's own spec defines them: their first report shows them."""
     try:
         return parse_tiers(config.secondary_tiers)
     except ConfigError:
@@ -416,7 +422,7 @@ def _tiers_of(config: OffloadingConfig) -> tuple[StoreOptions, ...]:
 
 
 class _SchedulerSide:
-    """``OffloadingConnectorScheduler`` and the translators around it. In the engine core, on the scheduler's thread."""
+    """``OffloadingConnectorScheduler`` and its translators. Used in the engine core, on the scheduler's thread."""
 
     def __init__(
         self,
@@ -431,10 +437,12 @@ class _SchedulerSide:
         weights_name: Known = str,
         adapters: Adapters | None = None,
     ) -> None:
-        """``leaves_out``: whether keys of a request say too little of its blocks. ``can_describe``: a block's hash
-        covers its tokens and those before, so that events can say what it is of. ``group_ids``: vLLM's numbers of the
-        groups that are offloaded; ``None``: all are. ``encodings_are_shared``: those of media come from other engines
-        too. ``weights_name``: of the weights that vLLM has loaded."""
+        """``leaves_out`` tells whether the keys of a request identify its blocks too poorly.
+
+        ``can_describe``: a block's hash covers all tokens up to its end, so that events can name them. ``group_ids``:
+        vLLM's numbers of the offloaded groups, or ``None`` for all. ``encodings_are_shared``: encodings of media also
+        come from other engines. ``weights_name`` returns the name of the weights that vLLM has loaded.
+        """
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
         self._adapters = adapters or Adapters(reads_files=False)
@@ -459,20 +467,20 @@ class _SchedulerSide:
             places=self._places,
         )
         self._updates: set[str] = set()
-        """Calls of workers that were taken for an update of weights, and told about."""
+        """Calls of workers that the log has already reported as updates of weights."""
         self._ended_events: list[Any] = []
-        """Those of epochs that have ended, which vLLM has not taken."""
+        """Events of earlier epochs that vLLM has not taken yet."""
         self._reporter = StatsReporter()
         self._stats_due_s = 0.0
         self._was_pending = False
         self._holds_blocks = blocks_are_written_early
         self._held: HeldBlocks | None = None
         self.block_pool: Any = None
-        # Of the step that is being scheduled:
+        # In the step that vLLM is scheduling:
         self._refused_running = False
         """vLLM found no blocks for a running request."""
         self._refused_waiting = False
-        """vLLM had an answer for a waiting request, and has not given it blocks since."""
+        """vLLM got an answer for a waiting request, and has not allocated blocks for it since."""
 
     def bind_block_pool(self, pool: Any) -> None:
         self.block_pool = pool
@@ -528,7 +536,7 @@ class _SchedulerSide:
         if self._has_states:
             step = with_states(step, scheduler_output, self._group_ids)
         if self._held is not None and (self._refused_running or self._refused_waiting or not step.scheduled):
-            # What vLLM could not allocate in this step it can in the next. A step without a forward pass has time.
+            # Release the blocks for vLLM's next step. A step without a forward pass has time.
             step = with_needed_blocks(step, self._held.blocks_without_request())
         self._refused_running = self._refused_waiting = False
         meta = self.core.build_connector_meta(step)
@@ -538,7 +546,7 @@ class _SchedulerSide:
         return StepMeta(meta, bool(tokens), packets, checks)
 
     def step_has_ended(self, scheduler: Any, connector_output: Any) -> None:
-        """vLLM's ``scheduler`` will take the output of a step. Loads within steps need that this is called."""
+        """vLLM's ``scheduler`` will now read the output of a step. Loads within steps depend on this call."""
         self.core.load_within_steps()
         if connector_output is None:
             return
@@ -618,7 +626,7 @@ class _SchedulerSide:
     def get_stats(self) -> OffloadStats | None:
         now_s, was_pending = time.monotonic(), self._was_pending
         self._was_pending = self.core.has_pending_work()
-        # vLLM may sleep once nothing is pending, and its gauges keep what the last step reported.
+        # If nothing is pending, vLLM may sleep, and its gauges keep the values of the last step.
         is_last = was_pending and not self._was_pending
         if now_s < self._stats_due_s and not is_last:
             return None
@@ -633,7 +641,7 @@ def _spans() -> Watch:
 
 
 class _WorkerSide:
-    """``OffloadingConnectorWorker``, and the results of loads as vLLM takes them. In a worker, on its thread."""
+    """``OffloadingConnectorWorker``, and the results of loads in vLLM's form. Used in a worker, on its thread."""
 
     def __init__(self, spec: OffloadingSpec, layout: EngineLayout, kv_cache_config: Any) -> None:
         self.core = OffloadingConnectorWorker(layout.rank)
@@ -676,7 +684,7 @@ class _WorkerSide:
         return StepReport(report, packets, others, must_undo) if has_news else None
 
     def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
-        """``kv_caches`` by layer name. Layers that only reuse the cache of another are ignored."""
+        """Register ``kv_caches``, by layer name. Layers that only reuse the cache of another layer are ignored."""
         config = self._kv_cache_config
         layers = [
             [LayerCache(name, _tensors(kv_caches[name])) for name in group.layer_names]
@@ -708,8 +716,8 @@ class _WorkerSide:
         return self._agent.take_packets() if self._agent is not None else ()
 
     def take_results(self, may_nap: bool) -> KVConnectorTransferResults:
-        """Requests whose load ended on this rank. Where loads fail by block, ``take_invalid_block_ids`` tells which
-        did."""
+        """Return the requests whose load ended on this rank. If loads fail by block, ``take_invalid_block_ids`` returns
+        the failed blocks."""
         outcome = self.core.take_load_outcome()
         if may_nap and not outcome.ended_request_ids:
             time.sleep(_NAP_S)

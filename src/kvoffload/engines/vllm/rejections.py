@@ -34,7 +34,7 @@ _WITHOUT = "serve this model without kvoffload"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is known of a server when it is judged."""
+    """The facts about a server that the conditions read."""
 
     engine: Any
     """vLLM's ``VllmConfig``."""
