@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,12 @@ def test_an_environment_file_that_keeps_quotes_is_named(path: str) -> None:
     """As ``docker --env-file`` does. An engine reads the variable by itself."""
     with pytest.raises(ConfigError, match=f"{ENVIRONMENT} is .* without quotes"):
         file_in_environment({ENVIRONMENT: path})
+
+
+def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    """Somebody has named a file of weights."""
+    path = tmp_path / "model.yaml"
+    path.touch()
+    os.truncate(path, 1 << 42)
+    with pytest.raises(ConfigError, match="larger than 16 MiB"):
+        load_config_file(path)

@@ -31,6 +31,7 @@ from rich.text import Text
 from kvoffload.cli.output import can_print, positive
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
+from kvoffload.proxies import through_proxy
 from kvoffload.units import format_bytes, printable
 
 _TIMEOUT_S = 10.0
@@ -71,7 +72,7 @@ def top(
     scrape = partial(_scrape, address)
     last = scrape()
     if not last.series:
-        raise ConfigError(f"{url} has no series of kvoffload{_through_proxy(url)}: is this a server that uses it?")
+        raise ConfigError(f"{url} has no series of kvoffload{through_proxy(url)}: is this a server that uses it?")
     processes = {last.started_s: last}
     console = Console()
     views: deque[View] = deque(maxlen=_KEPT)
@@ -153,9 +154,9 @@ def _scrape(address: str) -> Snapshot:
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         what = reason_of(reason) if isinstance(reason, BaseException) else reason
-        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: {what}.") from exc
+        raise ConfigError(f"{url} cannot be read{through_proxy(url)}: {what}.") from exc
     except http.client.HTTPException as exc:
-        raise ConfigError(f"{url} cannot be read{_through_proxy(url)}: no whole answer in HTTP ({exc!r}).") from exc
+        raise ConfigError(f"{url} cannot be read{through_proxy(url)}: no whole answer in HTTP ({exc!r}).") from exc
     unix_s = time.time()
     try:
         server_unix_s = parsedate_to_datetime(date).timestamp()
@@ -176,17 +177,6 @@ def _content(response: http.client.HTTPResponse) -> bytes:
     if response.length:
         raise http.client.IncompleteRead(bytes(content), response.length)
     return bytes(content)
-
-
-def _through_proxy(url: str) -> str:
-    """Name the proxy that the environment puts between this command and the server, for an error message."""
-    parts = urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):
-        return ""
-    scheme, _, place = proxy.rpartition("://")
-    shown = f"{scheme or 'http'}://{place.rpartition('@')[2]}"  # without a password
-    return f" through the proxy {shown} ({parts.scheme.upper()}_PROXY; NO_PROXY excludes a server)"
 
 
 # --------------------------------------------------------------------------------------------------------- the figures

@@ -89,6 +89,8 @@ _LOCAL_TYPES = {
 """Numbers of file systems that only one host mounts at a time."""
 _LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
 
+LARGEST_BLOCK_BYTES = 1 << 30
+"""Commands that verify blocks read no larger ones, which a member of a group could make without using the disk."""
 _ANSWER_S = 5.0
 """Time limit for a file system to resolve a path."""
 _LOOK_S = 10.0

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
 import os
+import stat
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvoffload.errors import ConfigError, reason_of
 
@@ -17,6 +19,24 @@ Keys = str | dict[str, str] | list[str | dict[str, str]]
 """One secret, or several."""
 
 _SHORTEST_KEY = 16
+_LARGEST_FILE_BYTES = 16 << 20
+"""Limit on a file of a secret or of certificates."""
+
+
+def read_file(path: str) -> bytes:
+    """Return the content of a small file that a configuration names. Raises ``OSError``, also for a pipe, which might
+    never end, and for a file that is too large. Raises ``ValueError`` for a path that cannot exist."""
+    fd = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        if status.st_size > _LARGEST_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_FILE_BYTES >> 20} MiB", path)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(_LARGEST_FILE_BYTES)
+    finally:
+        os.close(fd)
 
 
 def check_secret(secret: Secret | None, what: str) -> None:
@@ -26,8 +46,8 @@ def check_secret(secret: Secret | None, what: str) -> None:
 
 
 def read_secret(secret: Secret, what: str) -> str:
-    """Return the text itself, without a file's last line break. A ``ConfigError`` only says where the text should
-    be."""
+    """Return the text itself, without line breaks at its end and without a byte-order mark. A ``ConfigError`` only says
+    where the text should be."""
     check_secret(secret, what)
     if isinstance(secret, str):
         return secret
@@ -38,9 +58,10 @@ def read_secret(secret: Secret, what: str) -> str:
     else:
         source = secret["file"]
         try:
-            value = Path(os.path.expanduser(source)).read_bytes().rstrip(b"\r\n")
+            value = read_file(source)
         except (OSError, ValueError) as exc:
             raise ConfigError(f"{what} is to be read from {source}, which fails: {reason_of(exc)}.") from exc
+    value = value.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
     if not value:
         raise ConfigError(f"{what} is to be read from {source}, which is empty.")
     try:

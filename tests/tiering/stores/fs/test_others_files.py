@@ -13,7 +13,7 @@ from tests.tiering.stores.rig import KEY, SMALL, files, here, path_of, room_for,
 
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.stores.fs.admin import StoreRoot
-from kvoffload.tiering.stores.fs.format import SUFFIX
+from kvoffload.tiering.stores.fs.format import SUFFIX, BlockFormat
 
 LONG_AGO_NS = 10**18
 
@@ -160,3 +160,17 @@ def test_a_namespace_with_many_blank_files_gives_way(open_store, tmp_path: Path,
     for number in range(20):
         write(store, *keys_of(100 + number))
     assert files(tmp_path / "kv" / "old") == []
+
+
+def test_a_huge_block_without_content_is_bad_and_takes_no_memory(open_store, tmp_path: Path) -> None:
+    """A member of a group could make it, and a command would read all of it."""
+    store = open_store()
+    write(store, *keys_of(*range(3)))
+    layout = BlockFormat("=", 1 << 42)
+    (key,) = keys_of(50)
+    path = tmp_path / "kv" / layout.path_of(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(layout._header(layout.identity(key), bytes(16)))
+    os.truncate(path, layout.file_bytes)
+    root = StoreRoot(tmp_path / "kv")
+    assert sorted(root.is_sound(file) is True for file in root.files()) == [False, True, True, True]

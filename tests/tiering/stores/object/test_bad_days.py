@@ -53,6 +53,19 @@ def test_a_refused_connection_is_one_sentence(shared_s3: S3Server, open_store: O
         assert "hush" not in str(caught.value)
 
 
+def test_a_proxy_of_the_environment_is_named(
+    shared_s3: S3Server, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://me:hunter2@127.0.0.1:1")
+    store = open_store(shared_s3, "proxied")
+    with pytest.raises(StoreError, match=r"through the proxy http://127\.0\.0\.1:1 \(HTTP_PROXY") as caught:
+        store.contains(keys(1))
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_bucket_that_is_not_there_is_told_by_a_write_and_by_the_check(
     shared_s3: S3Server, open_store: OpenStore
 ) -> None:

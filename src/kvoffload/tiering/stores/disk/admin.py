@@ -41,6 +41,7 @@ from kvoffload.tiering.stores.disk.slabs import NS
 from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, is_bulletin
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
+    LARGEST_BLOCK_BYTES,
     SAFE,
     NamespaceUsage,
     access_to,
@@ -252,7 +253,7 @@ class DiskRoot:
             block_bytes = SlabFormat.block_bytes_in(os.pread(fd, PAGE_BYTES, 0))
         finally:
             os.close(fd)
-        if block_bytes is None:
+        if block_bytes is None or block_bytes > LARGEST_BLOCK_BYTES:
             raise SlabRefused(f"{slab} has no sound header")
         layout = SlabFormat(directory, block_bytes, secret_for(directory, self._secrets))
         file = SlabFile.open(slab, layout, dir_fd, self._access)

@@ -16,6 +16,7 @@ from kvoffload.tiering.stores.fs.quota import FileSeen, delete_oldest, fan_direc
 from kvoffload.tiering.stores.root import (
     ANYBODYS,
     CONTROL_DIR,
+    LARGEST_BLOCK_BYTES,
     SAFE,
     Directories,
     NamespaceUsage,
@@ -144,6 +145,8 @@ def is_sound(path: str, secrets: Sequence[bytes] = ()) -> bool | None:
             if (stated := stated_in(start)) is None:
                 return False
             block_bytes, identity = stated
+            if block_bytes > LARGEST_BLOCK_BYTES:
+                return False
             layout = BlockFormat(directory, block_bytes, secret_for(directory, secrets))
             if os.fstat(file.fileno()).st_size != layout.file_bytes:
                 return False

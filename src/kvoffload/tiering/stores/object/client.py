@@ -9,12 +9,12 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError
-from kvoffload.tiering.stores.secrets import Secret, read_secret
+from kvoffload.proxies import through_proxy
+from kvoffload.tiering.stores.secrets import Secret, read_file, read_secret
 from kvoffload.units import printable
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
@@ -107,7 +107,7 @@ class Client:
 
 def _content(path: str) -> bytes | None:
     try:
-        return Path(path).read_bytes()
+        return read_file(path)
     except (OSError, ValueError):
         return None
 
@@ -130,7 +130,7 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
     settings: dict[str, Any] = {name: value for name, value in config.items() if _bare(name) != "allow_http"}
     if tls_ca is not None:
         try:
-            options["root_certificate"] = Path(tls_ca).read_bytes()
+            options["root_certificate"] = read_file(tls_ca)
         except OSError as exc:
             raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {exc.strerror}.") from exc
     if url.startswith("s3:") and "unsigned_payload" not in map(_bare, settings):
@@ -188,7 +188,7 @@ def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[st
         if bare not in (*_SERVICE_ACCOUNT_FILES, _SERVICE_ACCOUNT_KEY):
             continue
         try:
-            account = json.loads(value if bare == _SERVICE_ACCOUNT_KEY else Path(value).read_bytes())
+            account = json.loads(value if bare == _SERVICE_ACCOUNT_KEY else read_file(value))
         except (OSError, ValueError):
             continue
         if isinstance(account, dict) and isinstance(endpoint := account.get("gcs_base_url"), str):
@@ -242,8 +242,16 @@ def in_words(error: BaseException) -> str:
     line = text.split("\n", 1)[0]
     if status := _STATUS.search(line):
         line = line[: status.end()]
+    else:
+        line = line.strip().rstrip(".") + _through_proxy(line)
     code = code_of(error)
     return printable(f"{line.strip().rstrip('.')}{f' ({code})' if code else ''}")
+
+
+def _through_proxy(line: str) -> str:
+    """Name the proxy of the environment that a request in an error used."""
+    address = re.search(r"https?://[^\s/]+", line)
+    return through_proxy(address[0]) if address else ""
 
 
 def code_of(error: BaseException) -> str | None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import ClassVar
 
 from kvoffload.errors import ConfigError, Problems, reason_of
@@ -12,7 +10,7 @@ from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.remote import RemoteOptions, check_age
-from kvoffload.tiering.stores.secrets import Secret, check_secret
+from kvoffload.tiering.stores.secrets import Secret, check_secret, read_file
 from kvoffload.units import parse_seconds
 
 _NEVER = "never"
@@ -90,7 +88,7 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
         for name in ("tls_ca", "tls_cert", "tls_key"):
             if path := getattr(self, name):
                 try:
-                    Path(os.path.expanduser(path)).read_bytes()
+                    read_file(path)
                 except (OSError, ValueError) as exc:
                     raise ConfigError(f"{self._called(name)} is {path}, which fails: {reason_of(exc)}.") from exc
         return store
