@@ -15,8 +15,8 @@ _STRANGE = (type, ModuleType, Logger)
 
 
 def kept(ids: Collection[str], *roots: object) -> dict[str, str]:
-    """Those of ``ids`` that something reachable from ``roots`` refers to, with the last objects on the way there.
-    Nothing is looked for in classes, modules and the objects of tests."""
+    """Return the ``ids`` that objects reachable from ``roots`` refer to, with the last objects on the way. Classes,
+    modules and the objects of tests are not searched."""
     found: dict[str, str] = {}
     seen: dict[int, object] = {}
     todo = [(root, "") for root in roots]

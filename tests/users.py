@@ -35,7 +35,7 @@ def as_user(uid: int, work: Callable[[], Any], *, gid: int | None = None, umask:
         with os.fdopen(writer, "wb") as pipe:
             try:
                 pipe.write(pickle.dumps(outcome))
-            except Exception:  # noqa: BLE001 - what cannot be pickled
+            except Exception:  # noqa: BLE001 - objects that cannot be pickled
                 pipe.write(pickle.dumps((False, RuntimeError(repr(outcome)))))
         os._exit(0)
     os.close(writer)

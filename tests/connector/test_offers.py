@@ -112,7 +112,7 @@ def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> N
     assert request.max_blocks == UNLIMITED
 
 
-# ----------------------------------------------------------------------------------------- what is copied from where
+# ----------------------------------------------------------------------------------------- the sources of copies
 
 
 def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:

@@ -162,8 +162,8 @@ def test_a_request_whose_hashes_are_wrong_neither_loads_nor_stores_and_its_block
 
 
 def test_a_request_that_is_left_out_later_loads_and_stores_nothing_from_then_on() -> None:
-    """As a session whose next part brings media that its client names, or a request whose adapter gets other weights
-    while it waits or runs."""
+    """Examples are a session whose next part contains media with a client's name, and a request whose adapter gets
+    other weights while it waits or runs."""
     rig = Rig()
     rig.store_prefix(16)
     running = rig.arrive(session(4 * BT))

@@ -20,7 +20,7 @@ def sources(stores: object) -> list[list[int]]:
     return [job.source.block_ids.tolist() for job in stores]
 
 
-# ------------------------------------------------------------------------------------------------- what is offered
+# ------------------------------------------------------------------------------------------------- offers
 
 
 def test_blocks_are_stored_in_the_step_that_fills_them() -> None:

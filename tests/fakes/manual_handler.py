@@ -54,7 +54,7 @@ class ManualHandler(OffloadingHandler):
         self.refuse_next = False
         """Makes the next ``transfer_async`` raise, as with a broken device."""
         self.fail_next_wait = False
-        """Makes what the next ``wait`` or ``flush`` waits for fail."""
+        """Make the transfers fail that the next ``wait`` or ``flush`` waits for."""
 
     @property
     def pending(self) -> list[int]:

@@ -36,7 +36,7 @@ def open_store(root: Path) -> DiskStore:
 
 
 def load(store: DiskStore, numbers: list[int]) -> list[int]:
-    """Those of the blocks that were found."""
+    """Return the blocks that were found."""
     buffers = [memoryview(bytearray(SIZE)) for _ in numbers]
     answers = store.read_into([KEYS[n] for n in numbers], buffers)
     found = [(n, buffer) for n, buffer, good in zip(numbers, buffers, answers, strict=True) if good]

@@ -15,7 +15,7 @@ from kvoffload.sim.trace import Trace
 def best_by_trying_everything(paths: Sequence[Sequence[int]], capacity: int) -> int:
     """Every sequence of resident sets: after a request any part of (resident + its blocks) that fits may stay.
 
-    A hit is the longest resident prefix, so sets that are not closed under predecessors are tried too.
+    A hit is the longest resident prefix, so the test also tries sets that are not closed under predecessors.
     """
     best = {frozenset[int](): 0}
     for path in paths:

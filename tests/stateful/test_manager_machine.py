@@ -192,7 +192,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.slots.num_free == NUM_BLOCKS - len(self.oracle.held_slots())
 
     def teardown(self) -> None:
-        """When every transfer has ended, every slot can be had again."""
+        """When every transfer has ended, every slot is available again."""
         if not hasattr(self, "manager"):
             return
         for store in self.stores:

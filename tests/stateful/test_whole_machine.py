@@ -179,7 +179,7 @@ class Whole:
             did[name] += int(stats[name, *labels])
         return did
 
-    # ------------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------------ events
 
     def _arrive(self) -> None:
         chance, engine = self.chance, self.engine
@@ -275,7 +275,7 @@ class Whole:
             worker.take_load_outcome()
         assert not kept({f"r{n}" for n in range(self.count)}, self.engine.connector, *self.engine.workers)
 
-    # -------------------------------------------------------------------------------------------------- what holds
+    # -------------------------------------------------------------------------------------------------- invariants
 
     def _judge(self) -> None:
         engine = self.engine

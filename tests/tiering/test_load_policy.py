@@ -547,7 +547,7 @@ def test_each_tier_has_its_own_speed() -> None:
 
 @pytest.mark.parametrize(("finding_out", "is_loaded"), [(0, True), (1, False)])
 def test_a_block_that_a_tier_must_find_out_about_is_weighed_as_that_tiers(finding_out: int, is_loaded: bool) -> None:
-    """It was weighed as the last tier's. A tier of remote blocks before a slow disk was read from no more."""
+    """If it were weighed like a block of the last tier, a remote tier before a slow disk would no longer be read."""
     machine = Machine(num_tiers=2)
     machine.compute()
     for tier, read_s in ((0, 0.1), (1, 3.0)):

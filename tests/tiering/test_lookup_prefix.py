@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``lookup_prefix`` of the tiering manager against the loop that it stands for: two managers live the same life."""
+"""Compare ``lookup_prefix`` of the tiering manager with the loop that it replaces: two managers get the same calls."""
 
 from __future__ import annotations
 

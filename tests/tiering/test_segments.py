@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surveys of many segments, and what is done with lists of them."""
+"""Surveys of many segments, and operations on lists of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_blocks_that_alternate_between_tiers_each_have_one_source(num_tiers: int
 
 
 def test_a_plan_is_linear_in_the_runs_of_its_survey() -> None:
-    """With what several tiers have shared among them, it took up to 0.3 s for 4,000 blocks."""
+    """A planner that shared the blocks of a run among tiers took up to 0.3 s for 4,000 blocks."""
     link = LinkState(Pace(0.01, 0.004))
     lines = []
     for total in (500, 2000):

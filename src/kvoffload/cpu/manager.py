@@ -383,7 +383,8 @@ class SlotTable:
         }
 
     def check_invariants(self) -> None:
-        """Recomputes the table from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
+        """Recompute the table from scratch. Raises ``AssertionError``, which names the difference. For tests:
+        O(blocks)."""
         assert self._num_used <= len(self._slots) <= self.num_blocks
         assert [block.block_id for block in self._slots] == list(range(len(self._slots)))
         free = {block.block_id for block in self._free}
@@ -609,7 +610,8 @@ class CPUOffloadingManager(OffloadingManager):
         return [None if block is not None else loss for block, loss in zip(self.slots.get_all(keys), losses)]
 
     def check_invariants(self) -> None:
-        """Recomputes everything from scratch; ``AssertionError`` names what disagrees. For tests: O(blocks)."""
+        """Recompute everything from scratch. Raises ``AssertionError``, which names the difference. For tests:
+        O(blocks)."""
         self.slots.check_invariants()
         assert all(len(used) <= self._max_used for used in self._used.values())
         if self._filter is not None:

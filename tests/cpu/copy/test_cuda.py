@@ -283,7 +283,7 @@ def _close_broken(cuda: FakeCuda, rig: CudaRig, kept: list[object]) -> None:
 
 
 def test_the_failure_of_a_flushed_load_is_known_at_once(cuda: FakeCuda) -> None:
-    """A step waits for its loads, and must not compute with what one has not loaded."""
+    """A step waits for its loads, and must not compute with blocks that a load has not filled."""
     cuda.pace(1, longest_pause_us=20_000)
     rig = make_rig(cuda)
     for job_id in range(9):
@@ -550,7 +550,7 @@ def test_a_device_that_hangs_amid_a_large_job_is_not_waited_for_at_shutdown(
     rig.load.shutdown()
     assert rig.store.get_finished() == []
     cuda.calls.fake_let_all_go()
-    rig.store._lane._thread.join(60)  # type: ignore[attr-defined]  # it submits what is left of the job
+    rig.store._lane._thread.join(60)  # type: ignore[attr-defined]  # it submits the rest of the job
     cuda.settle()
     rig.close()
     cuda.calls.fake_forget_registrations()

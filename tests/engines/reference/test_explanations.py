@@ -118,7 +118,7 @@ class Recorded:
             self.engine.step()
 
     def explanations(self, *requests: Request) -> list[Explanation]:
-        """Those of ``requests``, after a look at the sums of all."""
+        """Return the explanations of ``requests``, after a check of the sums over all requests."""
         self.engine.shutdown()
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         for line in lines:
@@ -188,7 +188,7 @@ def test_requests_that_wait_for_all_that_may_be_claimed(make: MakeRecorded) -> N
 
 
 def test_a_prompt_that_evicts_its_own_blocks_is_too_long(make: MakeRecorded) -> None:
-    """It stores six blocks per step. The third step evicts its own blocks, and it offers no more."""
+    """It stores six blocks per step. The third step evicts its own blocks, and then it stops offering blocks."""
     recorded = make(max_batch_tokens=6 * BLOCK_TOKENS, secondary_tiers=[], spec_name="CPUOffloadingSpec")
     recorded.ask(1, num_blocks=2 * SLOTS)
     (asked,) = recorded.ask(1, num_blocks=2 * SLOTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what the installed vLLM has changed of all that kvoffload touches: ``scripts/try-vllm VERSION``. Reads its
+"""Print the changes of the installed vLLM to everything that kvoffload uses: ``scripts/try-vllm VERSION``. Reads its
 sources; exits with 0, whatever it finds, since tests judge."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def test_what_an_older_version_lacks_is_known(sources: Sources) -> None:
 
 
 class Changed(Sources):
-    """``root``, where one text stands for another in one module."""
+    """The sources at ``root``, with one text of one module replaced by another."""
 
     def __init__(self, root: Path, module: str, old: str, new: str) -> None:
         super().__init__(root)

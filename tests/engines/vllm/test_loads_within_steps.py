@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads within the step that computes their request, under vLLM's own schedulers.
 
-The worker's KV says what it was computed from (``scripted.py``), so a step that runs before its load, or goes on from
-undefined blocks, gives itself away.
+The worker's KV records the tokens from which it was computed (``scripted.py``), so a step that runs before its load, or
+goes on from undefined blocks, gives itself away.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def steps_of(model: str, asynchronous: bool, groups: str, num_gpu_blocks: int = 
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_step_that_ran_on_a_failed_load_is_undone(llama: SmallModel, asynchronous: bool, groups: str) -> None:
-    """Whoever shares the blocks, in the same step or the next, and whatever was computed from them."""
+    """This includes requests that share the blocks, in the same step or the next, and all blocks that were computed
+    from them."""
     steps = steps_of(llama.path, asynchronous, groups)
     prompt = tokens(100, 4)
     store(steps, prompt)

@@ -399,7 +399,7 @@ def test_blocks_promoted_before_their_request_is_admitted_are_described() -> Non
     from kvoffload.engines.vllm.connector import _SchedulerSide
 
     class Promoting(CPUOffloadingManager):
-        """Has a tier below it that brings each block one step after it was looked up."""
+        """Has a tier below it that delivers each block one step after the lookup."""
 
         def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
             output = self.prepare_store(keys, req_context)

@@ -192,7 +192,7 @@ def test_the_first_start_downloads_the_model_without_symbolic_links(
 def test_an_engine_that_elastic_scaling_adds_has_the_weights_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those may have been updated since they were loaded."""
+    """The weights of other engines may have been updated since they were loaded."""
     path = write_model(tmp_path / "model")
     monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
     assert weights(UNNAMED, model_config__model=path) is None

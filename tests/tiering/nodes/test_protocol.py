@@ -102,7 +102,7 @@ class Network(RuleBasedStateMachine):
     def start_again(self) -> None:
         self.agents = [agent or Agent(node) for node, agent in enumerate(self.agents)]
 
-    # --------------------------------------------------------------------------------------------- what must hold
+    # --------------------------------------------------------------------------------------------- invariants
 
     def arrive(self, packet: Packet) -> None:
         agent = self.agents[packet.node]

@@ -32,7 +32,7 @@ CALLS = (
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """System calls, by name. One of ``slabs_in`` stands for two of each slab."""
+    """System calls, by name. Each call of ``slabs_in`` counts as two calls for each slab."""
     counts = Counter[str]()
 
     def counted(name: str, real: Callable[..., object]) -> Callable[..., object]:
