@@ -34,7 +34,7 @@ def test_in_text_in_json_and_as_a_page(trace: Path, tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     for words in ("Where the tokens came from", "host memory", "disk", "new", "twice the disk", "as it was"):
         assert words in text
-    waits = text.partition("What requests waited for")[2]
+    waits = text.partition("Waits of requests")[2]
     assert " ms" in waits
     assert "0.00" not in waits
     told = json.loads(figures.read_text())

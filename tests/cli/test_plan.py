@@ -145,6 +145,27 @@ def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[
     assert busy["1.5"] == pytest.approx(3 * busy["0.5"], rel=0.1)
 
 
+def test_a_recorded_trace_leaves_nothing_to_guess(
+    recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first line has the sizes of the server, and requests that found blocks on a disk have its speed."""
+    lines = [json.loads(line) for line in recurring.read_text().splitlines()]
+    lines[0]["machine"] = {"block_bytes": 512 * 262_144, "device_blocks": 80, "cpu_bytes": 1, "policy": "lru"}
+    for line, seconds in zip(lines, (0.1, 0.2, 0.4)):
+        line["story"] = {"weighed": [{"tier": "disk", "expected_s": 0.1, "blocks": 10, "computing_s": seconds}]}
+    lines[5]["story"] = ["another program's"]
+    recorded = tmp_path / "recorded.jsonl"
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, _, told = plan(capsys, recorded, "--hit-rate", "80")
+    assert told["verdict"]["warnings"] == []
+    assert told["block_bytes"] == 512 * 262_144
+    assert told["without_offloading"]["gpu_blocks"] == 80
+    without = told["without_offloading"]
+    assert without["prefill_s"] == pytest.approx(without["computed_tokens"] / (10 / 0.2 * 512))
+    _, _, told = plan(capsys, recorded, "--hit-rate", "80", *MACHINE)
+    assert told["block_bytes"] == 512 * 131_072
+
+
 def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prices.json"
     file.write_text(json.dumps({"prices": {"currency": "EUR", "cpu": 0.1}}))

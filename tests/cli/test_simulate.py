@@ -140,7 +140,7 @@ def test_the_device_is_that_of_the_trace(
 ) -> None:
     recorded = tmp_path / "recorded.jsonl"
     first, *others = trace.read_text().splitlines(keepends=True)
-    line = json.loads(first) | {"machine": {"block_bytes": 7, "device_blocks": 5}}
+    line = json.loads(first) | {"machine": {"block_bytes": 64 << 20, "device_blocks": 5}}
     recorded.write_text("".join([json.dumps(line) + "\n", *others]))
     found = []
     size = "--gpu-kv-tokens"

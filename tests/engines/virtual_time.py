@@ -140,24 +140,29 @@ def compare(predicted: Observed, served: Observed, prompt_tokens: int) -> dict[s
     for share in (50, 90, 99):
         real = float(np.percentile(served.ttft_s, share))
         errors[f"TTFT p{share}"] = float(np.percentile(predicted.ttft_s, share)) / real - 1
-    for tier in ("device", "host"):
-        difference = getattr(predicted, f"{tier}_tokens") - getattr(served, f"{tier}_tokens")
-        errors[f"{tier} hits"] = difference / prompt_tokens
-    return errors
+    differences = {
+        tier: getattr(predicted, f"{tier}_tokens") - getattr(served, f"{tier}_tokens") for tier in ("device", "host")
+    }
+    errors |= {f"{tier} hits": tokens / prompt_tokens for tier, tokens in differences.items()}
+    return errors | {"hits": sum(differences.values()) / prompt_tokens}
 
 
+SEEDS = [11, 12]
+"""Of the workloads that predictions are tested with. The model was made with another one."""
 BOUNDS = {
     "throughput": 0.1,
     "TTFT p50": 0.15,
     "TTFT p90": 0.15,
     "TTFT p99": 0.15,
-    "device hits": 0.02,
-    "host hits": 0.02,
+    "hits": 0.01,
 }
 """The largest error of a prediction."""
 
 
-def assert_close(predicted: Observed, served: Observed, workload: Workload) -> None:
+def assert_close(predicted: Observed, served: Observed, workload: Workload, most_by_tier: float = 0.01) -> None:
+    """``most_by_tier``: the largest error of the hits of one tier."""
     errors = compare(predicted, served, workload.trace().total_input_tokens)
-    assert all(abs(errors[name]) <= most for name, most in BOUNDS.items()), errors
+    bounds = BOUNDS | {"device hits": most_by_tier, "host hits": most_by_tier}
+    print(workload, errors)
+    assert all(abs(errors[name]) <= most for name, most in bounds.items()), errors
     assert served.host_tokens > 0 < served.device_tokens, "or hits are not compared"

@@ -6,7 +6,16 @@ from __future__ import annotations
 import pytest
 from tests.engines.reference.inside import num_final_stores
 from tests.engines.reference.zoo import tiny_model
-from tests.engines.virtual_time import CHUNK_TOKENS, SIDE_BY_SIDE, Observed, Workload, assert_close, predict, serve
+from tests.engines.virtual_time import (
+    CHUNK_TOKENS,
+    SEEDS,
+    SIDE_BY_SIDE,
+    Observed,
+    Workload,
+    assert_close,
+    predict,
+    serve,
+)
 from tests.integration.test_simulator_agrees import end_transfers
 
 from kvoffload.config import parse_config
@@ -57,7 +66,8 @@ def served(workload: Workload) -> Observed:
 
 
 @pytest.mark.parametrize("load", [0.5, 0.9, 1.5])
-def test_predictions_for_the_reference_engine(load: float) -> None:
-    workload = Workload(load, BLOCK_TOKENS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_predictions_for_the_reference_engine(load: float, seed: int) -> None:
+    workload = Workload(load, BLOCK_TOKENS, seed=seed)
     predicted = predict(workload, GPU_BLOCKS, CPU_BLOCKS, "reference")
     assert_close(predicted, served(workload), workload)

@@ -31,7 +31,10 @@ from kvoffload.units import counted, parse_bytes
 def explain(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that a server wrote with record_trace.")],
     disk: Annotated[
-        str | None, typer.Option(help="Size of all tiers below host memory, if the trace does not say it; 0: none.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Size of all tiers below host memory, if the trace does not say it; 0: none."
+        ),
     ] = None,
     gpu_kv_tokens: GpuKVTokens = None,
     prefill_speed: PrefillSpeed = None,
@@ -48,7 +51,7 @@ def explain(
     check_drawn(out)
     summary = read_explanations(trace)
     loaded = read_trace(trace)
-    speed, source = _prefill_speed(prefill_speed, summary, loaded)
+    speed, source = _prefill_speed(prefill_speed, loaded)
     read_s = summary.read_blocks_per_s
     base = base_config(
         summary.machine,
@@ -95,12 +98,12 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
     }
 
 
-def _prefill_speed(given: float | None, summary: Explanations, trace: Trace) -> tuple[float, str]:
+def _prefill_speed(given: float | None, trace: Trace) -> tuple[float, str]:
     """Return the server's speed in tokens per second, and its source: the option, the trace or a guess."""
     if given is not None:
         return given, "--prefill-speed"
-    if summary.computed_blocks_per_s is not None:
-        return summary.computed_blocks_per_s * trace.block_tokens, "as the server measured it"
+    if trace.prefill_tokens_per_s:
+        return trace.prefill_tokens_per_s, "as the server measured it"
     return USUAL_PREFILL, "a guess: --prefill-speed"
 
 
@@ -112,7 +115,7 @@ def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed:
     if summary.hints_text:
         print(summary.hints_text)
     for title, table in explanation_tables(summary, asked).items():
-        sentences = "what it means"
+        sentences = "meaning"
         print_table(table.without([sentences])._replace(left_out=()), f"\n{title}")
         for cause in summary.missed if sentences in table.headings else ():
             print(fill(f"{cause}: {advice_on(cause)}", 80, subsequent_indent="  "))

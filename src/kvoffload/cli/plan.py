@@ -24,14 +24,20 @@ from kvoffload.sim.verdict import Verdict, verdict_of
 
 def plan(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help=scenario.TRACE_HELP)],
-    hit_rate: Annotated[str | None, typer.Option(help="Goal: percent of blocks hit, on the GPU or below.")] = None,
-    ttft: Annotated[float | None, typer.Option(help="Goal: seconds to the first token, at --quantile.")] = None,
-    quantile: Annotated[str, typer.Option(help="Quantile of the time to first token: p50, p90 or p99.")] = "p90",
-    rate: Annotated[
-        float | None, typer.Option(help="Load: requests per second. Default: as the trace arrives.")
+    hit_rate: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="Goal: percent of blocks hit, on the GPU or below.")
     ] = None,
-    max_cpu: Annotated[str | None, typer.Option(help="Largest host memory to consider.")] = None,
-    max_disk: Annotated[str, typer.Option(help="Largest disk to consider; 0 for no disk.")] = "0",
+    ttft: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Goal: seconds to the first token, at --quantile.")
+    ] = None,
+    quantile: Annotated[
+        str, typer.Option(metavar="QUANTILE", help="Quantile of the time to first token: p50, p90 or p99.")
+    ] = "p90",
+    rate: Annotated[
+        float | None, typer.Option(metavar="N", help="Load: requests per second. Default: as the trace arrives.")
+    ] = None,
+    max_cpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest host memory to consider.")] = None,
+    max_disk: Annotated[str, typer.Option(metavar="SIZE", help="Largest disk to consider; 0 for no disk.")] = "0",
     model: scenario.Model = None,
     kv_bytes: scenario.KVBytes = None,
     gpu_kv_tokens: scenario.GpuKVTokens = None,
@@ -65,7 +71,7 @@ def plan(
     max_disk_blocks = 0 if max_disk == "0" else scenario.capacity(max_disk, "--max-disk", trace, block_bytes)
     base = replace(read.alone(trace), cpu_blocks=1, policy=policies[0], cascade=cascades[0])
     notes = read.assumptions(replace(base, disk_blocks=max_disk_blocks), trace)
-    unknown = read.warnings(base)
+    unknown = read.warnings(base, trace)
     unit = "fleets" if ends is not None else "runs"
     with progress({trace.name: None}, unit) as advance:
         options: dict[str, Any] = {"processes": processes, "progress": lambda: advance(trace.name)}

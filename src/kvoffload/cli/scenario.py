@@ -40,16 +40,24 @@ request that decodes."""
 _GPU_BYTES_PER_S = 3e12
 """Speed at which a decoding request reads the KV of its context."""
 
-GpuKVTokens = Annotated[int | None, typer.Option(min=0, help="Tokens of the GPU's own cache, as in vLLM's log.")]
+GpuKVTokens = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Tokens of the GPU's own cache, as in vLLM's log.")
+]
 Model = Annotated[
-    str | None, typer.Option(help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub.")
+    str | None,
+    typer.Option(metavar="MODEL", help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub."),
 ]
-KVBytes = Annotated[str | None, typer.Option("--kv-bytes-per-token", help="KV bytes per token, in place of --model.")]
+KVBytes = Annotated[
+    str | None, typer.Option("--kv-bytes-per-token", metavar="SIZE", help="KV bytes per token, in place of --model.")
+]
 PrefillSpeed = Annotated[
-    float | None, typer.Option(help=f"Prompt tokens that the GPU computes per second. Default: {USUAL_PREFILL:,.0f}.")
+    float | None,
+    typer.Option(metavar="N", help=f"Prompt tokens that the GPU computes per second. Default: {USUAL_PREFILL:,.0f}."),
 ]
-MaxRequests = Annotated[int | None, typer.Option(min=1, help="Requests to read of a trace, from the first on.")]
-Processes = Annotated[int | None, typer.Option(min=1, help="Processes to use. By default one per core.")]
+MaxRequests = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Requests to read of a trace, from the first on.")
+]
+Processes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes to use. By default one per core.")]
 Fleet = Annotated[
     Path | None,
     typer.Option(
@@ -113,8 +121,8 @@ class Scenario:
     sizes: ModelKV
     is_kv_given: bool
     gpu_kv_tokens: int | None
-    prefill_tokens_per_s: float
-    is_speed_given: bool
+    prefill_tokens_per_s: float | None
+    """``None``: by the trace, or else a guess."""
     max_requests: int | None
     rate: float | None
     prices: Prices
@@ -156,8 +164,7 @@ class Scenario:
             model_sizes(model, kv_bytes, file.kv_dtype),
             model is not None or kv_bytes is not None,
             gpu_kv_tokens,
-            USUAL_PREFILL if prefill_speed is None else positive(prefill_speed, "--prefill-speed"),
-            prefill_speed is not None,
+            None if prefill_speed is None else positive(prefill_speed, "--prefill-speed"),
             max_requests,
             None if rate is None else positive(rate, "--rate"),
             Prices(**file.prices),  # type: ignore[arg-type]
@@ -188,11 +195,16 @@ class Scenario:
         return trace if hinted is None else hinted(trace)
 
     def block_bytes(self, trace: Trace) -> int:
-        return self.sizes.bytes_per_token * trace.block_tokens
+        return max(round(self.token_bytes(trace) * trace.block_tokens), 1)
+
+    def token_bytes(self, trace: Trace) -> float:
+        """Return the KV bytes per token: given, of the server that recorded the trace, or a guess."""
+        return trace.token_bytes if trace.token_bytes and not self.is_kv_given else self.sizes.bytes_per_token
 
     def alone(self, trace: Trace) -> SimConfig:
         """Return the machine without host memory and disk."""
         file, block_bytes = self._file, self.block_bytes(trace)
+        speed = self.prefill_tokens_per_s or trace.prefill_tokens_per_s or USUAL_PREFILL
         speeds: dict[str, Any] = {
             name.replace("speed", "bytes_per_s"): float(parse_bytes(given, f"{name} of {_WHAT}"))
             for name in ("load_speed", "disk_read_speed", "disk_write_speed")
@@ -202,10 +214,10 @@ class Scenario:
             cpu_blocks=0,
             block_bytes=block_bytes,
             gpu_blocks=device_blocks(trace, self.gpu_kv_tokens),
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            prefill_tokens_per_s=speed,
             store_threshold=file.store_threshold,
             nodes_step_s=file.nodes_step_s,
-            **self._step,  # type: ignore[arg-type]
+            **self._step(speed, self.token_bytes(trace)),  # type: ignore[arg-type]
             prompt_context_s=file.prompt_context_s,
             max_requests=file.max_num_seqs,
             chunk_tokens=file.max_num_batched_tokens,
@@ -214,13 +226,12 @@ class Scenario:
             **speeds,
         )
 
-    @property
-    def _step(self) -> dict[str, float]:
+    def _step(self, prefill_speed: float, token_bytes: float) -> dict[str, float]:
         """Return the costs of a step from the file. Missing costs are the costs of a usual GPU, or of as many GPUs as
         the prefill speed requires."""
-        share = min(max(USUAL_PREFILL / self.prefill_tokens_per_s, 0.1), 4)
+        share = min(max(USUAL_PREFILL / prefill_speed, 0.1), 4)
         usual = {"step_s": _STEP_S, "decode_s": _DECODE_S}
-        usual["decode_context_s"] = self.sizes.bytes_per_token / _GPU_BYTES_PER_S
+        usual["decode_context_s"] = token_bytes / _GPU_BYTES_PER_S
         given = {name: getattr(self._file, name) for name in usual}
         return {name: share * usual[name] if given[name] is None else given[name] for name in usual}
 
@@ -228,9 +239,12 @@ class Scenario:
         """Return the simulation's assumptions about the machine, and a note on the accuracy of its times, in lines of
         at most 80 columns."""
         per_token = format_bytes(base.block_bytes // trace.block_tokens)
-        guess = "" if self.is_kv_given else ", a guess for a dense model of 8B parameters (--model)"
-        tokens = base.gpu_blocks * trace.block_tokens
-        context_s, speed_guess = base.decode_context_s, "" if self.is_speed_given else ", a guess"
+        recorded = ", as recorded in the trace"
+        is_kv_known, is_speed_known = self._known(trace)
+        guess = recorded if is_kv_known else ", a guess for a dense model of 8B parameters (--model)"
+        guess = "" if self.is_kv_given else guess
+        speed_guess = "" if self.prefill_tokens_per_s else recorded if is_speed_known else ", a guess"
+        tokens, context_s = base.gpu_blocks * trace.block_tokens, base.decode_context_s
         lines = [
             "Assumptions",
             f"  KV per token   {per_token}{guess}",
@@ -255,7 +269,11 @@ class Scenario:
         ]
         return [*lines, NO_FORECAST]
 
-    def warnings(self, base: SimConfig) -> list[str]:
+    def _known(self, trace: Trace) -> tuple[bool, bool]:
+        """Return whether the KV size and the prefill speed are given or recorded."""
+        return self.is_kv_given or trace.token_bytes > 0, bool(self.prefill_tokens_per_s or trace.prefill_tokens_per_s)
+
+    def warnings(self, base: SimConfig, trace: Trace) -> list[str]:
         """Return sentences about unknown facts of the machine."""
         found = []
         if not base.gpu_blocks:
@@ -264,9 +282,10 @@ class Scenario:
                 "upper bound."
             )
         guesses = []
-        if not self.is_kv_given:
+        is_kv_known, is_speed_known = self._known(trace)
+        if not is_kv_known:
             guesses.append(f"{format_bytes(self.sizes.bytes_per_token)} of KV per token (--model)")
-        if not self.is_speed_given:
+        if not is_speed_known:
             guesses.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
         if guesses:
             found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")

@@ -41,15 +41,19 @@ def simulate(
     cpu: Annotated[
         str | None,
         typer.Option(
+            metavar="SIZES",
             help="Sizes of host memory, such as 64GiB, or 10% of the trace's different blocks. "
-            f"Default: {_CPU_SIZES}, and 5% for each server of a fleet."
+            f"Default: {_CPU_SIZES}, and 5% for each server of a fleet.",
         ),
     ] = None,
-    disk: Annotated[str, typer.Option(help="Sizes of the disk tier, written likewise; 0 for no disk.")] = "0",
+    disk: Annotated[
+        str, typer.Option(metavar="SIZES", help="Sizes of the disk tier, written likewise; 0 for no disk.")
+    ] = "0",
     policy: Annotated[
         str | None,
         typer.Option(
-            help=f"Cache policies to compare. Default: {','.join(_POLICIES)}; for a fleet {DEFAULTS.eviction_policy}."
+            metavar="NAMES",
+            help=f"Cache policies to compare. Default: {','.join(_POLICIES)}; for a fleet {DEFAULTS.eviction_policy}.",
         ),
     ] = None,
     model: scenario.Model = None,
@@ -80,7 +84,9 @@ def simulate(
         configs = read.fleets(trace, machines, numbers, "round-robin") if numbers else [read.alone(trace), *machines]
         jobs.append((trace, configs, notes))
     reports = [_sweep(trace, configs, processes) for trace, configs, _ in jobs]
-    warnings = [list(filter(None, [saturation(report.results)])) for report in reports]
+    warnings = [
+        list(filter(None, [saturation([*filter(None, [report.without]), *report.results])])) for report in reports
+    ]
     figures = [
         {"assumptions": notes, "warnings": said} | report_as_json(report, read.prices)
         for (_, _, notes), said, report in zip(jobs, warnings, reports, strict=True)
@@ -88,9 +94,9 @@ def simulate(
     if as_json:
         print_json(figures)
     else:
-        for (_, _, notes), report in zip(jobs, reports, strict=True):
+        for (_, _, notes), said, report in zip(jobs, warnings, reports, strict=True):
             print("\n".join([*notes, ""]))
-            _print(report, read.prices, wide)
+            _print(report, read.prices, said, wide)
     told, assumed = [text for said in warnings for text in said], [line for _, _, notes in jobs for line in notes]
     write_drawn(out, figures, lambda is_page: draw_reports(reports, read.prices, is_page, told, assumed))
 
@@ -119,7 +125,7 @@ def _sweep(trace: Trace, configs: Sequence[SimConfig | FleetConfig], processes: 
     return report_of(trace, [result], are_fleets=isinstance(configs[0], FleetConfig))
 
 
-def _print(report: Report, prices: Prices, is_wide: bool) -> None:
+def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: bool) -> None:
     trace, results, best = report.trace, report.results, best_policy(report)
     print(
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
@@ -142,5 +148,4 @@ def _print(report: Report, prices: Prices, is_wide: bool) -> None:
     elif len({result.cpu_blocks for result in results}) > 2:
         bend_text = f"{format_bytes(bend.cpu_blocks * bend.server.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
         print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")
-    if said := saturation(results):
-        print(said)
+    print(*warnings, sep="\n", end="\n" if warnings else "")

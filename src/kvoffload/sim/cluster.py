@@ -2,11 +2,11 @@
 """Replays a trace on one server or on many, in one order of virtual time.
 
 Each server is an ``Engine`` over its tiers, with a clock of its own. Events happen in order of time: an arrival, which
-the router sends to a server, and the end of a step. So shared tiers contain at any time what servers have written by
-then.
+the router sends to a server, and the end of a step. So shared tiers contain at any time the blocks that servers
+have written by then.
 
-Limits, besides those of the engine model (``docs/design/0007-simulator.md``): the network knows no congestion except on
-a server's own link and on the store's; a lookup and a router take no time.
+Limits, in addition to the limits of the engine model (``docs/design/0007-simulator.md``): only a server's own link and
+the store's link can be congested; a lookup and a router take no time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _without_collections() -> Iterator[None]:
 class Machine:
     """One server: an engine, host memory, the tiers below, and a clock of its own.
 
-    ``contents`` is what its disk holds at first, by default nothing. ``shared`` makes the tiers below the disk, over
+    ``contents`` is the initial content of its disk, by default nothing. ``shared`` makes the tiers below the disk, over
     the machine's clock.
     """
 
@@ -140,7 +140,7 @@ class Machine:
         return min(ends) if ends else None
 
     def result(self, hits: Collection[Hit]) -> ServerResult:
-        """What the machine did so far, and the hits of its requests."""
+        """Return the figures of the machine so far, with the hits of its requests."""
         engine, stats = self.engine, self.manager.get_stats() if self.manager else {}
         hit_blocks = Counter({DEVICE: 0, HOST: 0})
         for hit in hits:

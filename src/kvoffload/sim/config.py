@@ -143,8 +143,8 @@ class FleetConfig:
     """One for each ``servers_per_machine`` servers."""
     servers_per_machine: int = 1
     prefill_servers: int = 0
-    """Servers, the first ones, that only prefill: the others then decode, and find the KV in what is shared. 0: each
-    server does both."""
+    """The number of servers, the first ones, that only prefill. The others decode, and find the KV in a shared tier.
+    0: each server does both."""
 
     @property
     def total_blocks(self) -> int:
@@ -177,11 +177,11 @@ class Prices:
 
     server: float = 10.0
     cpu: float = 0.004
-    """Of a GiB, as those of ``disk`` and ``shared``."""
+    """Per GiB, like ``disk`` and ``shared``."""
     disk: float = 0.0001
     shared: float = 0.005
     link: float = 0.05
-    """Of each server's link to what is shared, by GB/s."""
+    """Per GB/s of each server's link to shared tiers."""
     currency: str = ""
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Prices:
 
     @property
     def unit(self) -> str:
-        """The currency, or what it stands for."""
+        """The currency, or the word *price*."""
         return self.currency or "price"
 
     def show(self, price: float) -> str:

@@ -66,17 +66,17 @@ class _Arrival:
     """Blocks on their way into a disk or a store."""
 
     reserved: list[OffloadKey]
-    """Those that it did not have, and that no other machine is writing."""
+    """Blocks that it did not have, and that no other machine is writing."""
     wanted: Sequence[OffloadKey]
-    """Those that cross the links: also those that another machine is writing, and those that are too old."""
+    """Blocks that cross the links. They include blocks that another machine is writing, and blocks that are too old."""
     is_lost: bool = False
     """The writer has shut down."""
 
 
 class Contents:
-    """What a disk or a store holds. Machines that share one share its ``Contents``, with ``is_shared``.
+    """The content of a disk or a store. Machines that share one share its ``Contents``, with ``is_shared``.
 
-    It evicts the least recently used blocks. A block is not found any more ``ttl_s`` after it was written, and takes
+    It evicts the least recently used blocks. A block expires ``ttl_s`` after it was written, and takes
     room until it is evicted. It is there from the end of its write on, whether or not the writer has polled.
     """
 
@@ -112,7 +112,7 @@ class Contents:
                 self._written_s.pop(key, None)
 
     def settle(self, now_s: float) -> None:
-        """Takes in what has arrived by ``now_s``."""
+        """Take in the blocks that have arrived by ``now_s``."""
         while self._arrivals and self._arrivals[0][0] <= now_s:
             end_s, _, arrival = heapq.heappop(self._arrivals)
             self.index.end_write(arrival.reserved if arrival.is_lost else arrival.wanted, not arrival.is_lost)
@@ -261,7 +261,7 @@ class SimDisk(SecondaryTierManager):
             self._clock.advance_to(end_s)
 
     def shutdown(self) -> None:
-        """What is in flight is lost, as when the machine dies."""
+        """Drop all transfers in flight, as when the machine fails."""
         for read in self._reads:
             self._index.unpin(read.keys)
         for write in self._writes:

@@ -126,10 +126,9 @@ class Explanations:
     expected seconds of each request."""
     course: list[tuple[float, dict[str, int]]]
     """For each interval: its end in seconds, and its tokens by source. Computed tokens have the source ``computed``."""
-    computed_blocks_per_s: float | None
-    """The server's speed of computing, as the median of its own estimates; ``None`` if it weighed nothing."""
     read_blocks_per_s: float | None
-    """The same for reading from the tiers below host memory."""
+    """How fast the server read from the tiers below host memory, by its own estimates: the median. ``None`` if it made
+    none."""
     hints: dict[str, int]
     """Number of explained requests by their client's hint about the next use, without requests that gave no hint."""
     hinted_tokens: int
@@ -209,9 +208,6 @@ def read_explanations(path: Path) -> Explanations:
         waits_s=waits,
         weighed_s=weighed,
         course=_course(timed),
-        computed_blocks_per_s=_median(
-            one.blocks / one.computing_s for _, each in timed for one in each.weighed if one.blocks and one.computing_s
-        ),
         read_blocks_per_s=_median(
             one.blocks / one.expected_s for _, each in timed for one in each.weighed if one.blocks and one.expected_s
         ),

@@ -160,7 +160,7 @@ def _explanation_page(
 ) -> bytes:
     lost = format_seconds(summary.avoidable / prefill_speed)
     lead = (
-        f"{counted(summary.requests, 'request')}, {summary.explained:,} explained. What was found came from the "
+        f"{counted(summary.requests, 'request')}, {summary.explained:,} explained. Found tokens came from the "
         f"device, host memory or a tier; the rest was computed. {html.escape(summary.hints_text)} {NO_FORECAST}"
     )
     parts = [
@@ -170,7 +170,7 @@ def _explanation_page(
         svg,
     ]
     for title, table in explanation_tables(summary, asked).items():
-        parts += [f"<h2>{title}</h2>", _table(table, sentences="what it means")]
+        parts += [f"<h2>{title}</h2>", _table(table, sentences="meaning")]
     return _page(f"Why prompts were computed: {name}", parts)
 
 

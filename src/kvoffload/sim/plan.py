@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the cheapest tiers, or the cheapest fleet, that reach a goal, by simulating a grid of sizes.
 
-A run is only chosen if it is no harm: it keeps up with the load, and its time to first token is not above that of the
-same servers without tiers.
+A run is only chosen if it does no harm: it keeps up with the load, and its time to first token is not above the time
+without tiers.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvoffload.sim.result import SATURATED, Result
 from kvoffload.sim.sweep import Report, num_processes, report_of, runner, sweep
 from kvoffload.sim.trace import Trace
 
-_CPU_SIZES = 6
+_CPU_SIZES = 5
 _LEAST_SHARE = 0.01
 """The smallest host memory that is tried, as a share of the trace's footprint, unless the GPU's cache is larger."""
 _DISK_SHARES = (0.25, 1.0)
 _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
-_REFINEMENTS = 3
+_REFINEMENTS = 2
 _CAPACITY_REQUESTS = 4000
 """Requests of the trace that a search for the highest load replays."""
-_CAPACITY_RUNS = 3
+_CAPACITY_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Plan:
     report: Report
     """All runs."""
     best: Result
-    """Of the runs that are no harm, the one that comes closest to the goal; the server without tiers if all harm."""
+    """The harmless run that comes closest to the goal; the server without tiers if all others do harm."""
     capacities: tuple[Capacity, ...] = ()
     """Today, with host memory, and with a disk, if these were tried."""
     may_share: bool = False
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def without(self) -> Result:
-        """The server without tiers. A plan for a fleet has none."""
+        """The server without tiers. Only a plan for one server has it."""
         assert self.report.without is not None
         return self.report.without
 

@@ -36,7 +36,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def saturation(results: Sequence[Result]) -> str:
-    """What to say of runs whose busiest server cannot keep up; empty if there is none."""
+    """Return a sentence about runs whose busiest server cannot keep up; empty if all servers keep up."""
     busy = [result.utilisation for result in results if result.is_overloaded]
     if not busy:
         return ""
@@ -57,7 +57,7 @@ def moved_blocks(result: Result, direction: str) -> int:
 
 
 def _identity(result: Result) -> dict[str, str]:
-    """What was simulated, by the heading of its column; ``-`` for nothing."""
+    """Return the properties of a run's servers by the heading of their column; ``-`` for a missing tier."""
     config, server = result.config, result.server
     apart = config.prefill_servers
     found = {
@@ -80,7 +80,7 @@ def _identity(result: Result) -> dict[str, str]:
 
 
 def identities(results: Sequence[Result]) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What distinguishes each run from the others, its memory at least; and what all have in common."""
+    """Return the properties of each run that differ, and its memory in any case; and the properties of all runs."""
     every = [_identity(result) for result in results]
     texts = {name: {each[name] for each in every} for name in every[0]}
     for name in texts:
@@ -105,7 +105,7 @@ def names_of(results: Sequence[Result]) -> list[str]:
 
 
 def common_of(results: Sequence[Result]) -> str:
-    """What all runs have in common, in a line."""
+    """Return the common properties of all runs in a line."""
     return ", ".join(f"{name} {text}" for name, text in identities(results)[1].items())
 
 
@@ -188,7 +188,7 @@ def figures_of(result: Result) -> dict[str, Any]:
 
 
 def _fleet_figures(result: Result, prices: Prices) -> dict[str, Any]:
-    """What else there is to say of a fleet."""
+    """Return the figures that only fleets have."""
     return {
         "config": asdict(result.config),
         "servers": [asdict(server) for server in result.servers],
@@ -247,16 +247,16 @@ def knee_of(report: Report, policy: str) -> Result:
 def handovers(results: Sequence[Result]) -> list[str]:
     """Sentences about fleets with separate servers for prefill."""
     return [
-        f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes those that have "
-        f"not arrived. That takes {format_seconds(result.handover_s['p50'])} (p50), "
-        f"{format_seconds(result.handover_s['p99'])} (p99) after the first token."
+        f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes the others. That "
+        f"takes {format_seconds(result.handover_s['p50'])} (p50), {format_seconds(result.handover_s['p99'])} (p99) "
+        "after the first token."
         for name, result in zip(names_of(results), results, strict=True)
         if result.handover_s
     ]
 
 
 def frontier(results: Sequence[Result], prices: Prices) -> list[Result]:
-    """Of the runs that keep up, those of which no cheaper one has its first token (p90) sooner, by price."""
+    """Return the runs that keep up, without runs that are dearer and slower (p90) than another one, by price."""
     best: list[Result] = []
     keeping_up = [result for result in results if not result.is_overloaded]
     for result in sorted(keeping_up, key=lambda each: (each.cost_per_million_tokens(prices), each.ttft_s["p90"])):
@@ -301,17 +301,17 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
             ["where", "tokens", "share"], [[word, f"{tokens:,}", share(tokens)] for word, tokens in where]
         ),
         **(why_there if sources else {}),
-        "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "what it means"], causes),
-        "What would have saved most, by the simulator, which begins with empty tiers": Table(
+        "Why the rest was computed": Table(["cause", "tokens", "share", "lost before", "meaning"], causes),
+        "Changes that would have saved most (simulated, at first with empty tiers)": Table(
             ["change", "found", "more", "saves", "memory + disk, policy"],
             [_what_if(each, summary.tokens) for each in asked],
         ),
-        "What requests waited for": Table(["for", "requests", "p50", "p90", "longest"], waits),
+        "Waits of requests": Table(["for", "requests", "p50", "p90", "longest"], waits),
     }
 
 
 def _beaten(tier: str, by_place: Mapping[str, Sequence[float]]) -> str:
-    """What was expected of the other places, by their medians. The next best comes first."""
+    """Return the median expected time of each other place, the best first."""
     others = sorted((median(seconds), place) for place, seconds in by_place.items() if place != tier)
     return ", ".join(f"{place} {format_seconds(seconds)}" for seconds, place in others) or "-"
 

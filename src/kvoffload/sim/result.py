@@ -20,7 +20,7 @@ SATURATED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ServerResult:
-    """What one server did."""
+    """The figures of one server."""
 
     requests: int
     accesses: int
@@ -148,18 +148,6 @@ class Result:
         return sum(getattr(server, name) for server in self.servers)
 
     @property
-    def saved_prefill_s(self) -> float:
-        """Seconds of prefill that the tiers saved, without those that grow with the context."""
-        saved = self.cpu_hit_blocks + self.disk_hit_blocks
-        return saved * self.block_tokens / self.config.server.prefill_tokens_per_s
-
-    @property
-    def computed_tokens_per_s(self) -> float:
-        """Prompt tokens that were computed, per second of the simulation."""
-        computed: int = self.sum_of("computed_tokens")
-        return computed / max(self.duration_s, 1e-9)
-
-    @property
     def requests_per_s(self) -> float:
         """Requests that arrived, per second."""
         return self.requests / max(self.arriving_s, 1e-9)
@@ -183,12 +171,6 @@ class Result:
     def is_overloaded(self) -> bool:
         """Whether the busiest server cannot keep up, so that times only show that there is too little of it."""
         return self.utilisation > SATURATED
-
-    @property
-    def imbalance(self) -> float:
-        """The busiest server's time divided by the mean of all: 1 is even."""
-        busy = [server.busy_s for server in self.servers]
-        return max(busy) * len(busy) / max(sum(busy), 1e-9)
 
 
 def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which server gets a request.
 
-A router is a function of what a request asks for and of the servers, which gives a server's number::
+A router is a function of a request and of the servers that returns the number of a server::
 
     def mine(asked: Asked, fleet: Fleet) -> int: ...
 
@@ -24,7 +24,7 @@ from kvoffload.errors import ConfigError, UnknownNameError, suggest
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a router knows of a request."""
+    """The facts about a request that a router knows."""
 
     time_s: float
     tokens: int
@@ -37,7 +37,7 @@ class Asked:
 
 @dataclass(slots=True)
 class ServerState:
-    """What a router knows of a server: the requests that it has not answered yet, and the tokens of their prompts."""
+    """The facts about a server that a router knows: requests without a first token, and the tokens of their prompts."""
 
     requests: int = 0
     tokens: int = 0
@@ -67,7 +67,8 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The server with the fewest prompt tokens that wait or are computed; of several, that which was sent least."""
+    """The server with the fewest prompt tokens that wait or are computed. Of several, the one that was sent the fewest
+    tokens."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
@@ -92,11 +93,12 @@ class Session:
 
 
 class PrefixAffinity:
-    """The server with the fewest tokens to compute until this prompt is: those that wait there, and those of the prompt
-    that it was not sent before; of several, that which was sent least.
+    """The server that has the fewest tokens to compute until this prompt is computed: the tokens that wait there, and
+    the tokens of the prompt that it was not sent before. Of several, the server that was sent the fewest tokens.
 
     Less than half of a prompt does not count as sent before: else one server would get all that share a system prompt.
-    It remembers what it sent where, up to ``_REMEMBERED`` blocks. It does not know what a server evicts.
+    It remembers which blocks it sent to which server, up to ``_REMEMBERED`` blocks. It does not know
+    which blocks servers evict.
     """
 
     _REMEMBERED = 1 << 20
@@ -125,7 +127,7 @@ class PrefixAffinity:
         return chosen
 
     def _matched(self, path: Sequence[bytes], bits: int) -> dict[int, int]:
-        """Blocks at the head of ``path`` that each server was sent; without those that were sent none."""
+        """Return how many blocks at the head of ``path`` each server was sent, if any."""
         found: dict[int, int] = {}
         for at, key in enumerate([*path, None]):
             kept = bits & self._sent.get(key, 0) if key is not None else 0

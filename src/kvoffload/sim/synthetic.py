@@ -127,7 +127,7 @@ def _assistants(world: _World) -> _Session:
 
 
 def _drawn_sorts(world: _World) -> list[tuple[float, _Traffic]]:
-    """What this seed's assistants are like: long prompts that never come back, chats, agents, and single tool calls."""
+    """Draw the kinds of sessions of this seed's assistants: single long prompts, chats, agents, tool calls."""
     uniform, between = world.random.uniform, world.between
     once = float(uniform(0.2, 0.5))
     chats = float(uniform(0.4, 0.7)) * (1 - once)
@@ -161,8 +161,8 @@ KINDS: dict[str, Callable[[_World], _Session]] = {
     "tools": _tools,
 }
 """Chat of several turns under shared system prompts; agents whose context grows by tool calls; questions about
-documents, some of which are far more popular; a mix of these; and assistants that chat and call tools, with long pauses
-and many long prompts that never come back. The seed of assistants also draws what the traffic is like: lengths, turns,
+documents, a few of them far more popular; a mix of these; and assistants that chat and call tools, with long pauses
+and many long prompts that never come back. The seed of assistants also draws the traffic's properties: lengths, turns,
 pauses, and how many shared prompts there are and how popular they are. The last are agents whose tools take seconds or
 minutes, and who ask people, which takes longer."""
 

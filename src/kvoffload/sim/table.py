@@ -13,10 +13,11 @@ class Table(NamedTuple):
     headings: list[str]
     rows: list[list[str]]
     left_out: tuple[str, ...] = ()
-    """Headings of columns that there are, too."""
+    """Headings of dropped columns."""
 
     def without(self, headings: Iterable[str]) -> Table:
-        """The table without these columns. Those that have nothing but ``-`` are not worth a mention."""
+        """The table without these columns. Columns that contain only ``-`` are not
+        mentioned."""
         dropped = {*headings}
         kept = [at for at, heading in enumerate(self.headings) if heading not in dropped]
         some = [

@@ -45,6 +45,10 @@ class Trace:
     """Shape (accesses,)."""
     device_blocks: int = 0
     """Size of the GPU's own cache in blocks when the trace was recorded; 0 if the trace does not contain it."""
+    token_bytes: float = 0.0
+    """Bytes of KV per token of the server that recorded the trace; 0 if the trace does not contain them."""
+    prefill_tokens_per_s: float = 0.0
+    """How fast this server computed prompts, by its own estimates: the median; 0 if it made none."""
     next_uses: npt.NDArray[np.int8] | None = None
     """The hint of each request's client about the next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
     no client gave a hint."""

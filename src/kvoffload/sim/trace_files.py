@@ -3,9 +3,9 @@
 
 The fields distinguish three formats:
 
-* *Mooncake* (also what ``record_trace`` writes): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
+* *Mooncake* (``record_trace`` also writes it): ``timestamp`` in ms, ``input_length``, ``output_length``, ``hash_ids``
   that are prefix-chained, optionally ``session``, ``next_use`` (``"soon"``, ``"later"`` or ``"never"``),
-  ``block_tokens`` and, in the first line, ``machine`` with ``device_blocks``.
+  ``block_tokens``, ``story`` and, in the first line, ``machine``.
 * *Qwen-Bailian*: ``chat_id`` and ``parent_chat_id`` (-1 for none), ``timestamp`` in s, and ``hash_ids`` that name
   single blocks. This module chains them.
 * *AIPerf*: like Mooncake's, with a ``session_id`` in each line. A line contains the new tokens of one turn, and after
@@ -32,6 +32,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, BinaryIO, cast
 
 import msgspec
@@ -77,6 +78,8 @@ class _Line(msgspec.Struct):
     machine: Any = None
     """In the first line: the server's configuration, written by ``record_trace``. Other programs may use this name for
     something else."""
+    story: Any = None
+    """Written by ``record_trace``: among others, the seconds that the server expected for computing a hit's blocks."""
 
 
 def load_trace(path: str | Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
@@ -107,7 +110,9 @@ class _Reader:
         self._decoder = msgspec.json.Decoder(_Line)
         self._is_bailian = False
         self._stated_tokens: int | None = None
-        self._device_blocks = 0
+        self._device_blocks = self._block_bytes = 0
+        self._speeds = array("d")
+        """Blocks per second that the recording server expected to compute."""
         self._sessions_seen: dict[object, int] = {}
         self.lines = array("q")
         self.num_torn = 0
@@ -143,8 +148,12 @@ class _Reader:
         if not self.lines:
             self._is_bailian = line.chat_id is not None
             self._stated_tokens = line.block_tokens
-            device_blocks = line.machine.get("device_blocks") if isinstance(line.machine, dict) else None
-            self._device_blocks = max(device_blocks, 0) if isinstance(device_blocks, int) else 0
+            self._device_blocks = _count_in(line.machine, "device_blocks")
+            self._block_bytes = _count_in(line.machine, "block_bytes")
+        for weighed in line.story.get("weighed") or () if isinstance(line.story, dict) else ():
+            seconds = weighed.get("computing_s") if isinstance(weighed, dict) else None
+            if isinstance(seconds, float) and seconds > 0 and (blocks := _count_in(weighed, "blocks")):
+                self._speeds.append(blocks / seconds)
         scale = 1.0 if self._is_bailian else 1e-3
         self.lines.append(number)
         self._times.append(line.timestamp * scale)
@@ -259,6 +268,8 @@ class _Reader:
             offsets=offsets,
             ids=ids,
             device_blocks=self._device_blocks,
+            token_bytes=self._block_bytes / size,
+            prefill_tokens_per_s=median(self._speeds) * size if self._speeds else 0.0,
             next_uses=np.frombuffer(self._next_uses, dtype=np.int8) if any(self._next_uses) else None,
             cut_line=cut_line,
         )
@@ -305,6 +316,12 @@ class _Reader:
 
     def _error(self, number: int, what: str) -> TraceError:
         return TraceError(f"{self._path}, line {number}: {what}.")
+
+
+def _count_in(values: Any, name: str) -> int:
+    """Return a number of a JSON object; 0 if the object is another program's, and has none."""
+    found = values.get(name) if isinstance(values, dict) else None
+    return max(found, 0) if isinstance(found, int) else 0
 
 
 def _hash(data: bytes) -> int:

@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
 
 
 def cut(segments: Iterable[Segment], block_tokens: int) -> list[int]:
-    """The hashes of the blocks of a prompt, the last of which may be partial."""
+    """Return the hashes of a prompt's blocks. The last block may be partial."""
     hashes: list[int] = []
     pieces: list[str] = []
     chain = filled = 0

@@ -25,7 +25,7 @@ WIDTH, MOST_LINES = 80, 25
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an operator needs to know first."""
+    """The facts that an operator needs first."""
 
     answer: str
     rows: Table
@@ -161,7 +161,7 @@ def _servers_needed(plan: Plan) -> str:
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
-    """The number of servers, and what they do not need."""
+    """Return the number of servers, and the parts that they do not need."""
     reached = plan.chosen or plan.best
     said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour."
     if plan.chosen is None:
