@@ -892,8 +892,10 @@ class Stepped:
         return self._tokens - before, first
 
 
-def in_virtual_time(model: str, extra: dict[str, Any], gpu_blocks: int, loads: list[float]) -> list[dict[str, Any]]:
-    """Serves the workload at each load, with empty caches, and says what was observed."""
+def in_virtual_time(
+    model: str, extra: dict[str, Any], gpu_blocks: int, workloads: list[tuple[float, int]]
+) -> list[dict[str, Any]]:
+    """Serve each workload, a load and a seed, with empty caches. Return the figures of each."""
     found = []
     engine = Engine(
         model,
@@ -904,12 +906,12 @@ def in_virtual_time(model: str, extra: dict[str, Any], gpu_blocks: int, loads: l
         async_scheduling=False,
     )
     stepped = Stepped(engine)
-    for load in loads:
+    for load, seed in workloads:
         exit_if_hung()
         engine.drain()
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         before = [engine.vllm_metric(f"vllm:{kind}prefix_cache_hits") for kind in ("", "external_")]
-        seconds, ttft_s = serve(stepped, Workload(load, BLOCK_TOKENS))
+        seconds, ttft_s = serve(stepped, Workload(load, BLOCK_TOKENS, seed=seed))
         after = [engine.vllm_metric(f"vllm:{kind}prefix_cache_hits") for kind in ("", "external_")]
         device, host = (int(now - then) for now, then in zip(after, before, strict=True))
         found.append(Observed(seconds, ttft_s, device, host).as_json())
