@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
 from kvoffload.cpu.memory_limits import file_system_number
-from kvoffload.errors import ConfigError, StoreError, suggest
+from kvoffload.errors import ConfigError, StoreError, reason_of, suggest
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.seal import encrypts, secret_id
@@ -396,7 +396,9 @@ class RootedStore(BlockStore):
         return outcomes(answers, failures, [at for at, here in enumerate(was_here) if here] if failures else ())
 
     def _failed(self, error: OSError) -> StoreError:
-        failure = StoreError(f"The store at {self._root} fails: {error}")
+        path = error.filename if isinstance(error.filename, str) else ""
+        place = f"{path}: " if path.startswith(f"{self._root}/") else ""
+        failure = StoreError(f"The store at {self._root} fails: {place}{reason_of(error).rstrip('.')}.")
         failure.__cause__ = error
         return failure
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvoffload.base import OffloadKey
-from kvoffload.errors import StoreError
+from kvoffload.errors import StoreError, reason_of
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.base import BlockStore, DiskStats, LossCause, StoreStats
 from kvoffload.tiering.stores.wrappers import JoinedKeys
@@ -235,7 +235,7 @@ class _Disk:
         try:
             self.store.close()
         except Exception as exc:  # noqa: BLE001 - in a thread of its own, where nothing else would report it
-            _log.warning("%r failed to close: %s", self.store, exc)
+            _log.warning("%r failed to close: %s", self.store, reason_of(exc))
 
 
 class _Calls:

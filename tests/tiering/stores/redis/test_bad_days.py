@@ -66,7 +66,7 @@ def test_a_refused_connection_is_an_error_that_names_the_server(open_store: Open
     for call in (store.contains, store.discard):
         with pytest.raises(StoreError, match=f"Redis at 127.0.0.1:{port} fails: .*refused") as caught:
             call(keys(1))
-        assert "hush" not in str(caught.value)
+        assert "hush" not in str(caught.value) and "Errno" not in str(caught.value)
     with pytest.raises(StoreError):
         read(store, keys(1))
     with pytest.raises(StoreError):

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
+from kvoffload.errors import reason_of
 from kvoffload.tiering.stores.base import LossCause
 from kvoffload.tiering.stores.disk.allocator import (
     BUSY,
@@ -380,7 +381,7 @@ class Slabs:
         """Drop a slab whose table failed."""
         self.quarantined.add(slab.file.name)  # before the drop, so that no poll opens it again
         if self.drop([slab], "corrupt"):
-            _log.warning("kvoffload no longer uses the slab %s at %s: %s", slab.file.name, self._root, error)
+            _log.warning("kvoffload no longer uses the slab %s at %s: %s", slab.file.name, self._root, reason_of(error))
 
     def take_changes(self) -> list[tuple[Slab, list[int]]]:
         """Return our slabs with changes that are not announced to neighbours, pinned, and the changed pages."""

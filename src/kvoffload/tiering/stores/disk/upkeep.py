@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, reason_of
 from kvoffload.tiering.stores.direct_io import REFUSED
 from kvoffload.tiering.stores.disk.allocator import runs_of
 from kvoffload.tiering.stores.disk.directory import SlabDirectory, SlabSeen
@@ -186,9 +186,9 @@ class Upkeep:
                         self.poll()
                 said = ""
             except Exception as exc:  # noqa: BLE001 - the thread must survive any error of a broken disk
-                if str(exc) != said:
-                    said = str(exc)
-                    _log.warning("The store at %s: %s", self._directory.root, exc)
+                if reason_of(exc) != said:
+                    said = reason_of(exc)
+                    _log.warning("The store at %s: %s", self._directory.root, said)
             if self._stop.wait(_POLL_S):
                 return
 
@@ -211,7 +211,7 @@ class Upkeep:
                     num_slots += taken
             self._shrink()
         except OSError as exc:
-            _log.warning("The slabs at %s cannot be listed: %s", self._directory.root, exc)
+            _log.warning("The slabs at %s cannot be listed: %s", self._directory.root, reason_of(exc))
         self.is_loaded.set()
 
     def _is_unknown(self, name: str) -> bool:
@@ -241,7 +241,7 @@ class Upkeep:
             if exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
-            _log.warning("kvoffload ignores the slab %s at %s: %s", name, self._directory.root, exc)
+            _log.warning("kvoffload ignores the slab %s at %s: %s", name, self._directory.root, reason_of(exc))
             self._slabs.quarantined.add(name)
         return 0
 

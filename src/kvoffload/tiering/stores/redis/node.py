@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvoffload.errors import StoreError
+from kvoffload.errors import StoreError, reason_of
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.redis.connector import Address, Connector
 from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, Wire, encode, in_one_line
@@ -106,7 +106,8 @@ class Node:
             raise self._failed(exc) from exc
 
     def _failed(self, reason: Exception | ErrorReply, kind: type[StoreError] = StoreError) -> StoreError:
-        return kind(f"Redis at {self.address} fails: {in_one_line(str(reason)) or type(reason).__name__}.")
+        text = reason_of(reason) if isinstance(reason, Exception) else reason
+        return kind(f"Redis at {self.address} fails: {in_one_line(text) or type(reason).__name__}.")
 
 
 def _exchanged(wire: Wire, call: Callable[[Wire], T], timeout_s: float) -> T:
