@@ -115,7 +115,7 @@ def text_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what ``error`` says, for people: of the operating system's errors the text, without ``[Errno 2]``."""
+    """Return the text of ``error`` for people. Errors of the operating system lose their ``[Errno 2]``."""
     return getattr(error, "strerror", None) or text_of(error)
 
 

@@ -93,6 +93,6 @@ def counted(number: int, what: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of somebody else for a log, a message or a table: without line breaks and control characters, which could
+    """Return foreign text for a log, a message or a table, without line breaks and control characters, which could
     forge lines or change the terminal."""
     return "".join(part if part.isprintable() else part.encode("unicode_escape").decode() for part in text)

@@ -37,7 +37,7 @@ _LAYERS = 8
 _MOST_THREADS = 4
 _MORE_TRIES = 2
 _MOST_PAGES = 8192
-"""Of one job."""
+"""Limit on the pages of one job."""
 
 
 @dataclass(frozen=True, slots=True)

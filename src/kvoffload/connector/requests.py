@@ -68,7 +68,7 @@ class CachedPrefix:
     is_answered: bool = False
     """The engine has an answer, but has not yet reported the GPU blocks that it allocated because of it."""
     wait_s: float = 0.0
-    """How long questions had no answer since the last admission."""
+    """Number of seconds during which questions had no answer, since the last admission."""
     awaited_job_id: int | None = None
     """Another request's load for which this request waited, once, instead of loading the same blocks itself."""
     within_step: bool = False

@@ -39,7 +39,8 @@ class _Version(NamedTuple):
     """Rows of ``memory.stat`` with cached files."""
 
 
-# Above memory.high the kernel slows down every allocation, and pinned memory cannot be reclaimed, so it is a limit too.
+# Above memory.high the kernel slows down every allocation, and pinned memory cannot be reclaimed, so it also counts as
+# a limit.
 _VERSION_2 = _Version(("memory.max", "memory.high"), "memory.current", "", ("active_file", "inactive_file"))
 _VERSION_1 = _Version(
     ("memory.limit_in_bytes",),
@@ -50,7 +51,7 @@ _VERSION_1 = _Version(
 
 
 def cgroup_limits(root: Path = Path("/")) -> list[CgroupLimit]:
-    """The memory limits of this process's own group and of all visible groups above it.
+    """Return the memory limits of this process's own group and of all visible groups above it.
 
     ``root`` is the directory that contains ``proc`` and ``sys``. The list is empty if there is no limit, or if the
     system has no control groups.
@@ -66,7 +67,7 @@ def cgroup_limits(root: Path = Path("/")) -> list[CgroupLimit]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[_Version, Path, str]]:
-    """Each mounted hierarchy that may limit memory: its version, where it is mounted, and the group mounted there."""
+    """Yield each mounted hierarchy that may limit memory: its version, its mount point, and the group mounted there."""
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, source = line.partition(" - ")
         fields, kinds = mounted.split(), source.split()
@@ -80,7 +81,7 @@ def _mounts(root: Path) -> Iterator[tuple[_Version, Path, str]]:
 
 
 def _own_paths(root: Path, version: _Version) -> Iterator[str]:
-    """The path of this process's group in the hierarchy."""
+    """Yield the path of this process's group in the hierarchy."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -90,7 +91,7 @@ def _own_paths(root: Path, version: _Version) -> Iterator[str]:
 
 
 def _folders(mount: Path, mount_root: str, path: str) -> list[Path]:
-    """The folders of the group ``path`` and of all groups above it, up to the mount.
+    """Return the folders of the group ``path`` and of all groups above it, up to the mount.
 
     A container may see the path of its group from outside, while only that group is mounted: then the part above the
     mount is cut off. If the group is not below the mount, only the mount itself is read.
@@ -122,5 +123,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(text: str) -> str:
-    """A path as the kernel writes it in ``mountinfo``: blanks and backslashes are octal numbers."""
+    """Decode a path from ``mountinfo``, where the kernel writes blanks and backslashes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

@@ -204,7 +204,7 @@ class PageTiers:
         return answer
 
     def _step(self) -> None:
-        """Do for the tiers what an engine's step does: start work, and take results."""
+        """Start work in the tiers and take their results, as an engine's step would."""
         for tier in self._tiers:
             tier.on_schedule_end()
             for result in tier.get_finished_jobs():
