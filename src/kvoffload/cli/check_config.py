@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
+from kvoffload.cli.judge import Verdict, check_file, is_installed, judge
 from kvoffload.cli.kv_size import ModelKV, model_kv
 from kvoffload.cli.output import Json, check_unit, print_json
 from kvoffload.config import OffloadingConfig, read_config_values
 from kvoffload.config_file import ENVIRONMENT, expanded, has_variable, load_wrapped
 from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
-from kvoffload.engines.vllm.judge import check_file
 from kvoffload.errors import CapacityError, ConfigError, MissingExtraError, Problems, StoreError, reason_of
 from kvoffload.specs import spec_class
 from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, parse_tiers
@@ -44,9 +44,17 @@ def check_config(
             show_default=False,
         ),
     ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]", help="vLLM's arguments, such as -- --tensor-parallel-size 2."),
+    ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The model's config.json, or its folder. Shows the sizes of blocks."),
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The model's config.json, its folder, or its name on the Hub. Shows the sizes of blocks, and whether "
+            "kvoffload works with this model and ARGUMENTS. The second needs vLLM in this environment, but no GPU.",
+        ),
     ] = None,
     connect: Annotated[
         bool, typer.Option("--connect", help="Also test the connection to the servers of remote tiers.")
@@ -67,13 +75,21 @@ def check_config(
     # Without a size the configuration has a stand-in.
     cpu_bytes = None if any("cpu_bytes_to_use" in problem for problem in problems.found) else config.cpu_bytes
     sizes = None
-    if model is not None:
+    if model is not None and (Path(model).exists() or not is_installed()):
         with problems:
             sizes = model_kv(model)
     warnings = _probe(config, cpu_bytes, sizes, connect, problems)
     unchecked: list[str] = []
     with problems:
         unchecked = check_file(wrappers, config, problems)
+    verdict = None
+    if model is not None:
+        path = Path(model)
+        verdict = judge(file, str(path.parent) if path.is_file() else model, arguments or [])
+        for problem in verdict.problems:
+            problems.add(problem)
+    elif arguments:
+        problems.add("vLLM's arguments say nothing without a model: add --model.")
     # A text with a variable that is not set is wrong in other ways, too.
     problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
     if problems.found:
@@ -81,10 +97,15 @@ def check_config(
             print_json({"problems": problems.found})
         for problem in () if as_json else problems.found:
             print(f"{file}: {problem}", file=sys.stderr)
+        if verdict is not None and verdict.problems and not as_json:
+            print(
+                f"No, kvoffload does not work with {model} and these arguments{_judged_by(verdict)}.", file=sys.stderr
+            )
         sys.exit(1)
     command, rows, tiers = _command(file, config), _rows(config, sizes), _tiers(config, connect)
     if as_json:
-        print_json({"problems": [], "warnings": warnings, "command": command, **dict(rows), "tiers": tiers})
+        answer = {} if verdict is None else {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged}
+        print_json({"problems": [], "warnings": warnings, "command": command, **dict(rows), "tiers": tiers, **answer})
         return
     print(f"{command}\n")
     for name, value in (*rows, *(("tier", tier) for tier in tiers)):
@@ -95,8 +116,16 @@ def check_config(
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
         print(f"With several GPUs, or on vLLM's CPU platform, a server rejects this: {exc}")
+    if verdict is not None and verdict.judged_by:
+        print(f"\nYes, kvoffload works with {model} and these arguments{_judged_by(verdict)}.")
+    if verdict is not None and verdict.unjudged:
+        print(f"Not judged without starting a server: {'; '.join(verdict.unjudged)}.")
     if unchecked:
         print(f"\nNot checked, because only a server can check them: {', '.join(unchecked)}.")
+
+
+def _judged_by(verdict: Verdict) -> str:
+    return f" ({verdict.judged_by})" if verdict.judged_by else ""
 
 
 def _probe(

@@ -25,7 +25,7 @@ from tests.ports import free_port
 from kvoffload.engines import weights
 from kvoffload.engines.sglang import updates
 from kvoffload.engines.sglang.updates import ServedWeights
-from kvoffload.errors import ConfigError, LayoutError
+from kvoffload.errors import ConfigError
 
 pytestmark = pytest.mark.sglang
 
@@ -45,11 +45,11 @@ def build(model: str, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     made: list[Any] = []
 
-    def make(pool: Any, interface: int = 1, **options: Any) -> Any:
+    def make(pool: Any, interface: int = 1, model_name: str = model, **options: Any) -> Any:
         tier = {"type": "disk", "path": str(tmp_path / "disk"), "max_bytes": "64MiB"}
         updates.note_files(get_server_args())  # as before SGLang loads them
         extra = backend_options(tier, interface=interface, **({"max_wait_s": 120} | options))
-        made.append(storage := open_storage("dynamic", model, pool, extra))
+        made.append(storage := open_storage("dynamic", model_name, pool, extra))
         return storage
 
     yield make
@@ -83,6 +83,18 @@ def test_other_weights_or_settings_find_nothing(tmp_path: Path, build) -> None:
     assert found(rl_on_policy_target="fsdp") == found(weight_version="v2") == 0
     write_llama(tmp_path / "model", seed=SEED + 1)
     assert found() == 0
+
+
+def test_a_copy_at_another_path_has_the_same_pages_unless_a_version_names_the_weights(tmp_path: Path, build) -> None:
+    from sglang.srt.runtime_context import get_context
+
+    paths = [write_llama(tmp_path / name).path for name in ("model", "mount")]
+    pool, keys = HostPool(4), hashes(1)
+    for version, num_found in ({}, 1), ({"weight_version": "v2"}, 0):
+        with get_context().override_server_args(model_path=paths[0], device="cpu", **version):
+            assert build(pool, model_name=paths[0]).batch_set_v1(keys, pool.indices(0)) == [True]
+        with get_context().override_server_args(model_path=paths[1], device="cpu", **version):
+            assert build(pool, model_name=paths[1]).batch_exists(keys) == num_found
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["at the start", "attached later"])
@@ -371,5 +383,5 @@ def test_metrics_are_served(build) -> None:
 def test_mistakes_fail_the_start(build) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'max_wait_s'"):
         build(HostPool(4), max_wait=1)
-    with pytest.raises(LayoutError, match="does not say how its pages lie"):
+    with pytest.raises(ConfigError, match="host pools of SGLang whose pages"):
         build(SimpleNamespace(page_size=4))

@@ -14,7 +14,7 @@ from tests.redis_server import PATIENT_OPTIONS, RedisServer
 
 from kvoffload.engines.sglang.options import parse_options
 from kvoffload.engines.sglang.storage import PoolStorage, page_facts, pages_of
-from kvoffload.errors import LayoutError
+from kvoffload.errors import ConfigError
 
 MODEL = {"name": "small"}
 RANKS = {"tp_rank": 0, "tp_size": 1, "is_mla_model": False}
@@ -120,14 +120,14 @@ def test_a_pool_without_addresses_is_refused_with_what_to_do(build) -> None:
         def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
             raise ValueError("Unsupported layout: page_head")
 
-    with pytest.raises(LayoutError, match="--hicache-mem-layout page_first"):
+    with pytest.raises(ConfigError, match="--hicache-mem-layout page_first"):
         build(NoPages(4))
 
 
 def test_a_pool_that_lacks_what_every_pool_has_is_refused(build) -> None:
     pool = HostPool(4)
     del pool.dtype
-    with pytest.raises(LayoutError, match="it has no dtype"):
+    with pytest.raises(ConfigError, match="it has no dtype"):
         build(pool)
 
 

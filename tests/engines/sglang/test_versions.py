@@ -33,5 +33,5 @@ def test_a_version_that_lacks_something_is_refused_by_its_name(monkeypatch: pyte
     for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.model_override_base", ModuleType("model_override_base"))
-    with pytest.raises(ConfigError, match=r"this is SGLang 0\.9\.0, which differs .*model_config_of"):
+    with pytest.raises(ConfigError, match=r"this is SGLang 0\.9\.0, which differs.*model_config_of"):
         kvoffload.engines.sglang.KVOffloadStorage  # noqa: B018 - SGLang gets it like this

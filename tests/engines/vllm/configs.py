@@ -286,8 +286,9 @@ def latent(window: int | None = None) -> Any:
     return _spec("SlidingWindowMLASpec", "sliding_window_mla", **shape, sliding_window=window)
 
 
-def chunked() -> Any:
-    return _spec("ChunkedLocalAttentionSpec", "chunked_local_attention", **SHAPE, attention_chunk_size=64)
+def chunked(chunk: int = 64, **changes: Any) -> Any:
+    shape = SHAPE | {"attention_chunk_size": chunk} | changes
+    return _spec("ChunkedLocalAttentionSpec", "chunked_local_attention", **shape)
 
 
 def ring() -> Any:

@@ -23,6 +23,7 @@ import torch
 from tests.engines.vllm.configs import (
     HFConfig,
     attention,
+    chunked,
     know_plain_specs,
     kv_cache_config,
     mamba,
@@ -162,6 +163,16 @@ def ranks(number: int, kv_heads: int = 2) -> Engine:
         "parallel_config__distributed_executor_backend": "mp",
     }
     return Engine(changes, lambda: kv_cache_config(attention(num_kv_heads=kv_heads)))
+
+
+def pipeline(stages: int) -> Engine:
+    """Return an engine whose 12 layers are divided among ``stages``. Its scheduler sees the layers of the first one."""
+    changes: dict[str, Any] = {
+        "parallel_config__pipeline_parallel_size": stages,
+        "parallel_config__world_size": stages,
+        "parallel_config__distributed_executor_backend": "mp",
+    }
+    return Engine(changes, lambda: kv_cache_config(attention(), layers=12 // stages))
 
 
 def tensors(*records: list[str]) -> Engine:
@@ -323,7 +334,15 @@ APART: dict[str, tuple[Engine, Engine]] = {
     "shapes of states": (over(attention, mamba), over(attention, lambda: mamba(shapes=((3, 2), (4,))))),
     "layout": (PLAIN, over(attention, kv_cache_layout="BLHNC")),
     "tokens of an offloaded block": (PLAIN, Engine(extra={"block_size": 32})),
-    "stages": (
+    "stages": (PLAIN, pipeline(2)),
+    "other stages": (pipeline(2), pipeline(3)),
+    "stages of unequal size": (pipeline(5), pipeline(4)),
+    "stages and ranks": (pipeline(2), ranks(2, kv_heads=1)),
+    "chunks": (over(attention, chunked), over(attention, lambda: chunked(32))),
+    "chunks and windows of one size": (over(attention, chunked), over(attention, lambda: sliding(64))),
+    "chunks and full attention": (over(attention, chunked), over(attention, attention)),
+    "heads of chunks": (over(attention, chunked), over(attention, lambda: chunked(num_kv_heads=1))),
+    "context": (
         over(attention, kv_cache_layout="BLNHC"),
         Engine(
             {"parallel_config__cp_kv_cache_interleave_size": 2},
@@ -463,6 +482,12 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
         over(lambda: sliding(64, extra_retained_tokens=0)),
         over(lambda: sliding(64, extra_retained_tokens=0)),
     ),
+    "stages alike": (pipeline(3), pipeline(3)),
+    "stages of several engines": (
+        pipeline(2),
+        Engine(pipeline(2).changes | {"parallel_config__data_parallel_size": 4}, pipeline(2).caches),
+    ),
+    "chunks alike": (over(attention, chunked), over(attention, lambda: chunked(64))),
     "padding of states": (over(attention, mamba), over(attention, lambda: mamba(page_size_padded=9216))),
     "an option of a newer vLLM at its default": (PLAIN, Engine(fields={"cache_config": 1})),
     "an option of a newer vLLM that is set alike": (
@@ -474,6 +499,17 @@ SHARED: dict[str, tuple[Engine, Engine]] = {
 
 def test_there_are_sixty_pairs() -> None:
     assert len(APART) + len(SHARED) >= 60
+
+
+@pytest.mark.vllm
+def test_pipelines_cut_at_other_layers_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for partition in ("5,7", "7,5", "5,7"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        num_layers = int(partition[0])
+        cut = Engine(pipeline(2).changes, lambda num_layers=num_layers: kv_cache_config(attention(), layers=num_layers))
+        names.append(cut.namespace())
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.parametrize("pair", APART.values(), ids=APART)

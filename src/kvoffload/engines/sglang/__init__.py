@@ -17,8 +17,8 @@ __all__ = ["KVOffloadStorage"]
 
 def __getattr__(name: str) -> Any:
     if name == "KVOffloadStorage":
+        from kvoffload.engines.sglang.rejections import VERSION
         from kvoffload.engines.sglang.versions import untried_version
-        from kvoffload.errors import ConfigError
 
         untried = untried_version()
         try:
@@ -29,9 +29,6 @@ def __getattr__(name: str) -> Any:
         except (ImportError, AttributeError) as exc:
             if untried is None:
                 raise
-            raise ConfigError(
-                f"{untried}, which differs in something that kvoffload uses ({exc}): install the version that was "
-                "tried, or serve without kvoffload."
-            ) from exc
+            raise VERSION.error(f"{untried}, which differs: {exc}") from exc
         return KVOffloadStorage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_context, get_server_args, get_serving
 
 from kvoffload.engines.sglang.hits import restorable_pages
-from kvoffload.engines.sglang.identity import architecture_of, environment_of, ranks_of, server_facts, weights_of
+from kvoffload.engines.sglang.identity import (
+    architecture_of,
+    environment_of,
+    ranks_of,
+    server_facts,
+    weights_of,
+    without_paths,
+)
 from kvoffload.engines.sglang.options import SGLangOptions, parse_options
+from kvoffload.engines.sglang.rejections import MEDIA, NUMBER_FORMAT
 from kvoffload.engines.sglang.storage import PoolStorage, pages_of
 from kvoffload.engines.sglang.tiers import Page
 from kvoffload.engines.sglang.updates import SERVED, watch_from_the_start
@@ -78,6 +86,9 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             "pages": bool(extra.get("interface_v1", 0)),
         }
         weights = self._model.pop("weights", {})
+        if weights and "version" not in weights:
+            self._model = without_paths(self._model) | {"name": self._model["class"]}
+            self._ranks = without_paths(self._ranks)
         self._weights_name = str if not weights else in_background(lambda: _name_of(weights))
         self._named = _Named(SERVED.num_changes, version, SERVED.salt)
         if (reason := SERVED.why_not_named_by(version)) is not None:
@@ -278,24 +289,18 @@ def _model_facts(options: SGLangOptions, version: str) -> dict[str, Any]:
     architecture = json.loads(config.hf_config.to_json_string(use_diff=False))
     is_persistent = any(tier.is_persistent for tier in options.tiers)
     if is_persistent and not options.media_never_change and (config.is_multimodal or config.is_audio_model):
-        raise ConfigError(
-            "A client may name a medium by a hash (mm_hashes) that stands for another one, and a tier that outlives "
-            "the process would serve its pages to others: set media_never_change among kvoffload's options if none "
-            "does, start SGLang with --language-model-only, or leave out the tier."
-        )
+        raise MEDIA.error()
     facts = server_facts(args, resolved) | {
         "sglang": sglang_version(),
         "architecture": architecture_of(architecture),
+        "class": ", ".join(architecture.get("architectures") or ["model"]),
         "environment": environment_of(os.environ),
     }
     try:
         facts |= _number_formats()
     except (ImportError, AttributeError) as exc:
         if is_persistent:
-            raise ConfigError(
-                f"kvoffload cannot tell which eight-bit numbers this SGLang computes with: {exc}. Install a version of "
-                'SGLang that docs/sglang.md names, or use tiers of type "memory".'
-            ) from exc
+            raise NUMBER_FORMAT.error(str(exc)) from exc
     if is_persistent:
         facts["weights"] = weights_of(args, resolved, version, SERVED.files)
     return facts

@@ -20,6 +20,7 @@ import msgspec
 
 from kvoffload.engines.facts import COUNTS, UnclearError, facts_of, ropes_in
 from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
+from kvoffload.engines.sglang.rejections import ADAPTER, KV_DTYPE, LONG_ROPE, SCALES, UNREADABLE, WEIGHTS
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
 from kvoffload.engines.variables import counted
 from kvoffload.engines.weights import WEIGHT_FILES, Files, local_directory
@@ -36,6 +37,12 @@ _ROPES_OF_ANOTHER_LENGTH = ("llama3", "yarn", "deepseek_yarn")
 """Rope types that do not depend on the context length if they name the length that the model was trained with."""
 
 _ORIGINAL = "original_max_position_embeddings"
+
+_OF_THE_FILE = ("transformers_version", "_name_or_path")
+"""Entries of a model's configuration that say who wrote it, and where it is."""
+
+_PLACES = ("model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision", "model_name")
+"""Where a model is, and its name, which is its path unless a user sets ``--served-model-name``."""
 
 _UNPROVEN_KV_DTYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
@@ -54,17 +61,19 @@ def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
         raise _unreadable("server arguments", exc) from exc
     facts = _facts_of(record, "server arguments")
     if resolved["kv_cache_dtype"] in _UNPROVEN_KV_DTYPES:
-        raise ConfigError(
-            f"kvoffload was not tried with --kv-cache-dtype {resolved['kv_cache_dtype']}, whose scales lie beside the "
-            "pages: use auto, bfloat16, fp8_e4m3 or fp8_e5m2, or serve without kvoffload."
-        )
+        raise KV_DTYPE.error(f"it is {resolved['kv_cache_dtype']}")
     path = resolved["quantization_param_path"]
     if path is not None:
         try:
             facts["quantization_param_path"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError as exc:
-            raise ConfigError(f"The scales in --quantization-param-path cannot be read: {exc}.") from exc
+            raise SCALES.error(str(exc)) from exc
     return facts
+
+
+def without_paths(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``facts`` without the places of the models, for weights that are named by the content of their files."""
+    return {name: value for name, value in facts.items() if name not in _PLACES}
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -83,7 +92,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 def _of_the_model(config: Any) -> Any:
     """Return the configuration without the version of the library that has read it."""
     if isinstance(config, Mapping):
-        return {name: _of_the_model(value) for name, value in config.items() if name != "transformers_version"}
+        return {name: _of_the_model(value) for name, value in config.items() if name not in _OF_THE_FILE}
     return [_of_the_model(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
@@ -101,11 +110,7 @@ def _check_long_rope(rope: Mapping[str, Any], config: Mapping[str, Any]) -> None
     in it exceeds the original length."""
     original, context = rope.get(_ORIGINAL, config.get(_ORIGINAL)), config.get("context_len")
     if not isinstance(original, int) or not isinstance(context, int) or context > original:
-        raise ConfigError(
-            "SGLang computes all requests of a batch with this model's long rotary factors if one of them is longer "
-            f"than {original} tokens, so equal tokens have unequal pages: set --context-length to {original} at most, "
-            "or serve this model without kvoffload."
-        )
+        raise LONG_ROPE.error(f"{context} tokens instead of {original}")
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -137,26 +142,23 @@ def weights_of(
         try:
             found[what] = _loaded_files(what, path, revision, resolved, before)
         except OSError as exc:
-            raise ConfigError(
-                f"kvoffload cannot tell which weights the LoRA adapter {path!r} has: {exc}; load it by "
-                "/load_lora_adapter instead of --lora-paths, or make its files readable."
-            ) from exc
+            raise ADAPTER.error(f"{path!r}: {exc}") from exc
     if version != DEFAULT_VERSION:
         return found | {"version": version}
     defaults = {field.name: field.default for field in msgspec.structs.fields(args)}
     elsewhere = [name for name in WEIGHTS_FROM_ELSEWHERE if resolved[name] != defaults[name]]
     if elsewhere:
-        raise _unknown_weights(f"with --{elsewhere[0].replace('_', '-')} they need not be the files of the model")
+        raise WEIGHTS.error(f"with --{elsewhere[0].replace('_', '-')} they need not be the files of the model")
     for what, path, revision, load in _models_of(resolved):
         if load == "dummy":  # SGLang uses its own seed for it, which is the same everywhere
             found[what] = "dummy"
         elif load not in _READS_THE_MODELS_FILES:
-            raise _unknown_weights(f"--load-format {load} need not read the files of the model")
+            raise WEIGHTS.error(f"--load-format {load} need not read the files of the model")
         else:
             try:
                 found[what] = _loaded_files(what, path, revision, resolved, before)
             except OSError as exc:
-                raise _unknown_weights(str(exc)) from exc
+                raise WEIGHTS.error(str(exc)) from exc
     return found
 
 
@@ -187,10 +189,7 @@ def _facts_of(record: Any, what: str) -> dict[str, str]:
 
 
 def _unreadable(what: str, exc: Exception) -> ConfigError:
-    return ConfigError(
-        f"kvoffload cannot read this SGLang's {what}, on which pages depend: {exc}. Install a version of SGLang that "
-        "docs/sglang.md names."
-    )
+    return UNREADABLE.error(f"{what}: {exc}")
 
 
 def _record_of(args: Any, resolved: Mapping[str, Any]) -> Any:
@@ -228,10 +227,3 @@ def _loaded_files(
     if (changed := found.why_not(before.get(what))) is not None:
         raise OSError(f"{changed!r} has changed since SGLang began to load it")
     return found
-
-
-def _unknown_weights(why: str) -> ConfigError:
-    return ConfigError(
-        f"kvoffload cannot tell which weights SGLang serves, and others may find their pages: {why}. Name them by "
-        "--weight-version, with another name for each set of weights."
-    )

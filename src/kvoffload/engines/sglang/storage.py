@@ -13,8 +13,8 @@ from typing import Any
 from kvoffload.base import OffloadKey, make_offload_key
 from kvoffload.engines.sglang.facts import POOL_IS_HARMLESS
 from kvoffload.engines.sglang.options import SGLangOptions, namespace_of
+from kvoffload.engines.sglang.rejections import PAGES
 from kvoffload.engines.sglang.tiers import Page, PageTiers
-from kvoffload.errors import LayoutError
 from kvoffload.logs import RateLimitedLog
 from kvoffload.metrics import Stats
 from kvoffload.units import parse_bytes
@@ -59,9 +59,9 @@ class PoolStorage:
     ``max_wait_s``; every failure is a miss.
 
     ``first_page`` contains the indices of the pool's first page, which determine the size of pages. ``model`` and
-    ``ranks`` are parts of the namespace. A page is found only with the ``salt`` with which it was stored. Without a
-    salt, nothing is found or stored. The constructor raises ``ConfigError`` for a pool that cannot be stored, and for
-    options that the tiers reject.
+    ``ranks`` are parts of the namespace. A page is found only with the ``salt`` that was valid when it was stored.
+    Without a salt, nothing is found or stored. The constructor raises ``ConfigError`` for a pool that cannot be stored,
+    and for options that the tiers reject.
     """
 
     def __init__(
@@ -79,10 +79,7 @@ class PoolStorage:
             [page] = pages_of(host_pool, first_page, 1)
             facts = page_facts(host_pool)
         except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as exc:
-            raise LayoutError(
-                f"SGLang's host pool {name!r} ({type(host_pool).__name__}) does not say how its pages lie: {exc}. "
-                "Use --hicache-mem-layout page_first, or serve this model without kvoffload."
-            ) from exc
+            raise PAGES.error(f"{name!r}, a {type(host_pool).__name__}: {exc}") from exc
         sizes = [num_bytes for _, num_bytes in page]
         facts |= {"pool": type(host_pool).__name__, "pieces": sizes}
         self.name = name

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvoffload.engines.sglang.rejections import UNWATCHED
 from kvoffload.engines.weights import Files
-from kvoffload.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -169,17 +169,13 @@ def watch_from_the_start(is_start: bool) -> None:
     if SERVED.is_watched:
         return
     if not is_start:
-        raise ConfigError(
-            "kvoffload is attached to a server whose updates of weights it has not watched: let SGLang load its plugin "
-            "(see SGLANG_PLUGINS, and install kvoffload into SGLang's environment), or start the server with "
-            "--hicache-storage-backend dynamic."
-        )
+        raise UNWATCHED.error()
     try:
         _watch()
     except AttributeError as exc:
-        raise ConfigError(f"kvoffload cannot watch this SGLang's updates of weights: {exc}.") from exc
+        raise UNWATCHED.error(str(exc)) from exc
     if not SERVED.is_watched:
-        raise ConfigError("kvoffload cannot watch this SGLang's updates of weights: it has no such modules.")
+        raise UNWATCHED.error("this SGLang has no such modules")
 
 
 def _after_a_look(load: Callable[..., None]) -> Callable[..., None]:

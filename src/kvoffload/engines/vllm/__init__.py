@@ -121,7 +121,7 @@ def _prepare_engine_arguments() -> None:
     @functools.wraps(read)
     def read_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         if file_in_environment():
-            _fill_in(self)
+            fill_in(self)
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
             transfer = vllm_config.kv_transfer_config
@@ -157,7 +157,7 @@ def _watch_loads() -> None:
     Executor.__init__ = load_after_a_look
 
 
-def _fill_in(arguments: Any) -> None:
+def fill_in(arguments: Any) -> None:
     """Fill in the connector, its role, the policy of failed loads and the path of the file, unless the server uses
     another way to move KV. If a ``--kv-transfer-config`` names kvoffload, fill in only the last two."""
     from vllm.config import KVTransferConfig

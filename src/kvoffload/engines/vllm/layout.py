@@ -111,8 +111,8 @@ def _lookahead_tokens(speculative: Any, groups: Sequence[Any]) -> list[int]:
     """Return 1 for each group that may contain layers of a speculative head, and 0 for each other group.
 
     vLLM drops the last block of a hit in such a group of its own prefix cache. If it does not know which groups these
-    are, it drops that of all groups. It looks up groups with equal specs together, so it drops the last block of all of
-    them.
+    are, it drops the last block in all groups. It looks up groups with equal specs together, so it drops
+    the last block of all of them.
     """
     if speculative is None or not speculative.use_eagle_block_drop():
         return [0] * len(groups)

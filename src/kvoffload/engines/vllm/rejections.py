@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of setups of vLLM that kvoffload rejects. Loads neither vLLM nor torch.
 
-vLLM's configuration decides the rows of ``BEFORE_LOAD``, its KV groups those of ``WITH_KV_CACHE``, and the code that
-finds the setup those of ``WHILE_STARTING``. ``docs/compatibility.md`` lists all rows.
+``BEFORE_LOAD`` needs vLLM's configuration, and ``WITH_KV_CACHE`` also its KV groups. For ``WHILE_STARTING``, the code
+that finds a setup raises the row's error. ``docs/compatibility.md`` lists all rows.
 """
 
 from __future__ import annotations
@@ -254,6 +254,17 @@ HASHES = Rejection(
     peers=_ACCEPTED,
 )
 
+ONE_PIECE = Rejection(
+    setup="servers with chunked prefill and prefix caching both turned off",
+    applies=_one_piece,
+    # For want of causal attention, or of a kernel that continues from a prefix.
+    reason="vLLM then computes each prompt in one piece, so no part of one can be loaded. vLLM turns both off for "
+    "models in which a token sees later tokens (HRM), and for latent attention on CPUs without AMX",
+    remedy="serve this model without kvoffload, or leave out --no-enable-chunked-prefill and "
+    "--no-enable-prefix-caching",
+    opened_by="None: there is nothing to load.",
+    peers="vLLM asks its connectors in this case too, which can cause wrong answers.",
+)
 BEFORE_LOAD = (
     FAILURE_POLICY,
     ROLE,
@@ -340,17 +351,7 @@ BEFORE_LOAD = (
         opened_by="None: there is nothing to load.",
         peers="vLLM turns its own prefix cache off for them, but asks its connectors.",
     ),
-    Rejection(
-        setup="servers with chunked prefill and prefix caching both turned off",
-        applies=_one_piece,
-        # For want of causal attention, or of a kernel that continues from a prefix.
-        reason="vLLM then computes each prompt in one piece, so no part of one can be loaded. vLLM turns both off for "
-        "models in which a token sees later tokens (HRM), and for latent attention on CPUs without AMX",
-        remedy="serve this model without kvoffload, or leave out --no-enable-chunked-prefill and "
-        "--no-enable-prefix-caching",
-        opened_by="None: there is nothing to load.",
-        peers="vLLM asks its connectors in this case too, which can cause wrong answers.",
-    ),
+    ONE_PIECE,
     Rejection(
         setup="models that transformers code computes with dynamic or LongRoPE frequencies beyond their trained length",
         applies=_rope,
