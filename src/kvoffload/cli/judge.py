@@ -39,7 +39,7 @@ from kvoffload.engines.vllm.rejections import (
     WITH_KV_CACHE,
     Setup,
 )
-from kvoffload.errors import ConfigError, Problems, text_of
+from kvoffload.errors import ConfigError, KVOffloadError, Problems, text_of
 
 _TIME_LIMIT_S = 300.0
 """For the child process. It usually needs 10 to 30 s, most of them to import vLLM."""
@@ -221,7 +221,7 @@ def _kv_caches(vllm_config: Any) -> list[Any]:
     return ranks.kv_caches
 
 
-class _Stop(Exception):
+class _Stop(KVOffloadError):
     """The KV groups are known, and the rest of the start is left out."""
 
 
