@@ -115,6 +115,17 @@ def test_failures_cost_a_recomputation_and_corruption_would_be_noticed(
     assert_idle(seen["idle"])
 
 
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 KV needs AVX-512 on a CPU")
+def test_fp8_kv_comes_back(llama: SmallModel) -> None:
+    right = Baseline(run_child("baseline", model=llama.path, family="long", kv_cache_dtype="fp8"))
+    seen = run_child("return_once", model=llama.path, extra=EXTRA, kv_cache_dtype="fp8")
+    assert right.wrong(seen["first"]) == []
+    assert right.wrong(seen["again"]) == []
+    assert set(seen["again_cached"].values()) == {992}
+    assert seen["metrics"]["store_bytes"] == 4 * 31 * 4 * PAGE_BYTES // 4  # one byte per value instead of four
+    assert_idle(seen["idle"])
+
+
 def test_hybrid_model(gemma: SmallModel, gemma_baseline: Baseline) -> None:
     seen = run_child("hybrid", model=gemma.path, extra=EXTRA)
 
