@@ -36,9 +36,7 @@ _MOST_IN_A_WRITE = 4096
 """Number of files that one write lists or deletes. A slow mount needs a quarter of a millisecond for each."""
 _STEP_NS = 1000
 """Difference between the times of two files if this host's clock is behind the root's."""
-_WRONG_NS = 366 * 86_400 * 10**9
-"""A file with a time so far ahead counts as the oldest: no later time may fit in the file system, which may end in
-2038."""
+_DAY_NS = 86_400 * 10**9
 _AHEAD_NS = 60 * 10**9
 """A root whose newest file is dated so far ahead of its clock has files that a wrong clock has dated."""
 
@@ -91,6 +89,8 @@ class Quota:
         self._kept_bytes = self._share_bytes - int(margin * file_bytes)
         self._newest_ns = self._now_ns = 0
         """The time of the newest file in any listing so far, and the clock of the root at the last write."""
+        self._proven_ns, self._end_ns = 0, 1 << 63
+        """A time that the file system has, and its last time, once known."""
         self._lock = threading.Lock()
         self._begun: deque[tuple[frozenset[int], Generator[Sequence[FileSeen], None, None]]] = deque()
         """Unfinished listings, by their fans. A thread removes one while it works on it."""
@@ -100,25 +100,38 @@ class Quota:
         """Set the time of a file that was just written or used: now, but no earlier than the newest file of the
         root."""
         self._now_ns = now_ns = os.fstat(fd).st_mtime_ns
-        if self._newest_ns > now_ns + _WRONG_NS:
-            self._newest_ns = 0  # the clock was wrong when this file was listed
         if now_ns < self._newest_ns:
-            with self._lock:
-                self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
             # Some mounts permit no dates: then the file may be deleted early.
             with contextlib.suppress(OSError):
-                os.utime(fd, ns=(newest_ns, newest_ns))
+                self._make_newest(fd)
 
     def use(self, fd: int) -> None:
         """Set the time of a file that was used. A file of another member of the group can only get the time of the
         clock, so it keeps its time if the clock is behind."""
-        if self._newest_ns < self._now_ns + _AHEAD_NS:
-            os.utime(fd)
-            self.date(fd)
+        if self._newest_ns >= self._now_ns + _AHEAD_NS:
+            self._make_newest(fd)
             return
+        os.utime(fd)
+        self.date(fd)
+
+    def _make_newest(self, fd: int) -> None:
+        """Give a file a later time than the newest file of the root. Raises ``OSError``."""
         with self._lock:
             self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
-        os.utime(fd, ns=(newest_ns, newest_ns))
+        if newest_ns <= self._proven_ns or self._may_be_later(fd, newest_ns):
+            os.utime(fd, ns=(newest_ns, newest_ns))
+
+    def _may_be_later(self, fd: int, newest_ns: int) -> bool:
+        """Return whether the file system has times after ``newest_ns``. Some end in 2038. If not, files with its last
+        time count as the oldest, and the file gets the current time."""
+        os.utime(fd, ns=(newest_ns + _DAY_NS, newest_ns + _DAY_NS))
+        stored_ns = os.fstat(fd).st_mtime_ns
+        if stored_ns > newest_ns + _DAY_NS // 2:
+            self._proven_ns = newest_ns + _DAY_NS
+            return True
+        self._end_ns, self._newest_ns = stored_ns, 0
+        os.utime(fd)
+        return False
 
     def keep(self, published: Iterable[tuple[OffloadKey, str]]) -> list[str]:
         """List the fans that are due, after files were published. Returns the paths of deleted files."""
@@ -235,9 +248,8 @@ class Quota:
                         yield len(names), seen
 
     def _sane(self, file: FileSeen) -> FileSeen:
-        """Return the file, as the oldest if it is a block whose time is far in the future."""
-        is_wrong = file.is_block and 0 < self._now_ns < file.written_ns - _WRONG_NS
-        return file._replace(written_ns=0) if is_wrong else file
+        """Return the file, as the oldest if it is a block with the last time of the file system."""
+        return file._replace(written_ns=0) if file.is_block and file.written_ns >= self._end_ns else file
 
     def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
         """Return the blocks among the files that were ``seen``. Deletes temporary files of dead writers."""
