@@ -212,7 +212,8 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
             factor *= min(max(0.97 * SATURATED / max(run.utilisation, 1e-4), 1.1), 10)
         else:
             high = factor
-            factor *= 0.7
+            # A server that is behind answers the last requests long after they have arrived.
+            factor *= min(0.85 * run.arriving_s / max(run.answering_s, 1e-9), 0.7)
         if low and high < math.inf:
             factor = math.sqrt(low * high)
         if not tries_left or (low and high / low < 1.1):
