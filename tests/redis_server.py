@@ -104,6 +104,11 @@ class RedisServer:
         if self._process is not None and self._process.poll() is None:
             self.kill()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def _signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)

@@ -10,6 +10,8 @@ import itertools
 import json
 import os
 import random
+import shutil
+import signal
 import socket
 import sys
 import tracemalloc
@@ -247,6 +249,49 @@ def _wave(engine: Engine, seed: int, reset: bool, count: int = 64) -> dict[str, 
             tries += 1
             resets += _reset_in_the_middle(engine)
     return {"answers": answers, "cached": cached, "steps": steps, "resets": resets, "aborted": sorted(fate)}
+
+
+def saturated(
+    model: str, extra: dict[str, Any], requests: int, remove: str | None = None, kill: int | None = None
+) -> dict[str, Any]:
+    """Serve many requests, most of which queue at any time, and abort a tenth of them.
+
+    After a third of the requests, the directory ``remove`` disappears, and after two thirds, the process ``kill`` dies.
+    """
+    engine = Engine(model, extra=extra, gpu_blocks=100, max_num_seqs=16)
+    llm, rng = engine.llm.llm_engine, random.Random(requests)
+    prompts = [Prompt(prompt.name, prompt.token_ids, 4) for prompt in crowd()]
+    waiting = {f"r{number}": rng.choice(prompts) for number in range(requests)}
+    doomed = set(rng.sample(sorted(waiting), requests // 10))
+    names = {request_id: prompt.name for request_id, prompt in waiting.items()}
+    answers, most_queued, metrics = list[tuple[str, list[int]]](), 0, {"before": engine.metrics()}
+    running: set[str] = set()
+    while waiting or llm.has_unfinished_requests():
+        while waiting and len(running) < 100:
+            request_id, prompt = waiting.popitem()
+            llm.add_request(request_id, {"prompt_token_ids": list(prompt.token_ids)}, engine.parameters(prompt))
+            running.add(request_id)
+        most_queued = max(most_queued, len(engine.core.scheduler.waiting))
+        for output in llm.step():
+            if output.finished:
+                running.discard(output.request_id)
+                if output.outputs[0].finish_reason != "abort":
+                    answers.append((names[output.request_id], list(output.outputs[0].token_ids)))
+        if aborted := [request_id for request_id in running & doomed if rng.random() < 0.02]:
+            llm.abort_request(aborted)
+            running.difference_update(aborted)
+        if remove is not None and len(waiting) < requests * 2 // 3:
+            metrics["whole"] = engine.metrics()
+            shutil.rmtree(remove)
+            remove = None
+        if kill is not None and len(waiting) < requests // 3:
+            metrics.setdefault("whole", engine.metrics())
+            os.kill(kill, signal.SIGKILL)
+            kill = None
+    engine.drain()
+    result = {"answers": answers, "most_queued": most_queued, "metrics": metrics, "idle": idle_state(engine)}
+    engine.close()
+    return result
 
 
 def _new_tokens(name: str) -> int:
