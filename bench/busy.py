@@ -9,7 +9,7 @@ side without a pause: ``1 + speed of the disk`` times the throughput without a d
 The model is small. Its forward pass sleeps until it has taken as long as it would at ``TOKENS_PER_S``, so other work on
 the machine hardly changes the figures. ::
 
-    python -m bench.busy [--loads L...] [--disks D...] [--requests N] [--seed N]
+    python -m bench.busy [--loads L...] [--disks D...] [--requests N] [--seed N] [--json FILE]
 
 prints the whole table, which takes half an hour. ``KVOFFLOAD_BENCH_DIR`` chooses the disk. ``bench.busy_vllm`` runs the
 same cases on vLLM.
@@ -18,6 +18,7 @@ same cases on vLLM.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
@@ -25,7 +26,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -244,12 +246,15 @@ def main(make: Callable[[str], AbstractContextManager[Server]], engine: str) -> 
     parser.add_argument("--disks", type=float, nargs="+", default=DISKS, metavar="D")
     parser.add_argument("--requests", type=int, default=80, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the cases to a file as well")
     options = parser.parse_args()
     found = {}
     for case in cases(options.loads, options.disks):
         print(case, file=sys.stderr, flush=True)
         found[case] = measure(case, make, options.requests, options.seed)
     print(table(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(case) | asdict(served) for case, served in found.items()]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of ``bench.busy`` on vLLM's CPU platform. In the environment of ``make test-vllm``::
 
-    .venv-vllm/bin/python -m bench.busy_vllm [--loads L...] [--disks D...] [--requests N] [--seed N]
+    .venv-vllm/bin/python -m bench.busy_vllm [--loads L...] [--disks D...] [--requests N] [--seed N] [--json FILE]
 
 Each case runs in its own process. This is not one of ``BENCHES``, because the development environment lacks vLLM.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the demo's time to first token by turn, as an SVG that is readable on light and dark pages."""
+"""Draw lines, such as the demo's time to first token by turn, as an SVG that is readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -41,44 +41,59 @@ def chart(figures: Mapping[str, Any]) -> str:
         for way in figures["ways"]
     }
     turns = figures["workload"]["turns"]
-    top = _round_up(max(max(curve) for curve in curves.values()))
-
-    def x(turn: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (turn / (turns - 1) if turns > 1 else 0.5)
-
-    def y(milliseconds: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * milliseconds / top
-
     label = f"Time to first token in a chat of {turns} turns: " + "; ".join(
         f"{name}, {curve[-1]:,.0f} ms in the last turn" for name, curve in curves.items()
     )
+    return draw_lines(
+        "Time to first token, by turn of a chat (median, ms)",
+        "turn of each chat",
+        [str(turn + 1) for turn in range(turns)],
+        {f"{name}: {curve[-1]:,.0f} ms": curve for name, curve in curves.items()},
+        label,
+    )
+
+
+def draw_lines(
+    title: str, x_title: str, x_labels: Sequence[str], curves: Mapping[str, Sequence[float]], label: str
+) -> str:
+    """Return an SVG with at most four ``curves`` by name, one value for each of ``x_labels``.
+
+    ``label`` is the text for readers who cannot see the picture.
+    """
+    count, top = len(x_labels), _round_up(max(max(curve) for curve in curves.values()))
+
+    def x(at: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (at / (count - 1) if count > 1 else 0.5)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / top
+
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}"',
         f'height="{_HEIGHT}" role="img" aria-label="{escape(label)}">',
         f"<style>{_STYLE}</style>",
         f'<rect class="paper" x=".5" y=".5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="10"/>',
-        f'<text class="title" x="{_LEFT - 40}" y="34">Time to first token, by turn of a chat (median, ms)</text>',
+        f'<text class="title" x="{_LEFT - 40}" y="34">{escape(title)}</text>',
     ]
     for step in range(5):
         value = top * step / 4
         parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 10}" y="{y(value) + 5:.1f}" text-anchor="end">{value:,.4g}</text>')
     parts += [
-        f'<text x="{x(turn):.1f}" y="{_HEIGHT - _BOTTOM + 22}" text-anchor="middle">{turn + 1}</text>'
-        for turn in range(turns)
+        f'<text x="{x(at):.1f}" y="{_HEIGHT - _BOTTOM + 22}" text-anchor="middle">{escape(text)}</text>'
+        for at, text in enumerate(x_labels)
     ]
     parts.append(
-        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">turn of each chat</text>'
+        f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{escape(x_title)}</text>'
     )
     ends = _apart([y(curve[-1]) for curve in curves.values()])
     for number, ((name, curve), end) in enumerate(zip(curves.items(), ends, strict=True)):
-        points = [(x(turn), y(value)) for turn, value in enumerate(curve)]
+        points = [(x(at), y(value)) for at, value in enumerate(curve)]
         line = "L".join(f"{at:.1f} {height:.1f}" for at, height in points)
         dots = "".join(f'<circle class="dot" cx="{at:.1f}" cy="{height:.1f}" r="3.5"/>' for at, height in points)
         parts.append(
             f'<g class="w{number}"><path class="way" d="M{line}"/>{dots}'
-            f'<text class="end" x="{_WIDTH - _RIGHT + 14}" y="{end + 5:.1f}">'
-            f"{escape(name)}: {curve[-1]:,.0f} ms</text></g>"
+            f'<text class="end" x="{_WIDTH - _RIGHT + 14}" y="{end + 5:.1f}">{escape(name)}</text></g>'
         )
     return "\n".join([*parts, "</svg>\n"])
 
