@@ -100,6 +100,8 @@ class ReqContext:
     """While the request waits for its turn: the number of tokens that the engine computes before it asks for the
     request, in whole steps, from the step that was just decided on. ``None``: its turn has come. The connector sets
     it."""
+    tokens_before: int = 0
+    """The number of tokens on the device before the blocks that the connector looks up. The connector sets it."""
     tokens_behind: int = 0
     """The number of tokens of other requests in the queue. If the request misses its turn, the engine computes some of
     them first. The connector sets it with ``tokens_ahead``."""
@@ -246,6 +248,8 @@ class StepWork(NamedTuple):
     is_continued: bool = False
     """A request of an earlier step also runs in this step, so the engine did not idle between the previous step and
     this one."""
+    context_tokens: int = 0
+    """The sum of the positions of the step's prompt tokens, because each one attends to all tokens before it."""
 
 
 # ------------------------------------------------------------------------------------------------ control plane

@@ -16,6 +16,7 @@ from kvoffload.tiering.speeds import (
     LinkSpeedEstimator,
     PrefillSpeedEstimator,
     fit_link,
+    fit_rise,
     weighted_median,
 )
 from kvoffload.tiering.worth import Pace
@@ -223,3 +224,34 @@ def test_what_is_left_of_running_prompts_is_the_queue() -> None:
     assert speed.queued_tokens == 700
     speed.note_step(StepWork())
     assert speed.queued_tokens == 0
+
+
+def test_a_token_that_attends_to_more_tokens_takes_longer() -> None:
+    """Prompts of 16,000 tokens in chunks of 1,000. A token takes 0.1 ms, and 10 ns more for each token before it."""
+    clock = ManualClock()
+    speed = PrefillSpeedEstimator(clock)
+
+    def compute(rise_s: float) -> None:
+        for _ in range(3):
+            for start in range(0, 16_000, 1000):
+                context = 1000 * (start + 500)
+                speed.note_step(StepWork(1000, 1000, is_continued=True, context_tokens=context))
+                clock.advance(1000 * 1e-4 + context * rise_s)
+
+    compute(0.0)
+    assert speed.rise == 0.0
+    assert speed.relative_cost(100_000) == 1.0
+    compute(1e-8)
+    assert speed.tokens_per_s is not None
+    for position in (0, 8000, 16_000):
+        token_s = speed.relative_cost(position) / speed.tokens_per_s
+        assert token_s == pytest.approx(1e-4 + 1e-8 * position, rel=0.2)
+
+
+def test_positions_that_hardly_differ_say_nothing_about_a_rise() -> None:
+    assert fit_rise([(1000.0 + at, 1e-4 * at) for at in range(20)])[1] == 0.0
+    assert fit_rise([(1000.0 * at, 1e-4 + 1e-7 * at) for at in range(20)])[1] == 0.0, "nor does noise"
+    assert fit_rise([(0.0, 1e-4), (8000.0, 2e-4)])[1] == 0.0, "nor do a few steps"
+    assert fit_rise([(1000.0 * at, 1e-4 * (1 + at)) for at in range(20)]) == pytest.approx(
+        (9500.0, 1 / 10_500), rel=0.1
+    )

@@ -40,6 +40,7 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
 @given(
     hits(),
     SECONDS,
+    st.sampled_from([0.0, 0.01, 0.3]),
     SECONDS,
     st.sampled_from([0.0, math.inf]),
     SECONDS,
@@ -50,13 +51,14 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
 def test_it_is_the_best_of_all(
     hit: tuple[list[Run], list[Pace]],
     block_compute_s: float,
+    growth_s: float,
     queue_s: float,
     free_s: float,
     turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
-    assert_best(*hit, block_compute_s, queue_s, free_s, turn_s, queue_s + slack_s, ends)
+    assert_best(*hit, block_compute_s, growth_s, queue_s, free_s, turn_s, queue_s + slack_s, ends)
 
 
 @pytest.mark.parametrize("fastest_s", [1e-6, 1e-3, 1.0])
@@ -76,21 +78,24 @@ def test_it_is_the_best_of_all_at_every_scale_of_time(fastest_s: float) -> None:
         queue_s = rng.uniform(0, num_blocks) * seconds()
         slack_s = queue_s + rng.choice([math.inf, rng.uniform(0, num_blocks) * seconds()])
         free_s, turn_s = rng.choice([0.0, math.inf]), rng.choice([0.0, rng.uniform(0, num_blocks) * seconds()])
-        assert_best(runs, sources, seconds(), queue_s, free_s, turn_s, slack_s, ends)
+        block_compute_s, growth_s = seconds(), rng.choice([0.0, 0.1 * seconds()])
+        assert_best(runs, sources, block_compute_s, growth_s, queue_s, free_s, turn_s, slack_s, ends)
 
 
 def assert_best(
     runs: list[Run],
     sources: list[Pace],
     block_compute_s: float,
+    growth_s: float,
     queue_s: float,
     free_s: float,
     turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
-    times_s = {"block_compute_s": block_compute_s, "queue_s": queue_s, "free_s": free_s, "turn_s": turn_s}
-    pick = partial(choose, runs, sources, **times_s, slack_s=slack_s)
+    times_s = {"block_compute_s": block_compute_s, "growth_s": growth_s}
+    times_s |= {"queue_s": queue_s, "free_s": free_s, "turn_s": turn_s, "slack_s": slack_s}
+    pick = partial(choose, runs, sources, **times_s)
     choice = pick(ends=None if ends is None else sorted(ends))
     arrived_s = arrivals_s(runs, sources)
     total = len(arrived_s) - 1
@@ -101,7 +106,7 @@ def assert_best(
         return queue_s if is_free else max(arrived_s[loaded], queue_s + turn_s)
 
     times = {
-        loaded: begins_s(loaded) + (total - loaded) * block_compute_s
+        loaded: begins_s(loaded) + (total - loaded) * (block_compute_s + growth_s * (total + loaded) / 2)
         for loaded in range(total + 1)
         if ends is None or loaded in ends or not loaded
     }
@@ -109,7 +114,7 @@ def assert_best(
     close = partial(pytest.approx, rel=1e-9, abs=1e-12 * times[0])
 
     def best_s(rounding: float) -> float:
-        latest_s = (rounding * (slack_s + at * block_compute_s) for at in range(total))
+        latest_s = (rounding * (slack_s + at * (block_compute_s + growth_s * at / 2)) for at in range(total))
         late = (at for at, (each_s, by_s) in enumerate(zip(arrived_s[1:], latest_s)) if each_s > by_s and each_s)
         in_time = next(late, total)
         return min(time_s for loaded, time_s in times.items() if loaded <= in_time)

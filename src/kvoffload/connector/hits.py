@@ -89,6 +89,7 @@ class Hits:
             is_same = before == [computed_tokens, num_tokens]
             is_ready = not request.job_ids and request.context.tokens_ahead is None
             if is_ready and not (is_same and self._manager.is_waiting(request.context)):
+                request.context.tokens_before = computed_tokens
                 found = self._search(request, computed_tokens, self._manager.lookup_prefix)
                 if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
                     found = None

@@ -226,7 +226,7 @@ class OffloadingConnectorScheduler:
         named = self._take_states(step.boundary_states) if step.boundary_states else ()
         stores: list[TransferJob] = []
         num_scheduled = tokens = len(step.scheduled)  # one token each, while a request decodes
-        prompt_tokens = queued_tokens = num_new_tables = 0
+        prompt_tokens = queued_tokens = context_tokens = num_new_tables = 0
         requests = self._requests
         self._offers.newest_step = step.scheduled
         for scheduled in step.scheduled:
@@ -239,8 +239,10 @@ class OffloadingConnectorScheduler:
                 tokens += num_tokens - 1
                 if request is not None:
                     left = max(request.of_engine.num_prompt_tokens - scheduled.num_computed_tokens, 0)
-                    prompt_tokens += min(num_tokens, left)
-                    queued_tokens += max(left - num_tokens, 0)
+                    new = min(num_tokens, left)
+                    prompt_tokens += new
+                    queued_tokens += left - new
+                    context_tokens += new * (2 * scheduled.num_computed_tokens + new) // 2
             if (new_ids := scheduled.new_block_ids) and (scheduled.block_table_is_new or any(new_ids)):
                 num_new_tables += scheduled.block_table_is_new
                 self._take_new_blocks(request, scheduled)
@@ -255,7 +257,8 @@ class OffloadingConnectorScheduler:
         for own in named:
             own.states.clear()  # even rejected states, because the engine may overwrite them later
         self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
-        self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, num_new_tables < num_scheduled))
+        is_continued = num_new_tables < num_scheduled
+        self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, is_continued, context_tokens))
         self._ahead.step(self._epochs, tokens, queued_tokens)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)

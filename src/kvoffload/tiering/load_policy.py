@@ -121,6 +121,7 @@ class LoadPlanner:
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)
+        speeds = self._at_positions(speeds, tokens, context.tokens_before)
         turn_s = self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind)
         free_s = 0.0 if context.tokens_ahead is None else math.inf
         return plan(survey, replace(speeds, turn_s=turn_s, free_s=free_s), ends, so_far)
@@ -151,6 +152,14 @@ class LoadPlanner:
         if tokens_ahead is not None:
             links = [link if link.queue_s < AHEAD_S else replace(link, pace=_NEVER, reason="busy") for link in links]
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
+
+    def _at_positions(self, speeds: Speeds, tokens: int, before: int) -> Speeds:
+        """Return ``speeds`` for blocks of ``tokens`` tokens after ``before`` tokens, which attend to all of them."""
+        if not (rise := self._prefill.rise) or not speeds.block_compute_s:
+            return speeds
+        first = self._prefill.relative_cost(before + tokens / 2)
+        compute_s = speeds.block_compute_s
+        return replace(speeds, block_compute_s=first * compute_s, growth_s=rise * tokens * compute_s)
 
     def _state_of(self, link: Link, share: float) -> LinkState:
         speed, queue_s = link.speed, link.queue_s()

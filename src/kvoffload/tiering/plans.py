@@ -66,6 +66,7 @@ class Speeds:
     """The speeds that a plan uses, in seconds."""
 
     block_compute_s: float
+    """The time to compute the first block, ..."""
     queue_s: float
     """The engine's queue, because prompts of running requests come first."""
     links: tuple[LinkState, ...]
@@ -74,6 +75,12 @@ class Speeds:
     """The time of the requests that overtake the request if it misses its turn."""
     free_s: float = math.inf
     """Seconds until loading costs anything: 0 at the request's turn, and ``inf`` before it."""
+    growth_s: float = 0.0
+    """... and by how much more each further one takes, because its tokens attend to more tokens."""
+
+    def computing_s(self, start: int, stop: int) -> float:
+        """Return the time to compute the blocks from ``start`` to before ``stop``."""
+        return (stop - start) * (self.block_compute_s + self.growth_s * (start + stop) / 2)
 
 
 class SoFar(NamedTuple):
@@ -164,8 +171,9 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
     begins = not any(place.is_arriving for place, _ in survey)
     pace = _first_read(survey, speeds.links)
     latency_s = pace.first_s if begins else 0.0
-    first_s = max(budget.answers_s, FIRST_READ * min(pace.block_s, speeds.block_compute_s)) + FIRST_READ * latency_s
-    slack_s = first_s - here * speeds.block_compute_s if begins or so_far.num_paid is None else math.inf
+    block_compute_s = speeds.computing_s(here, here + 1)
+    first_s = max(budget.answers_s, FIRST_READ * min(pace.block_s, block_compute_s)) + FIRST_READ * latency_s
+    slack_s = first_s - speeds.computing_s(0, here) if begins or so_far.num_paid is None else math.inf
     options = _Options(survey, speeds, useful, so_far, slack_s)
     best = options.choose(())
     for answer_s, tier in options.unknown():
@@ -213,15 +221,15 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
 
 def _budget(num_blocks: int, here: int, num_paid: int, speeds: Speeds, so_far: SoFar) -> _Budget:
     """Return the budget for a prompt of ``num_blocks`` blocks, whose first ``here`` blocks are in host memory."""
-    compute_s = num_blocks * speeds.block_compute_s
+    compute_s = speeds.computing_s(0, num_blocks)
     risk_s = RISK_SHARE * compute_s + RISK_S
-    earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * speeds.block_compute_s
+    earned_s = speeds.queue_s - so_far.spent_s + max(here - num_paid, 0) * compute_s / max(num_blocks, 1)
     answers_s = earned_s + risk_s
     reads_s = min(answers_s, earned_s + LEAST_GAIN * compute_s)
     return _Budget(
         answers_s,
         reads_s,
-        speeds.queue_s - so_far.spent_s + here * speeds.block_compute_s + risk_s,
+        speeds.queue_s - so_far.spent_s + speeds.computing_s(0, here) + risk_s,
         max(min(max(reads_s, so_far.granted_s), risk_s) / 4, _LEAST_READ_S),
     )
 
@@ -326,6 +334,7 @@ class _Options:
             choose,
             paces=self._paces,
             block_compute_s=self._speeds.block_compute_s,
+            growth_s=self._speeds.growth_s,
             queue_s=self._speeds.queue_s,
             free_s=self._speeds.free_s,
             turn_s=self._speeds.turn_s,
@@ -336,7 +345,7 @@ class _Options:
         if best.wait_s:
             begun = pick([*itertools.takewhile(lambda run: run.sources and run.sources[0] >= self._begun, runs)])
             reachable = sum(run.num_blocks for run in itertools.takewhile(lambda run: run.sources, runs))
-            least_s = LEAST_GAIN * (reachable - begun.num_blocks) * self._speeds.block_compute_s
+            least_s = LEAST_GAIN * self._speeds.computing_s(begun.num_blocks, reachable)
             if best.num_blocks > begun.num_blocks and best.saved_s - begun.saved_s < least_s:
                 best = begun
         return _Option(waited, runs, best)
@@ -344,17 +353,20 @@ class _Options:
     def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
         """Return the reads that ``segments`` begin."""
         counts, others, links = Counter[int](), dict[int, set[int]](), self._speeds.links
+        computing_s, at = dict[int, float](), 0
         for place, source, num_blocks in side_by_side(self._survey, segments):
+            at += num_blocks
             if place.is_below and source.tiers:
                 tier = source.tiers[0]
                 counts[tier] += num_blocks
+                computing_s[tier] = computing_s.get(tier, 0.0) + self._speeds.computing_s(at - num_blocks, at)
                 others[tier] = others.get(tier, {*place.tiers}) & {*place.tiers}
         return tuple(
             Chosen(
                 tier,
                 count,
                 {name: pace.seconds(count) for name in others[tier] if (pace := links[name].pace) is not None},
-                count * self._speeds.block_compute_s,
+                computing_s[tier],
             )
             for tier, count in counts.items()
         )

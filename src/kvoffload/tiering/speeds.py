@@ -28,6 +28,14 @@ _CLOSE_S, _CLOSE = 0.002, 0.25
 _SIZES_DIFFER = 2
 """Samples whose sizes differ by less than this factor cannot separate latency from bandwidth."""
 _MIN_STEP_TOKENS = 16
+_LEAST_STEPS = 9
+_LEAST_DISTANCE = 1024
+"""Steps show how a token's time rises with its position if there are so many of them, and if they are so many positions
+apart, ..."""
+_CLEAR = 0.1
+"""... and if later tokens take longer by this share."""
+_LEAST_COST = 0.1
+"""No token takes less than this share of the mean, whatever the line says."""
 _LARGE = 0.5
 """Steps of at least this share of the largest one determine the engine's speed."""
 _LARGEST_S = 600.0
@@ -109,6 +117,24 @@ def weighted_median(values: Collection[tuple[float, float]]) -> float:
         if passed >= half:
             return value
     raise ValueError("no values")
+
+
+def fit_rise(samples: Collection[tuple[float, float]]) -> tuple[float, float]:
+    """Return the median position of samples of (position, seconds per token), and the relative rise of a token's time
+    per position, by Tukey's resistant line.
+
+    The rise is 0 if the positions hardly differ, or if the times do not clearly rise with them.
+    """
+    ordered = sorted(samples)
+    if len(ordered) < _LEAST_STEPS:
+        return 0.0, 0.0
+    third = (len(ordered) + 2) // 3
+    low, middle, high = (median([at for at, _ in part]) for part in (ordered[:third], ordered, ordered[-third:]))
+    usual_s = median([each_s for _, each_s in ordered])
+    rise_s = median([each_s for _, each_s in ordered[-third:]]) - median([each_s for _, each_s in ordered[:third]])
+    if high - low < _LEAST_DISTANCE or rise_s < _CLEAR * usual_s:
+        return middle, 0.0
+    return middle, rise_s / (high - low) / usual_s
 
 
 class LinkSpeedEstimator:
@@ -203,6 +229,10 @@ class PrefillSpeedEstimator:
         """Number of prompt tokens of running requests that the last step left for later steps."""
         self._clock = clock
         self._large, self._small = _Window(clock), _Window(clock)
+        self._contexts = _Window(clock)
+        """Of the large steps: the mean position of a prompt's token, and the seconds per token."""
+        self._by_context: Collection[tuple[float, float]] = ()
+        self._fit: tuple[float, float] | None = None
         self._largest_tokens = 0
         self._speeds = [0.0, 0.0]
         """The speeds shown by the large steps and by the small ones."""
@@ -221,12 +251,12 @@ class PrefillSpeedEstimator:
             (first_s, first), (second_s, _) = self._steps
             seconds = max(second_s - first_s, now_s - second_s)
             if first.prompt_tokens >= _MIN_STEP_TOKENS and seconds > 0:
-                self._add(first.tokens, seconds)
+                self._add(first, seconds)
             del self._steps[0]
         self._steps.append((now_s, work))
 
-    def _add(self, tokens: int, seconds: float) -> None:
-        now_s = self._clock()
+    def _add(self, work: StepWork, seconds: float) -> None:
+        now_s, tokens = self._clock(), work.tokens
         if now_s - self._large.newest_s >= _LARGEST_S:
             self._largest_tokens = 0
         is_small = tokens < _LARGE * self._largest_tokens
@@ -234,6 +264,8 @@ class PrefillSpeedEstimator:
         self._new[is_small] = (self._small if is_small else self._large).add(sample)
         if not is_small:
             self._largest_tokens = max(self._largest_tokens, tokens)
+            self._by_context = self._contexts.add((work.context_tokens / work.prompt_tokens, seconds / tokens))
+            self._fit = None
             if now_s - self._small.newest_s >= _WINDOW_S:
                 # Old samples of small steps do not count against recent large ones.
                 self._speeds[True], self._new[True] = 0.0, ()
@@ -246,6 +278,22 @@ class PrefillSpeedEstimator:
                 if samples:
                     self._speeds[at], self._new[at] = weighted_median(samples), ()
         return max(self._speeds) or self._expected
+
+    @property
+    def rise(self) -> float:
+        """By how much of its mean time a token takes longer for each token before it; 0 until that was measured."""
+        return self._line()[1]
+
+    def relative_cost(self, position: float) -> float:
+        """Return the time of a token at ``position``, relative to ``1 / tokens_per_s``, the mean of recent steps."""
+        middle, rise = self._line()
+        return max(1 + rise * (position - middle), _LEAST_COST)
+
+    def _line(self) -> tuple[float, float]:
+        """Return the mean position in recent large steps, and the relative rise of a token's time per position."""
+        if self._fit is None:
+            self._fit = fit_rise(self._by_context)
+        return self._fit
 
     def turn_s(self, own_tokens: int, tokens_behind: int) -> float:
         """Return how long the engine works for the requests that overtake one with ``own_tokens`` that misses its turn.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -62,11 +62,33 @@ def assign(runs: Sequence[Run], paces: Sequence[Pace]) -> list[Run]:
     return found
 
 
+def _num_in_time(pace: Pace, earlier: int, num_blocks: int, latest_s: Callable[[int], float]) -> int:
+    """Return how many of ``num_blocks`` blocks, which follow ``earlier`` ones of their source, arrive in time.
+
+    The n-th block must arrive by ``latest_s(n)``, which is convex. So the blocks in time fall behind up to some block,
+    and catch up after it.
+    """
+
+    def spare_s(number: int) -> float:
+        return latest_s(number) - pace.seconds(earlier + number)
+
+    if not spare_s(1) >= 0:
+        return 0
+    low, high = 1, num_blocks
+    while low < high:  # the block with the least spare time
+        middle = (low + high) // 2
+        low, high = (low, middle) if spare_s(middle) <= spare_s(middle + 1) else (middle + 1, high)
+    if spare_s(low) >= 0:
+        return num_blocks
+    return bisect_right(range(1, low), 0.0, key=lambda number: -spare_s(number))
+
+
 def choose(
     runs: Sequence[Run],
     paces: Sequence[Pace],
     *,
     block_compute_s: float,
+    growth_s: float = 0.0,
     queue_s: float = 0.0,
     free_s: float = math.inf,
     turn_s: float = 0.0,
@@ -94,35 +116,39 @@ def choose(
     before, arrived_s, taken = 0, 0.0, Counter[int]()
 
     def latest_s(num_blocks: int) -> float:
-        return max(slack_s + num_blocks * block_compute_s, 0.0)
+        return max(slack_s + num_blocks * (block_compute_s + growth_s * num_blocks / 2), 0.0)
 
     for sources, num_blocks in runs:
         if not sources:
             break
         (source,) = sources
         pace, earlier = paces[source], taken[source]
-        if pace.seconds(earlier + 1) > latest_s(before):
+        if slack_s == math.inf:
+            most = num_blocks
+        else:
+            most = _num_in_time(pace, earlier, num_blocks, lambda at: latest_s(before + at - 1))  # noqa: B023
+        if not most:
             break
         bends = {
             max(math.floor(min(pace.blocks_by(max(arrived_s, time_s)) - earlier, num_blocks)), 0)
             for time_s in {min(free_s, queue_s), queue_s + turn_s}
         }
         if ends is None:
-            tried = sorted({at for bend in bends for at in (bend, bend + 1) if 0 < at < num_blocks} | {num_blocks})
+            tried = sorted({at for bend in bends for at in (bend, bend + 1) if 0 < at < most} | {most})
         else:
-            low, high = bisect_right(ends, before), bisect_right(ends, before + num_blocks)
+            low, high = bisect_right(ends, before), bisect_right(ends, before + most)
             near = {at for bend in bends for after in [bisect_right(ends, before + bend)] for at in (after - 1, after)}
             tried = [ends[at] - before for at in sorted({low, high - 1, *near}) if low <= at < high]
         for at in tried:
             own_s = max(arrived_s, pace.seconds(earlier + at))
             loaded = before + at
             delay_s = max(own_s - queue_s, turn_s) if own_s > min(free_s, queue_s) else 0.0
-            saved_s = loaded * block_compute_s - delay_s
-            if saved_s >= best.saved_s and own_s <= latest_s(loaded - 1):
+            saved_s = loaded * (block_compute_s + growth_s * loaded / 2) - delay_s
+            if saved_s >= best.saved_s:
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
         taken[source] += num_blocks
         arrived_s = max(arrived_s, pace.seconds(taken[source]))
-        if arrived_s > latest_s(before - 1) or arrived_s == math.inf:
+        if most < num_blocks or arrived_s == math.inf:
             break
     return best

@@ -256,7 +256,7 @@ def saturated(
 ) -> dict[str, Any]:
     """Serve many requests, most of which queue at any time, and abort a tenth of them.
 
-    After a third of the requests, the directory ``remove`` disappears, and after two thirds, the process ``kill`` dies.
+    After a third of the answers, the directory ``remove`` disappears, and after two thirds, the process ``kill`` dies.
     """
     engine = Engine(model, extra=extra, gpu_blocks=100, max_num_seqs=16)
     llm, rng = engine.llm.llm_engine, random.Random(requests)
@@ -280,11 +280,11 @@ def saturated(
         if aborted := [request_id for request_id in running & doomed if rng.random() < 0.02]:
             llm.abort_request(aborted)
             running.difference_update(aborted)
-        if remove is not None and len(waiting) < requests * 2 // 3:
+        if remove is not None and len(answers) > requests // 3:
             metrics["whole"] = engine.metrics()
             shutil.rmtree(remove)
             remove = None
-        if kill is not None and len(waiting) < requests // 3:
+        if kill is not None and len(answers) > requests * 2 // 3:
             metrics.setdefault("whole", engine.metrics())
             os.kill(kill, signal.SIGKILL)
             kill = None
