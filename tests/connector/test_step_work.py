@@ -28,8 +28,8 @@ def test_prompts_decodes_and_what_is_left() -> None:
     rig.step(ScheduledRequest("long", (), 90, 12), ScheduledRequest("short", (), 11, 3))  # with drafts
     rig.step()
     assert rig.noted == [
-        StepWork(50, 50, 60, is_continued=False),
-        StepWork(51, 50, 10, is_continued=True),
-        StepWork(15, 10, 0, is_continued=True),
+        StepWork(50, 50, 60, is_continued=False, context_tokens=850),
+        StepWork(51, 50, 10, is_continued=True, context_tokens=3250),
+        StepWork(15, 10, 0, is_continued=True, context_tokens=950),
         StepWork(),
     ]

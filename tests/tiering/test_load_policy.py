@@ -14,9 +14,12 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
+from kvoffload.testing.clock import ManualClock
 from kvoffload.tiering import load_policy, plans
-from kvoffload.tiering.load_policy import BlockWorth
+from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.manager import TieringOffloadingManager
+from kvoffload.tiering.plans import SoFar
+from kvoffload.tiering.segments import Place, Segment
 
 TOKENS = 10
 """The number of tokens in a block."""
@@ -876,3 +879,21 @@ def test_always_promotes_into_memory_without_bytes() -> None:
     manager.on_schedule_end()
     tier.finish()
     assert manager.lookup_prefix(prefix(3), ReqContext("r")) == [True] * 3
+
+
+def test_the_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
+    """A token takes 1 us at the start of a prompt, and 11 us after 100,000 tokens. From the tier, it takes 4 us."""
+    clock = ManualClock()
+    worth = BlockWorth(BLOCK_BYTES, (16,), read_bytes_per_s=(BLOCK_BYTES / (16 * 4e-6),))
+    planner = LoadPlanner(["tier"], worth, clock)
+    for _ in range(3):
+        for start in range(0, 100_000, 10_000):
+            planner.note_step(StepWork(10_000, 10_000, 0, is_continued=True, context_tokens=10_000 * (start + 5000)))
+            clock.advance(10_000 * (1e-6 + 1e-10 * (start + 5000)))
+    survey = [Segment(Place((0,)), 50)]
+
+    def loaded(tokens_before: int) -> int:
+        context = ReqContext("r", tokens_before=tokens_before)
+        return planner.plan(survey, prefix(1)[0], None, SoFar(50), context).stop
+
+    assert [loaded(before) for before in (0, 20_000, 60_000, 100_000)] == [0, 0, 50, 50]
