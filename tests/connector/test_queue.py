@@ -66,7 +66,9 @@ def test_every_request_is_served_and_nothing_is_left(seed: int) -> None:
         reads = Counter(key for tier in rig.tiers for key in tier.reads.elements())
         assert max(reads.values(), default=0) <= 1, "a block is read twice"
     for tier in rig.tiers:
-        assert all(count <= wanted[key] for key, count in tier.reads.items()), "a block is read in vain"
+        # A block that would come too late gives up its place. If others overtake its request, it is of use again.
+        most = 1 if len({prompt.priority for prompt in prompts}) == 1 else 2
+        assert all(count <= most * wanted[key] for key, count in tier.reads.items()), "a block is read in vain"
     stats = rig.manager.get_stats()
     assert stats[("claimed_blocks",)] == stats[("promotions_in_flight",)] == 0
     assert rig.manager.primary_tier.slots.num_busy == 0
