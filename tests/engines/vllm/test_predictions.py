@@ -12,8 +12,8 @@ from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS
 GPU_BLOCKS, CPU_BLOCKS = 110, 220
 LOADS = [0.5, 0.9, 1.5]
 MOST_BY_TIER = 0.04
-"""The connector decides by the real clock which loads are short, so in some runs a block is on the GPU that is in host
-memory in others."""
+"""Hits on the GPU and in host memory differ by up to 2.6% from the prediction. The reason is not known. Their sum
+differs by less than 1%."""
 
 
 @pytest.mark.vllm
