@@ -114,7 +114,10 @@ def test_what_lacks_a_package_names_the_extra_that_brings_it() -> None:
     assert not [message for message, extras in zip(messages, named, strict=True) if not extras]
 
 
-OF_OTHERS = {"--kv-transfer-config", "--shutdown-timeout", "--help"}
+OF_OTHERS = {
+    *("--kv-transfer-config", "--shutdown-timeout", "--help", "--tensor-parallel-size"),
+    *("--prefix-caching-hash-algo", "--kv-offloading-size"),
+}
 """Options of vLLM, and of every command."""
 
 

@@ -46,7 +46,7 @@ def check_config(
     ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGUMENTS]", help="vLLM's arguments, such as -- --tensor-parallel-size 2."),
+        typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of vLLM, such as -- --tensor-parallel-size 2."),
     ] = None,
     model: Annotated[
         str | None,

@@ -200,6 +200,8 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
     The trace arrives faster or slower than in the run of ``asked``, which is the first try.
     """
     run, goal = asked
+    if not run.arriving_s:  # all requests arrive at once, at any rate
+        return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
     rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
     low, high, factor = 0.0, math.inf, 1.0
     for tries_left in range(_CAPACITY_RUNS, -1, -1):
