@@ -26,7 +26,9 @@ def extra_with(tier: str | None, directory: Path) -> dict[str, Any]:
     return {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": "16MiB",
-        "secondary_tiers": [{"type": tier, "path": str(directory / "blocks"), "cascade": "on_store"}],
+        "secondary_tiers": [
+            {"type": tier, "path": str(directory / "blocks"), "cascade": "on_store", "max_bytes": "256MiB"}
+        ],
         "load_policy": "always",
         "max_wait_s": 300.0,
     }
