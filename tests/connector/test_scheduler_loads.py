@@ -226,6 +226,24 @@ def test_a_failed_load_leaves_what_the_device_had() -> None:
     assert rig.scheduler.get_stats()["lookup_tokens",] == lookups
 
 
+def test_a_failed_load_gives_way_to_requests_that_hold_their_blocks() -> None:
+    """vLLM takes the blocks of the first, and may be unable to allocate them again before the second one ends."""
+    rig = Rig()
+    rig.store_prefix(8)
+    rig.store_prefix(8, stem="other")
+    first, second = rig.arrive(Request("r", 9)), rig.arrive(Request("second", 9, "other"))
+    for request, blocks in ((first, [0, 1, 2]), (second, [3, 4, 5])):
+        assert rig.ask(request) == (8, True)
+        rig.alloc(request, blocks, external=8)
+    failed, good = rig.step().loads
+    assert rig.end(failed, success=False).failed_loads == {"r": {0, 1}}
+    assert rig.ask(first) == (0, False), "nothing holds blocks"
+    assert rig.end(good).loaded_request_ids == {"second"}
+    assert [rig.ask(first) for _ in range(4)] == [(None, False), (0, False)] * 2, "each second time"
+    rig.step(rig.run(second, [3, 4, 5], computed=8))
+    assert [rig.ask(first) for _ in range(2)] == [(0, False)] * 2
+
+
 def test_every_rank_must_report_and_one_failure_fails() -> None:
     rig = Rig(num_ranks=3)
     rig.store_prefix(8)

@@ -66,6 +66,8 @@ class Hits:
         self._waiting: dict[Request, tuple[float, int, int]] = {}
         """Requests whose last question is unanswered: the time of the first such question, its number of computed
         tokens, and the request's number of tokens."""
+        self._loaded: set[Request] = set()
+        """Requests whose load has ended. The engine may have scheduled some of them since."""
         self._loading: dict[OffloadKey, int] = {}
         """Keys that are being loaded to the GPU, with the id of the first job that loads each."""
         self._wait_seconds = Histogram("lookup_wait_seconds")
@@ -88,6 +90,10 @@ class Hits:
             since_s, *before = self._waiting.get(request, (self._clock(), -1, -1))
             is_same = before == [computed_tokens, num_tokens]
             is_ready = not request.job_ids and request.context.tokens_ahead is None
+            # vLLM frees the blocks of a load that failed. If it cannot allocate them again at once, it schedules
+            # nothing behind the request, not even requests that hold the blocks. So these go first, every second time.
+            gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
+            is_ready &= not gives_way
             if is_ready and not (is_same and self._manager.is_waiting(request.context)):
                 request.context.tokens_before = computed_tokens
                 found = self._search(request, computed_tokens, self._manager.lookup_prefix)
@@ -97,7 +103,7 @@ class Hits:
                 self._counts["lookups_deferred",] += 1
                 self._waiting[request] = since_s, computed_tokens, num_tokens
                 if self._observer is not None:
-                    is_shared = prefix.awaited_job_id in self._jobs.in_flight
+                    is_shared = gives_way or prefix.awaited_job_id in self._jobs.in_flight
                     self._observer.deferred(
                         request, "own transfers" if request.job_ids else "another load" if is_shared else "tiers"
                     )
@@ -113,6 +119,11 @@ class Hits:
             sum(len(group.gpu_blocks_for_hit(computed_tokens, tokens)) for group in self._geometry), is_alone
         )
         return tokens
+
+    def _others_hold_blocks(self) -> bool:
+        """Return whether the engine has not scheduled some request since its load ended."""
+        self._loaded = {other for other in self._loaded if other.last_scheduled is None}
+        return bool(self._loaded)
 
     def has_asked(self, request: Request) -> bool:
         """Return whether the engine has asked for the request, and waits for the answer."""
@@ -278,6 +289,7 @@ class Hits:
         prefix.load_job_id = None
         if job.success:
             prefix.computed_tokens = prefix.tokens
+            self._loaded.add(job.request)
         else:
             prefix.load_failed = True
         return True
@@ -290,6 +302,7 @@ class Hits:
         """Forget a request that ended. Cancels its load if it was not sent to the workers yet. A running load continues
         to its end; its GPU blocks are fenced."""
         self._waiting.pop(request, None)
+        self._loaded.discard(request)
         request.prefix.load_job_id = None
         if (job := self._jobs.cancel_load(request)) is not None:
             self._release(job)
