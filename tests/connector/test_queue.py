@@ -231,6 +231,18 @@ def test_long_requests_are_looked_up_less_often(monkeypatch: pytest.MonkeyPatch)
     assert rig.tiers[0].reads, "all the same"
 
 
+def test_a_step_looks_up_no_more_than_one_long_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tier has any of their blocks, so no tier's queue ends a step's lookups."""
+    rig = QueueRig([(0.5, None)])
+    for n in range(10):
+        rig.scheduler.on_new_request(Prompt(f"r{n}", f"d{n}", 5 * MOST_BLOCKS * BT))
+    looked = count_lookups(rig, monkeypatch)
+    for step in range(1, 51):
+        rig.scheduler.build_connector_meta(EngineStep())
+        assert sum(looked) <= (step + 5) * MOST_BLOCKS
+    assert len(looked) == 10, "each of them in the end"
+
+
 def test_a_turn_comes_at_the_end_of_a_step() -> None:
     rig = QueueRig([(1.0, None)])
     running, *waiting = (Prompt(f"r{n}", f"d{n}", 10 * BT) for n in range(4))

@@ -216,6 +216,7 @@ def test_a_failed_load_leaves_what_the_device_had() -> None:
     rig.store_prefix(12)
     request = rig.arrive(Request("r", 14))
     rig.ask(request, computed=4)
+    assert rig.scheduler._requests["r"].context.tokens_before == 4
     rig.alloc(request, [100, 8, 9], external=8)
     (load,) = rig.step().loads
     assert rig.end(load, success=False).failed_loads == {"r": {8, 9}}

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.tiering.store_rig import BLOCK_BYTES
+from tests.tiering.store_rig import BLOCK_BYTES, Region, Rig
 
-from kvoffload.base import OffloadKey
+from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.lost_blocks import LostBlocks
+from kvoffload.miss import Miss
 from kvoffload.testing import ManualClock
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.tiering.losses import StoreLosses
+from kvoffload.tiering.manager import TieringOffloadingManager
 from kvoffload.tiering.presence import PresenceIndex
 from kvoffload.tiering.stores.base import LossCause
 from kvoffload.tiering.stores.fs import FileSystemStore
@@ -174,3 +177,27 @@ def test_a_step_takes_in_a_bounded_number_of_losses_however_many_there_are(make)
     assert 0 < max(taken) <= 2000
     assert left[-1] == 0
     assert None not in lost.find(keys)
+
+
+def test_what_a_tier_holds_does_not_take_in_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each store asks what its tiers hold, and thousands of blocks may have been lost."""
+    rig = Rig().start()
+    rig.below(keys_of(1))
+    taken: list[None] = []
+    monkeypatch.setattr(rig.store, "take_lost", lambda: taken.append(None) or {}, raising=False)
+    assert rig.tier.holds(keys_of(1, 2)) == [False, False]
+    assert not taken
+    rig.tier.note_losses()
+    assert len(taken) == 1
+    rig.tier.shutdown()
+
+
+def test_an_explanation_names_what_a_store_has_lost_since_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(lost=(lost := LostBlocks())).start()
+    primary = CPUPrimaryTierOffloadingManager(4, Region(rig.view), lost=lost)
+    manager = TieringOffloadingManager(primary, [rig.tier])
+    monkeypatch.setattr(rig.store, "take_lost", lambda: dict.fromkeys(keys_of(1), "evicted"), raising=False)
+    (loss,) = manager.explain(keys_of(1), ReqContext("r"))
+    assert loss is not None
+    assert loss.miss is Miss.EVICTED
+    manager.shutdown()

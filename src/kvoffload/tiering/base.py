@@ -200,9 +200,11 @@ class SecondaryTierManager(ABC):
         return True
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each block whether it is known to be in the tier, without asking the store. The losses of the
-        other blocks have been recorded when this returns."""
+        """Return for each block whether it is known to be in the tier, without asking the store."""
         return [False] * len(keys)
+
+    def note_losses(self) -> None:
+        """Record the losses of blocks that have happened by now, because the manager is about to explain a miss."""
 
     def shutdown(self) -> None:
         """Drain the tier, then release threads and files. Idempotent."""

@@ -277,11 +277,12 @@ class TieringOffloadingManager(OffloadingManager):
         return found
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
-        # Tiers first, because they record their recent losses when they are asked. Tiers that may be read come first.
+        # Tiers that may be read come first.
         below: dict[OffloadKey, GuardedTier] = {}
         missing = [key for key, block in zip(keys, self.primary_tier.slots.get_all(keys)) if block is None]
         for tier in sorted(self._tiers, key=lambda tier: self._why_closed(tier, req_context) is not None):
             if missing:
+                tier.note_losses()
                 below |= {key: tier for key, is_held in zip(missing, tier.holds(missing)) if is_held}
                 missing = [key for key in missing if key not in below]
         losses = self.primary_tier.explain(keys, req_context)

@@ -317,10 +317,12 @@ class StoreTier(SecondaryTierManager):
         return self._reads.breaker.is_closed
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        # A store may lose blocks without a call, and the next explanation needs the cause.
+        return [key in self._index for key in keys]
+
+    def note_losses(self) -> None:
+        # A store may lose blocks without a call.
         self._losses.queue()
         self._losses.take_in()
-        return [key in self._index for key in keys]
 
     def get_stats(self) -> Stats:
         tier, store = self.tier_type, self._store.stats()

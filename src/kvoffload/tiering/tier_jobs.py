@@ -121,6 +121,7 @@ class GuardedTier(Boundary):
     get_stats = guarded(SecondaryTierManager.get_stats, dict, checked_stats)
     is_readable = guarded(SecondaryTierManager.is_readable, lambda: True, bool)
     holds = guarded(SecondaryTierManager.holds, lambda keys: [False] * len(keys), _for_each)
+    note_losses = guarded(SecondaryTierManager.note_losses, lambda: None)
     shutdown = guarded(SecondaryTierManager.shutdown, lambda: None)
 
 
