@@ -190,6 +190,8 @@ def test_a_socket_is_no_credential(tmp_path: Path, capsys: pytest.CaptureFixture
         ("prefix-caching-hash-algo: xxhash", "prefix-caching-hash-algo to one of sha256"),
         ("prefix_caching_hash_algo: xxhash_cbor", "prefix-caching-hash-algo to one of sha256"),
         ("prefix-caching-hash-algo: sha256_cbor", None),
+        ("enable-return-routed-experts: true", "--enable-return-routed-experts"),
+        ("enable-return-routed-experts: false", None),
         ("max-model-len: 4096", None),
     ],
 )

@@ -89,12 +89,13 @@ def check_config(
         for problem in verdict.problems:
             problems.add(problem)
     elif arguments:
-        problems.add("vLLM's arguments say nothing without a model: add --model.")
+        problems.add("kvoffload can check vLLM's arguments only together with a model: add --model.")
     # A text with a variable that is not set is wrong in other ways, too.
     problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
+    answer = {} if verdict is None else {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged}
     if problems.found:
         if as_json:
-            print_json({"problems": problems.found})
+            print_json({"problems": problems.found, **answer})
         for problem in () if as_json else problems.found:
             print(f"{file}: {problem}", file=sys.stderr)
         if verdict is not None and verdict.problems and not as_json:
@@ -104,7 +105,6 @@ def check_config(
         sys.exit(1)
     command, rows, tiers = _command(file, config), _rows(config, sizes), _tiers(config, connect)
     if as_json:
-        answer = {} if verdict is None else {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged}
         print_json({"problems": [], "warnings": warnings, "command": command, **dict(rows), "tiers": tiers, **answer})
         return
     print(f"{command}\n")

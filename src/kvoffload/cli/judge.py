@@ -30,6 +30,7 @@ from kvoffload.engines.rejections import problems_of
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.rejections import (
     BEFORE_LOAD,
+    EXPERTS,
     FAILURE_POLICY,
     HASHES,
     ONE_PIECE,
@@ -45,7 +46,6 @@ _TIME_LIMIT_S = 300.0
 """For the child process. It usually needs 10 to 30 s, most of them to import vLLM."""
 _RANK_BYTES = 1 << 50
 """Memory of each rank in the computation of KV groups, so that every model fits."""
-_CONNECTOR = "KVOffloadConnector"
 
 _OF_TRANSFER = (
     *("kv-transfer-config", "kv-connector", "kv-connector-module-path", "kv-connector-extra-config", "kv-role"),
@@ -107,8 +107,10 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
         cache_config=SimpleNamespace(
             prefix_caching_hash_algo=arguments.pop("prefix-caching-hash-algo", None) or _DEFAULT_HASH
         ),
+        aux_output_config=SimpleNamespace(enabled=arguments.pop("enable-return-routed-experts", False) is True),
     )
-    for problem in problems_of([HASHES, *([FAILURE_POLICY, ROLE] if is_for_vllm else [])], Setup(parts, config)):
+    rows = [HASHES, EXPERTS, *([FAILURE_POLICY, ROLE] if is_for_vllm else [])]
+    for problem in problems_of(rows, Setup(parts, config)):
         problems.add(problem)
     return sorted(arguments)
 
@@ -118,7 +120,7 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
-    verdict = Verdict(unjudged=[row.setup for row in WHILE_STARTING])
+    verdict = Verdict(unjudged=[row.setup for row in WHILE_STARTING if row is not TWO_CONNECTORS])
     try:
         vllm_config = _ours(_read(model, arguments))
     except ConfigError as exc:
@@ -171,19 +173,22 @@ def _ours(vllm_config: Any) -> Any:
     """
     from vllm.config import KVTransferConfig
 
+    from kvoffload.engines.vllm import NAME, complete_children
+
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == _CONNECTOR:
+    if transfer is not None and transfer.kv_connector == NAME:
         return vllm_config
+    if transfer is not None:
+        complete_children(transfer)
     children = [] if transfer is None else transfer.kv_connector_extra_config.get("connectors") or []
-    ours = [child for child in children if child.get("kv_connector") == _CONNECTOR]
+    ours = [child for child in children if child.get("kv_connector") == NAME]
     if len(ours) > 1:
         raise TWO_CONNECTORS.error(f"{len(ours)} of them")
     if not ours:
         used = "--kv-offloading-size" if transfer is None else transfer.kv_connector
         raise ConfigError(f"These arguments use {used} instead of kvoffload: leave out one of them.")
     vllm_config = copy.copy(vllm_config)
-    policy = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
-    vllm_config.kv_transfer_config = KVTransferConfig(**ours[0] | policy)
+    vllm_config.kv_transfer_config = KVTransferConfig(**ours[0])
     return vllm_config
 
 

@@ -153,5 +153,5 @@ def test_ranks_that_do_not_join_the_schedulers_memory_are_rejected(
     from kvoffload.engines.vllm import connector
 
     monkeypatch.setattr(connector, "_JOIN_TIMEOUT_S", 0.01)
-    with pytest.raises(ConfigError, match=r"do not share the memory .*1 of 3 processes do"):
+    with pytest.raises(ConfigError, match=r"do not share the memory .*1 of 3 processes"):
         Steps(llama.path, False, replicas=2)

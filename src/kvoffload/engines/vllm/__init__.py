@@ -29,13 +29,13 @@ __all__ = ["KVOffloadConnector", "register"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = "KVOffloadConnector"
+NAME = "KVOffloadConnector"
 _FAILURE_POLICY = "recompute"
 """The only policy that turns a failed load into a miss."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == _NAME:
+    if name == NAME:
         vllm_release()  # before importing anything that other versions of vLLM may lack
         from kvoffload.engines.vllm.connector import KVOffloadConnector
 
@@ -63,19 +63,19 @@ def _register_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with contextlib.suppress(ValueError):  # registered already
-        KVConnectorFactory.register_connector(_NAME, __name__, _NAME)
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
 def _is_named(vllm_config: Any) -> bool:
     """Return whether the server uses this connector, alone or together with others."""
     try:
         transfer = vllm_config.kv_transfer_config
-        return transfer is not None and bool(transfer.has_connector(_NAME))
+        return transfer is not None and bool(transfer.has_connector(NAME))
     except Exception:  # noqa: BLE001 - as in `register`
         return False
 
 
-def _complete_children(transfer: Any) -> None:
+def complete_children(transfer: Any) -> None:
     """Copy the policy of failed loads from a ``MultiConnector`` to its children named kvoffload. vLLM reads the policy
     only from the ``MultiConnector``, but kvoffload's connector sees only its own part."""
     extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
@@ -88,7 +88,7 @@ def _complete_children(transfer: Any) -> None:
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": _with_file(child.get("kv_connector_extra_config")),
                 }
-                if child.get("kv_connector") == _NAME
+                if child.get("kv_connector") == NAME
                 else child
                 for child in children
             ]
@@ -125,7 +125,7 @@ def _prepare_engine_arguments() -> None:
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
             transfer = vllm_config.kv_transfer_config
-            _complete_children(transfer)
+            complete_children(transfer)
             KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
         return vllm_config
 
@@ -169,20 +169,20 @@ def fill_in(arguments: Any) -> None:
     if given is None and not arguments.kv_offloading_size:
         vllm_release()
         arguments.kv_transfer_config = KVTransferConfig(
-            kv_connector=_NAME,
+            kv_connector=NAME,
             kv_role="kv_both",
             kv_load_failure_policy=_FAILURE_POLICY,
             kv_connector_extra_config=_with_file(None),
         )
-        what = f'"kv_connector": "{_NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "{_FAILURE_POLICY}"'
-    elif given is not None and given.kv_connector == _NAME:
+        what = f'"kv_connector": "{NAME}", "kv_role": "kv_both", "kv_load_failure_policy": "{_FAILURE_POLICY}"'
+    elif given is not None and given.kv_connector == NAME:
         given.kv_connector_extra_config = _with_file(given.kv_connector_extra_config)
         if given.kv_load_failure_policy == _FAILURE_POLICY:
             return
         given.kv_load_failure_policy = _FAILURE_POLICY
         what = f'"kv_load_failure_policy": "{_FAILURE_POLICY}"'
     else:
-        if given is None or _NAME not in repr(given):  # a MultiConnector may contain kvoffload
+        if given is None or NAME not in repr(given):  # a MultiConnector may contain kvoffload
             other = "--kv-offloading-size" if given is None else f"the connector {given.kv_connector}"
             log.warning("%s is set, but kvoffload does nothing beside %s: use one of them.", ENVIRONMENT, other)
         return

@@ -176,7 +176,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 logger.warning("%s", untried)
             if config.secondary_tiers and not layout.rank_free:
                 reason = why_not_rank_free(vllm_config, kv_cache_config)
-                logger.info("kvoffload's tiers serve engines with as many ranks alone: %s", reason)
+                logger.info("kvoffload's tiers serve only engines with the same number of ranks: %s", reason)
             if outliving_tier(config) is not None:
                 _log_who_finds_blocks(vllm_config, config)
             with unclear_is_rejected(config, UNREADABLE_WEIGHTS):
@@ -369,7 +369,7 @@ def _check_region(spec: OffloadingSpec) -> None:
     vLLM creates the scheduler after the workers have registered their KV caches. So all ranks have joined by then.
     """
     if isinstance(spec, CPUOffloadingSpec) and (num_joined := spec.wait_for_ranks(_JOIN_TIMEOUT_S)) is not None:
-        raise NO_SHARED_MEMORY.error(f"{num_joined} of {spec.layout.num_processes} processes do")
+        raise NO_SHARED_MEMORY.error(f"only {num_joined} of {spec.layout.num_processes} processes share it")
 
 
 def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
@@ -377,7 +377,7 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
     unknown = unknown_options(vllm_config, config)
     if unknown:
         logger.warning(
-            "kvoffload does not know these options of vLLM, so its tiers serve engines alone that have them alike: %s",
+            "kvoffload does not know these options of vLLM, so its tiers serve only engines with the same values: %s",
             ", ".join(unknown),
         )
     if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
@@ -496,7 +496,8 @@ class _SchedulerSide:
     def _track(self, request: Any) -> Any:
         """Return ``request`` as the connector sees it. From now on events can describe its blocks."""
         own = self._adapters.of(request)
-        self._events.track(request, own.mask if own is not request and own.seed else bytes)
+        if self._publishes_events:
+            self._events.track(request, own.mask if own is not request and own.seed else bytes)
         return own
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -598,8 +599,8 @@ class _SchedulerSide:
         if method not in self._updates:
             self._updates.add(method)
             logger.warning(
-                "kvoffload takes %s for an update of vLLM's weights. Nothing of before is found again, and nothing is "
-                "stored while vLLM's prefix cache has blocks of before: reset it with the connector.",
+                "kvoffload treats %s as an update of vLLM's weights. It no longer finds earlier blocks, and stores "
+                "nothing while vLLM's prefix cache contains some. Reset this cache together with the connector.",
                 method,
             )
         self._device.weights_may_change()
@@ -657,8 +658,12 @@ class _WorkerSide:
         """vLLM serves adapters: record which files it loads."""
         try:
             loaded_adapters.watch()
-        except Exception as exc:  # noqa: BLE001 - then no block of an adapter is stored
-            logger.warning("kvoffload does not offload requests with LoRA adapters, because this vLLM lacks %s", exc)
+        except Exception as exc:  # noqa: BLE001 - then nothing is stored under the names of an adapter's files
+            logger.warning(
+                "kvoffload cannot see which LoRA adapters vLLM loads (%s), so persistent tiers do not serve requests "
+                "with an adapter. Set adapters_never_change if you never replace one.",
+                exc,
+            )
 
     def begin_final_stores(self, step: StepMeta) -> None:
         self.end_step()  # of a step for which vLLM did not call it

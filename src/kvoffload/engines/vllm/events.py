@@ -52,6 +52,8 @@ class _Tracked:
     """Returns the hash in a key of a block with vLLM's hash. They differ if the request has an adapter."""
     hashes: list[bytes] = field(default_factory=list)
     """Its block hashes, in the form of keys. ``_holders`` finds the request by them."""
+    newest: bytes = b""
+    """The last of these hashes, as vLLM has it."""
 
     def still_has(self, block_hash: bytes, hash_index: int) -> bool:
         """Return whether the block is still the request's: the next input of a session may have replaced a token."""
@@ -114,6 +116,8 @@ class EventTranslator:
 
     def _add_hashes(self, tracked: _Tracked) -> None:
         hashes, known, mask = tracked.request.block_hashes, tracked.hashes, tracked.mask
+        if len(hashes) == len(known) and (not known or hashes[-1] == tracked.newest):
+            return  # hashes are chained, so all of them are equal
         # The next input of a session replaces the session's last token, and so changes the hash of the block that this
         # token had filled. Hashes are chained, so all hashes before an equal one are equal.
         while known and (len(known) > len(hashes) or known[-1] != mask(hashes[len(known) - 1])):
@@ -121,6 +125,7 @@ class EventTranslator:
         for index in range(len(known), len(hashes)):
             known.append(mask(hashes[index]))
             self._holders.setdefault(known[-1], {})[tracked] = index
+        tracked.newest = hashes[-1] if known else b""
 
     def finish(self, request: Any) -> None:
         tracked = self._live.get(request.request_id)

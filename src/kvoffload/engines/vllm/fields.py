@@ -27,9 +27,9 @@ FIELDS: Table = {
     "VllmConfig": {
         COUNTS: "model_config cache_config parallel_config device_config load_config attention_config mamba_config "
         "kernel_config diffusion_config compilation_config ec_transfer_config ec_manager_config additional_config",
-        "counts where adapters may be in tiers (identity.py)": "lora_config",
+        "counts in the keys of adapters (adapters.py), or in the namespace (identity.py)": "lora_config",
         "counts where the drafter has KV (identity.py)": "speculative_config",
-        "refused, or the weights have a name (layout.py)": "weight_transfer_config",
+        "rejected, or the weights have a name (weights.py)": "weight_transfer_config",
         _SCHEDULING: "scheduler_config",
         _MEMORY: "offload_config engram_config",
         _SAMPLING: "structured_outputs_config watermark_config reasoning_config aux_output_config",

@@ -40,7 +40,7 @@ _loaded: weakref.WeakKeyDictionary[Any, dict[int, Read]] = weakref.WeakKeyDictio
 def watch() -> None:
     """Record from now on which adapters vLLM loads in this process. Idempotent.
 
-    Raises if this vLLM lacks the methods. In this case, no store of an adapter begins.
+    Raises if this vLLM lacks the methods. In this case, no store of an adapter begins if its keys contain its files.
     """
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.worker_manager import WorkerLoRAManager

@@ -112,15 +112,17 @@ def _drafter(setup: Setup) -> str | None:
     return _if(speculative.use_multi_module_mtp(), "several MTP modules")
 
 
+def _sleeps_on_gpu(setup: Setup) -> bool:
+    return bool(setup.engine.model_config.enable_sleep_mode) and setup.engine.device_config.device_type != "cpu"
+
+
 def _sleep_backend(setup: Setup) -> str | None:
-    model = setup.engine.model_config
-    on_gpu = model.enable_sleep_mode and setup.engine.device_config.device_type != "cpu"
-    return _if(on_gpu and tells_of_sleep() and model.sleep_mode_backend != "cumem", f"{model.sleep_mode_backend!r}")
+    backend = setup.engine.model_config.sleep_mode_backend if tells_of_sleep() else "cumem"
+    return _if(_sleeps_on_gpu(setup) and backend != "cumem", f"{backend!r}")
 
 
 def _early_sleep(setup: Setup) -> str | None:
-    is_asked = setup.engine.model_config.enable_sleep_mode and setup.engine.device_config.device_type != "cpu"
-    return _if(is_asked and not tells_of_sleep())
+    return _if(_sleeps_on_gpu(setup) and not tells_of_sleep())
 
 
 def _pooled(setup: Setup) -> str | None:
@@ -245,8 +247,17 @@ ROLE = Rejection(
     opened_by="A use for a server that only stores or only loads.",
     peers="vLLM's offloading ignores the role.",
 )
+EXPERTS = Rejection(
+    setup="--enable-return-routed-experts",
+    applies=lambda setup: _if(setup.engine.aux_output_config.enabled),
+    reason="a loaded block does not contain the experts that computed it",
+    remedy="leave it out, or serve without kvoffload",
+    opened_by="A GPU test. vLLM 0.33 limits hits to tokens whose experts it knows, but only its V2 model runner "
+    "returns experts, and the CPU platform lacks it.",
+    peers=_ACCEPTED,
+)
 HASHES = Rejection(
-    setup="persistent tiers with a --prefix-caching-hash-algo other than sha256 and sha256_cbor",
+    setup="persistent tiers with a --prefix-caching-hash-algo other than " + " and ".join(CRYPTOGRAPHIC_HASHES),
     applies=_hashes,
     reason="a client can create two prompts with one hash, and readers of the tier would get the KV of the wrong one",
     remedy=f"set --prefix-caching-hash-algo to one of {', '.join(CRYPTOGRAPHIC_HASHES)}, or leave out the tier",
@@ -368,15 +379,7 @@ BEFORE_LOAD = (
         opened_by="A mark in vLLM on blocks that are final.",
         peers=_ACCEPTED,
     ),
-    Rejection(
-        setup="--enable-return-routed-experts",
-        applies=lambda setup: _if(setup.engine.aux_output_config.enabled),
-        reason="a loaded block does not contain the experts that computed it",
-        remedy="leave it out, or serve without kvoffload",
-        opened_by="A GPU test. vLLM 0.33 limits hits to tokens whose experts it knows, but only its V2 model runner "
-        "returns experts, and the CPU platform lacks it.",
-        peers="vLLM's offloading accepts it.",
-    ),
+    EXPERTS,
     HASHES,
     Rejection(
         setup="persistent tiers with scales that a process measures",
@@ -529,7 +532,7 @@ TWO_CONNECTORS = Rejection(
     reason="both would write to one host memory",
     remedy="name KVOffloadConnector once in the MultiConnector",
     opened_by="None: one connector can use several tiers.",
-    peers="vLLM's offloading accepts it.",
+    peers=_ACCEPTED,
 )
 NO_SHARED_MEMORY = Rejection(
     setup="ranks that do not share the memory of the scheduler's node",
@@ -569,7 +572,8 @@ ONE_NODE_TIER = Rejection(
 )
 
 WHILE_STARTING = (TWO_CONNECTORS, NO_SHARED_MEMORY, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS, ONE_NODE_TIER)
-"""Rows that only a starting engine can judge. The code that finds them raises the error."""
+"""Rows that only a starting engine can judge. The code that finds them raises the error; for the last one, that is
+``tiering.spec``, with a sentence of its own, because tiers import no engine."""
 
 TABLE = (*BEFORE_LOAD, *WITH_KV_CACHE, *WHILE_STARTING)
 

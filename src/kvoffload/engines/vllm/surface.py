@@ -187,7 +187,7 @@ PRIVATE = {
     "_gauge_cls": "the same",
     "_histogram_cls": "the same",
     "_get_attn_isa": "tells which instructions pack keys on this CPU; without it, kvoffload rejects persistent tiers",
-    "_load_adapter": "tells which files of a LoRA adapter a worker has read; without it, adapters are not offloaded",
+    "_load_adapter": "tells which adapter's files a worker read; without it, persistent tiers do not serve adapters",
     "_adapter_manager": "tells which of vLLM's managers has read them",
     "_LOAD_FORMAT_TO_MODEL_LOADER": "tells whether a plug-in loads the weights, which then need a `weights_version`",
     "_ModelRegistry": "finds the class registered for an architecture, which a plug-in may have replaced",
