@@ -154,6 +154,26 @@ def test_a_tier_that_goes_off_while_a_call_is_under_way_knows_more(make) -> None
     assert [*rig.tier.take_news()] == []
 
 
+def test_a_manager_hears_of_a_block_that_the_scan_finds_while_its_first_question_waits(make) -> None:
+    rig = make()
+    rig.gate.close_gate("contains", "scan")
+    rig.below(keys_of(1))
+    rig.start()
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(4, Region(rig.view)), [rig.tier])
+    manager.on_new_request(CONTEXT)
+    assert manager.lookup_prefix(keys_of(1), CONTEXT) == [None]
+    rig.gate.open_gate("scan")
+    rig.until(lambda: rig.is_scanned)
+    deadline = time.monotonic() + 10
+    while manager.lookup_prefix(keys_of(1), CONTEXT) == [None]:
+        assert time.monotonic() < deadline, "it waits for an answer that came"
+        manager.on_schedule_end()
+        time.sleep(0.001)
+    assert manager.lookup_prefix(keys_of(1), CONTEXT) == [True]
+    rig.gate.open_gate("contains")
+    manager.shutdown()
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_news_name_the_blocks_that_the_store_has_answered_for(make, is_there: bool) -> None:
     rig = make()

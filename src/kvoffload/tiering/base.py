@@ -179,7 +179,7 @@ class SecondaryTierManager(ABC):
     def take_news(self) -> Collection[OffloadKey] | None:
         """Return the blocks about which ``lookup`` may know more since the last call. They include each block with the
         answer ``None`` once its answer has changed or it must be asked for again. They need not include blocks of
-        ``submit_store``.
+        ``submit_store``. The manager calls this once before its first lookup, so a tier may record from then on.
 
         The default, ``None``, is for tiers that cannot tell. Waiting requests ask them again in each step.
         """

@@ -52,6 +52,8 @@ class Lookups:
         """Number of waits that fell too far behind, and ended before all planned blocks had arrived."""
         self._asking: TierRequest | None = None
         """The request that asked last, in this step."""
+        for tier in tiers:
+            tier.take_news()  # A tier records news from its first call on, and a lookup may come before a step ends.
 
     def ask(
         self, request: TierRequest, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
