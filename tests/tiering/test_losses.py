@@ -201,3 +201,14 @@ def test_an_explanation_names_what_a_store_has_lost_since_the_last_step(monkeypa
     assert loss is not None
     assert loss.miss is Miss.EVICTED
     manager.shutdown()
+
+
+def test_an_explanation_asks_a_tier_once_whether_it_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(lost=LostBlocks()).start()
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(4, Region(rig.view)), [rig.tier])
+    names, calls = keys_of(*range(1000)), list[None]()
+    monkeypatch.setattr(rig.tier, "holds", lambda keys: [True] * len(keys))
+    monkeypatch.setattr(rig.tier, "is_readable", lambda: calls.append(None) or False)
+    assert all(loss is not None and loss.miss is Miss.TIER_OFF for loss in manager.explain(names, ReqContext("r")))
+    assert len(calls) == 1
+    manager.shutdown()

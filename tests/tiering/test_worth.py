@@ -42,7 +42,7 @@ def hits(draw: st.DrawFn) -> tuple[list[Run], list[Pace]]:
     SECONDS,
     st.sampled_from([0.0, 0.01, 0.3]),
     SECONDS,
-    st.sampled_from([0.0, math.inf]),
+    st.booleans(),
     SECONDS,
     st.one_of(st.just(math.inf), SECONDS),
     st.one_of(st.none(), st.sets(st.integers(1, 63))),
@@ -53,12 +53,12 @@ def test_it_is_the_best_of_all(
     block_compute_s: float,
     growth_s: float,
     queue_s: float,
-    free_s: float,
+    before_turn: bool,
     turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
-    assert_best(*hit, block_compute_s, growth_s, queue_s, free_s, turn_s, queue_s + slack_s, ends)
+    assert_best(*hit, block_compute_s, growth_s, queue_s, before_turn, turn_s, queue_s + slack_s, ends)
 
 
 @pytest.mark.parametrize("fastest_s", [1e-6, 1e-3, 1.0])
@@ -77,9 +77,9 @@ def test_it_is_the_best_of_all_at_every_scale_of_time(fastest_s: float) -> None:
         ends = rng.choice([None, {rng.randint(1, num_blocks) for _ in range(4)}])
         queue_s = rng.uniform(0, num_blocks) * seconds()
         slack_s = queue_s + rng.choice([math.inf, rng.uniform(0, num_blocks) * seconds()])
-        free_s, turn_s = rng.choice([0.0, math.inf]), rng.choice([0.0, rng.uniform(0, num_blocks) * seconds()])
+        before_turn, turn_s = rng.choice([False, True]), rng.choice([0.0, rng.uniform(0, num_blocks) * seconds()])
         block_compute_s, growth_s = seconds(), rng.choice([0.0, 0.1 * seconds()])
-        assert_best(runs, sources, block_compute_s, growth_s, queue_s, free_s, turn_s, slack_s, ends)
+        assert_best(runs, sources, block_compute_s, growth_s, queue_s, before_turn, turn_s, slack_s, ends)
 
 
 def assert_best(
@@ -88,13 +88,13 @@ def assert_best(
     block_compute_s: float,
     growth_s: float,
     queue_s: float,
-    free_s: float,
+    before_turn: bool,
     turn_s: float,
     slack_s: float,
     ends: set[int] | None,
 ) -> None:
     times_s = {"block_compute_s": block_compute_s, "growth_s": growth_s}
-    times_s |= {"queue_s": queue_s, "free_s": free_s, "turn_s": turn_s, "slack_s": slack_s}
+    times_s |= {"queue_s": queue_s, "before_turn": before_turn, "turn_s": turn_s, "slack_s": slack_s}
     pick = partial(choose, runs, sources, **times_s)
     choice = pick(ends=None if ends is None else sorted(ends))
     arrived_s = arrivals_s(runs, sources)
@@ -102,7 +102,7 @@ def assert_best(
 
     def begins_s(loaded: int) -> float:
         """Return when the engine begins to compute the rest."""
-        is_free = arrived_s[loaded] <= min(free_s, queue_s)
+        is_free = arrived_s[loaded] <= (queue_s if before_turn else 0.0)
         return queue_s if is_free else max(arrived_s[loaded], queue_s + turn_s)
 
     times = {
@@ -140,11 +140,11 @@ def test_a_busy_engine_makes_loading_free(unit_s: float) -> None:
 
 
 def test_a_load_that_misses_its_turn_must_save_more_than_what_overtakes_it() -> None:
-    pick = partial(choose, [Run((0,), 10)], [Pace(0.0, 0.25)], block_compute_s=1.0, free_s=0.0)
+    pick = partial(choose, [Run((0,), 10)], [Pace(0.0, 0.25)], block_compute_s=1.0, before_turn=False)
     assert pick(turn_s=9.9).num_blocks == 10
     assert pick(turn_s=10.1).num_blocks == 0
     assert pick(turn_s=10.1, queue_s=1.0).num_blocks == 0, "the queue before it does not make loading free"
-    assert pick(turn_s=10.1, queue_s=1.0, free_s=math.inf).num_blocks == 4, "unless its turn is to come"
+    assert pick(turn_s=10.1, queue_s=1.0, before_turn=True).num_blocks == 4, "unless its turn is to come"
 
 
 def test_a_few_slow_blocks_are_worth_the_fast_ones_behind_them() -> None:

@@ -13,8 +13,8 @@ from kvoffload.connector.hits import Hits
 from kvoffload.connector.requests import Request
 
 MOST_BLOCKS = 2048
-"""Blocks that are looked up per step for requests that wait for their turn. After a longer request, none are looked up
-until as many steps have passed as its blocks would need."""
+"""Blocks that are looked up per step for requests that wait for their turn. A longer request uses up the limit of later
+steps, so no blocks are looked up in those steps."""
 MOST_REQUESTS = 64
 """The number of requests at the head of the queue whose blocks may be looked up in a step."""
 _NEVER = 1 << 40
@@ -31,8 +31,8 @@ class _Place:
     priority: int
     number: int
     request: Request = field(compare=False)
-    hit_tokens: int = field(default=0, compare=False)
-    """The tokens that it will probably load."""
+    is_reading: bool = field(default=False, compare=False)
+    """Whether blocks were found for it when it was last looked up."""
     until_s: float = field(default=0.0, compare=False)
     """When a request that only has its blocks read gets its turn at the latest."""
     num_tokens: int = field(default=0, compare=False)
@@ -89,7 +89,7 @@ class ReadAhead:
         place = self._places.get(request)
         if place is None or not place.only_reads:
             request.context.tokens_ahead = None
-            request.context.tokens_behind = self._num_tokens - (place.num_tokens if place is not None else 0)
+            request.context.tokens_behind = self._tokens_behind(place)
         elif self._clock() >= place.until_s:
             self.leave(request)
 
@@ -100,6 +100,13 @@ class ReadAhead:
             del self._queue[bisect_left(self._queue, place)]
             self._count(place, 0)
             request.context.tokens_ahead = None
+
+    def _tokens_behind(self, place: _Place | None) -> int:
+        """Return the tokens of the other requests in the queue, which may overtake the request. None overtakes a
+        request that only has its blocks read."""
+        if place is None:
+            return self._num_tokens
+        return 0 if place.only_reads else self._num_tokens - place.num_tokens
 
     def _count(self, place: _Place, num_tokens: int) -> None:
         """Record that the engine will compute ``num_tokens`` for a request in the queue."""
@@ -120,16 +127,17 @@ class ReadAhead:
                 # Its turn comes at the end of a step.
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
-                request.context.tokens_behind = 0 if place.only_reads else self._num_tokens - place.num_tokens
+                request.context.tokens_behind = self._tokens_behind(place)
                 if not self._manager.is_waiting(request.context):
-                    is_reading = place.only_reads and place.hit_tokens > 0
-                    if self._left <= 0 or not (is_reading or self._manager.reads_ahead()):
+                    must_look = place.only_reads and place.is_reading
+                    if self._left <= 0 or not (must_look or self._manager.reads_ahead()):
                         break
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
-                    place.hit_tokens, is_here = self._hits.look_ahead(request)
+                    hit_tokens, is_here = self._hits.look_ahead(request)
+                    place.is_reading = hit_tokens > 0
                     if not place.only_reads:
-                        self._count(place, max(request.of_engine.num_tokens - place.hit_tokens, 1))
+                        self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
                     self._left -= sum(len(own.keys) for own in request.groups)
                     if is_here and place.only_reads:
                         self.leave(request)

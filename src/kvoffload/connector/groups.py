@@ -248,7 +248,7 @@ _FIRST_PART = 64
 """The number of blocks in the first call of a search that starts no reads. A prompt that is nowhere costs one such
 call."""
 _GROWTH = 16
-"""Each further call asks for so many times as many blocks."""
+"""Each further call asks for this many times as many blocks as the previous one."""
 
 
 class _GroupAnswers:
@@ -277,7 +277,8 @@ class _GroupAnswers:
                 continue
             stop = min(blocks.stop, block + most)
             most *= _GROWTH
-            stop = next((at for at in range(block, stop) if known[at] is not _NOT_ASKED), stop)
+            if known[block:stop].count(_NOT_ASKED) < stop - block:
+                stop = next(at for at in range(block, stop) if known[at] is not _NOT_ASKED)
             answers = self._ask(self._keys[block:stop])[: stop - block]
             known[block : block + len(answers)] = answers
             if False in answers:

@@ -91,11 +91,11 @@ class Hits:
             is_same = before == [computed_tokens, num_tokens]
             is_ready = not request.job_ids and request.context.tokens_ahead is None
             # vLLM frees the blocks of a load that failed. If it cannot allocate them again at once, it schedules
-            # nothing behind the request, not even requests that hold the blocks. So these go first, every second time.
+            # nothing behind the request, not even requests that hold the blocks. So every second time, this request
+            # waits and lets them go first.
             gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
             is_ready &= not gives_way
             if is_ready and not (is_same and self._manager.is_waiting(request.context)):
-                request.context.tokens_before = computed_tokens
                 found = self._search(request, computed_tokens, self._manager.lookup_prefix)
                 if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
                     found = None
@@ -122,7 +122,11 @@ class Hits:
 
     def _others_hold_blocks(self) -> bool:
         """Return whether the engine has not scheduled some request since its load ended."""
-        self._loaded = {other for other in self._loaded if other.last_scheduled is None}
+        self._loaded = {
+            other
+            for other in self._loaded
+            if other.last_scheduled is None and any(own.gpu_block_ids for own in other.groups)
+        }
         return bool(self._loaded)
 
     def has_asked(self, request: Request) -> bool:
@@ -159,6 +163,7 @@ class Hits:
         """
         if request.prefix.load_failed:
             return computed_tokens
+        request.context.tokens_before = computed_tokens
         request.extend_keys()
         most = min(request.of_engine.num_tokens - 1, computed_tokens + request.max_load_tokens)
         keys = [own.keys for own in request.groups]

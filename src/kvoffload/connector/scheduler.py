@@ -256,8 +256,8 @@ class OffloadingConnectorScheduler:
             stores += self._offers.retry()
         for own in named:
             own.states.clear()  # even rejected states, because the engine may overwrite them later
-        self._short_loads.step_begins(num_scheduled > 0, num_new_tables < num_scheduled)
         is_continued = num_new_tables < num_scheduled
+        self._short_loads.step_begins(num_scheduled > 0, is_continued)
         self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, is_continued, context_tokens))
         self._ahead.step(self._epochs, tokens, queued_tokens)
         self._manager.on_schedule_end()

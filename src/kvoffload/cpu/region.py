@@ -119,7 +119,7 @@ class SharedOffloadRegion:
         finally:
             os.close(descriptor)  # the mapping keeps its own descriptor, and with it the lock
         region = cls(memory, num_blocks, block_bytes)
-        region._shared = _Shared(segment, (status.st_dev, status.st_ino), num_processes)
+        region._shared = _Shared(segment, (status.st_dev, status.st_ino))
         return region
 
     def wait_for_all(self, timeout_s: float) -> int | None:
@@ -132,8 +132,7 @@ class SharedOffloadRegion:
         deadline = time.monotonic() + timeout_s
         while (num_joined := self._shared.num_joined()) is not None:
             if time.monotonic() > deadline:
-                self._shared.segment.unlink(missing_ok=True)
-                self._shared.segment.with_suffix(".joined").unlink(missing_ok=True)
+                _remove_names(self._shared.segment)
                 return num_joined
             time.sleep(0.01)
         return None
@@ -162,16 +161,15 @@ class _Shared:
     segment: Path
     inode: tuple[int, int]
     """Device and number. Another region may get the same name later."""
-    num_processes: int
 
     def num_joined(self) -> int | None:
         """Return how many processes have joined, or ``None`` if all have."""
         try:
             status = self.segment.lstat()
-            text = self.segment.with_suffix(".joined").read_text()
+            num_joined, _ = _read_joined(self.segment.with_suffix(".joined"))
         except FileNotFoundError:
             return None
-        return int(text.partition(" ")[0]) if (status.st_dev, status.st_ino) == self.inode else None
+        return num_joined if (status.st_dev, status.st_ino) == self.inode else None
 
 
 def _leave_out_of_dumps(memory: mmap.mmap) -> None:
@@ -315,20 +313,30 @@ def _unlink(segment: Path, descriptor: int) -> None:
     """Remove the name of the open ``segment``, unless it is already gone. Nobody reclaims the segment meanwhile,
     because it is locked."""
     if _is_named(segment, descriptor):
-        segment.unlink(missing_ok=True)
-        segment.with_suffix(".joined").unlink(missing_ok=True)
+        _remove_names(segment)
+
+
+def _remove_names(segment: Path) -> None:
+    segment.unlink(missing_ok=True)
+    segment.with_suffix(".joined").unlink(missing_ok=True)
 
 
 def _num_joined(joined_file: Path, terms: str) -> int:
     """Return the number of processes that have joined. Raises ``ConfigError`` if they used other ``terms``."""
-    with open(_open_own(joined_file)) as file:
-        joined, _, expected = file.read().partition(" ")
+    num_joined, expected = _read_joined(joined_file)
     if expected != terms:
         raise ConfigError(
             f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (blocks, bytes "
             "of a block, processes); give all of them the same configuration, and pipeline stages of equal size."
         )
-    return int(joined)
+    return num_joined
+
+
+def _read_joined(joined_file: Path) -> tuple[int, str]:
+    """Return the number of processes that have joined, and their terms."""
+    with open(_open_own(joined_file)) as file:
+        joined, _, terms = file.read().partition(" ")
+    return int(joined), terms
 
 
 def _write_joined(joined_file: Path, text: str) -> None:

@@ -62,12 +62,12 @@ class CircuitBreaker:
 
     def record_success(self) -> bool:
         """Record that a call succeeded. Returns whether that closed the breaker."""
-        was_awaited = not self.is_closed
+        was_open = not self.is_closed
         self.is_closed = True
         self.failures = 0
         self._is_probing = False
         self._wait_s = self._first_wait_s
-        return was_awaited
+        return was_open
 
     def record_failure(self, *, is_grave: bool = False) -> bool:
         """Record that a call failed. A grave failure opens the breaker at once. Returns whether this call opened it."""

@@ -121,10 +121,15 @@ class LoadPlanner:
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)
-        speeds = self._at_positions(speeds, tokens, context.tokens_before)
-        turn_s = self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind)
-        free_s = 0.0 if context.tokens_ahead is None else math.inf
-        return plan(survey, replace(speeds, turn_s=turn_s, free_s=free_s), ends, so_far)
+        compute_s, growth_s = self._at_positions(speeds.block_compute_s, tokens, context.tokens_before)
+        speeds = replace(
+            speeds,
+            block_compute_s=compute_s,
+            growth_s=growth_s,
+            turn_s=self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind),
+            before_turn=context.tokens_ahead is not None,
+        )
+        return plan(survey, speeds, ends, so_far)
 
     def sources(self, survey: Sequence[Segment]) -> tuple[Segment, ...]:
         """Return the blocks of ``survey`` with their sources, however long they take. Ends at a block in an overdue
@@ -153,13 +158,12 @@ class LoadPlanner:
             links = [link if link.queue_s < AHEAD_S else replace(link, pace=_NEVER, reason="busy") for link in links]
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
 
-    def _at_positions(self, speeds: Speeds, tokens: int, before: int) -> Speeds:
-        """Return ``speeds`` for blocks of ``tokens`` tokens after ``before`` tokens, which attend to all of them."""
-        if not (rise := self._prefill.rise) or not speeds.block_compute_s:
-            return speeds
-        first = self._prefill.relative_cost(before + tokens / 2)
-        compute_s = speeds.block_compute_s
-        return replace(speeds, block_compute_s=first * compute_s, growth_s=rise * tokens * compute_s)
+    def _at_positions(self, block_compute_s: float, tokens: int, before: int) -> tuple[float, float]:
+        """Return the time to compute the first block of ``tokens`` tokens after ``before`` tokens, and the extra time
+        for each further block. On average, a block takes ``block_compute_s``."""
+        if not (rise := self._prefill.rise):
+            return block_compute_s, 0.0
+        return self._prefill.relative_cost(before) * block_compute_s, rise * tokens * block_compute_s
 
     def _state_of(self, link: Link, share: float) -> LinkState:
         speed, queue_s = link.speed, link.queue_s()

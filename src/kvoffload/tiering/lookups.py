@@ -89,23 +89,12 @@ class Lookups:
         if wait is None or wait.is_ahead:
             return False  # it never asked, or its turn has come
         self._take_in(request)
-        return (
-            wait.num_awaited > 0
-            and not wait.is_dirty
-            and all(told.is_kept for told in wait.told.values())
-            and not self._waits.is_over(request)
-            and not (self._clock() >= wait.due_s and self._is_due(wait))
-        )
+        return wait.num_awaited > 0 and wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
 
     @staticmethod
     def _may_hold(wait: Wait | None) -> bool:
         """Return whether a request was looked up before its turn, and another lookup would start no further reads."""
-        return (
-            wait is not None
-            and wait.is_ahead
-            and not (wait.is_dirty or wait.declined)
-            and all(told.is_kept for told in wait.told.values())
-        )
+        return wait is not None and wait.is_ahead and wait.is_settled and not wait.declined
 
     def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
@@ -167,14 +156,14 @@ class Lookups:
         told = wait.told.get(keys[0])
         if told is None or not told.is_kept or wait.is_dirty or told.keys != keys:
             return None
-        return None if self._clock() >= wait.due_s and wait.is_awaiting and self._is_due(wait) else told
+        return None if self._is_due(wait) else told
 
     def _look_up(
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """Answer a request that may wait."""
         request, is_planned = wait.request, wait.is_planned(keys)
-        is_due = self._clock() >= wait.due_s and wait.is_awaiting and self._is_due(wait)
+        is_due = self._is_due(wait)
         # Without a plan for these blocks (they belong to another group, for example), there is nothing to plan again.
         if is_due and not is_planned and wait.is_late(self._clock()):
             self._stop_late(wait, keys)
@@ -212,6 +201,8 @@ class Lookups:
 
     def _is_due(self, wait: Wait) -> bool:
         """Return whether the wait needs another plan: its deadline has passed, or one of its reads is late."""
+        if self._clock() < wait.due_s or not wait.is_awaiting:
+            return False
         assert wait.plan is not None
         assert wait.deadline_s is not None
         if self._clock() >= wait.deadline_s or self._planner.is_late(wait.plan):

@@ -278,9 +278,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         # Tiers that may be read come first.
+        closed = {tier: self._why_closed(tier, req_context) for tier in self._tiers}
         below: dict[OffloadKey, GuardedTier] = {}
         missing = [key for key, block in zip(keys, self.primary_tier.slots.get_all(keys)) if block is None]
-        for tier in sorted(self._tiers, key=lambda tier: self._why_closed(tier, req_context) is not None):
+        for tier in sorted(self._tiers, key=lambda tier: closed[tier] is not None):
             if missing:
                 tier.note_losses()
                 below |= {key: tier for key, is_held in zip(missing, tier.holds(missing)) if is_held}
@@ -292,7 +293,7 @@ class TieringOffloadingManager(OffloadingManager):
             verdict, tier_below = verdicts.get(key), below.get(key)
             if tier_below is not None:
                 losses[at] = None
-                verdict = verdict or self._why_closed(tier_below, req_context)
+                verdict = verdict or closed[tier_below]
             # The tier may have found out the reason for a failed promotion meanwhile.
             loss = losses[at]
             is_known = verdict is Miss.PROMOTION_FAILED and loss and loss.miss not in (Miss.NEW, Miss.EVICTED)

@@ -66,17 +66,17 @@ class Speeds:
     """The speeds that a plan uses, in seconds."""
 
     block_compute_s: float
-    """The time to compute the first block, ..."""
+    """The time to compute the first block."""
     queue_s: float
     """The engine's queue, because prompts of running requests come first."""
     links: tuple[LinkState, ...]
     """The state of each tier."""
     turn_s: float = 0.0
     """The time of the requests that overtake the request if it misses its turn."""
-    free_s: float = math.inf
-    """Seconds until loading costs anything: 0 at the request's turn, and ``inf`` before it."""
+    before_turn: bool = True
+    """Whether the request's turn has not come, so that loading costs nothing during ``queue_s``."""
     growth_s: float = 0.0
-    """... and by how much more each further one takes, because its tokens attend to more tokens."""
+    """Extra time to compute each further block, because its tokens attend to more tokens."""
 
     def computing_s(self, start: int, stop: int) -> float:
         """Return the time to compute the blocks from ``start`` to before ``stop``."""
@@ -336,7 +336,7 @@ class _Options:
             block_compute_s=self._speeds.block_compute_s,
             growth_s=self._speeds.growth_s,
             queue_s=self._speeds.queue_s,
-            free_s=self._speeds.free_s,
+            before_turn=self._speeds.before_turn,
             turn_s=self._speeds.turn_s,
             slack_s=self._slack_s,
             ends=self._ends,

@@ -37,7 +37,7 @@ class TierRequest:
     """Number of blocks between ``prepare_store`` and ``complete_store``, plus parked cascades. Each may still become a
     job."""
     is_ending: bool = False
-    """Whether it has ended, but its tiers are not informed yet, because open work may still become a job."""
+    """Whether it has ended, but its tiers are not informed yet, because something may still be submitted for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +126,11 @@ class Wait:
     def hits(self) -> Collection[OffloadKey]:
         """The blocks with the answer ``True`` in this step, in order, until the wait begins."""
         return () if self.has_begun else self.claims.keys()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no event has concerned its answers since they were given."""
+        return not self.is_dirty and all(told.is_kept for told in self.told.values())
 
     @property
     def is_awaiting(self) -> bool:

@@ -67,9 +67,18 @@ class _Window:
             self._added_s.popleft()
 
     @property
+    def samples(self) -> Collection[tuple[float, float]]:
+        return self._samples
+
+    @property
     def newest_s(self) -> float:
         """The time at which the last sample was added."""
         return self._added_s[-1] if self._added_s else float("-inf")
+
+
+def _outer_thirds(ordered: Sequence[tuple[float, float]]) -> tuple[Sequence[tuple[float, float]], ...]:
+    third = (len(ordered) + 2) // 3
+    return ordered[:third], ordered[-third:]
 
 
 def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
@@ -80,8 +89,7 @@ def fit_link(samples: Collection[tuple[float, float]]) -> Pace:
     the latency is included in the time per block.
     """
     ordered = sorted(samples)
-    third = (len(ordered) + 2) // 3
-    small, large = ordered[:third], ordered[-third:]
+    small, large = _outer_thirds(ordered)
     low, high = median([size for size, _ in small]), median([size for size, _ in large])
     per_block = [seconds / size for size, seconds in ordered]
     if high < _SIZES_DIFFER * low:
@@ -128,10 +136,10 @@ def fit_rise(samples: Collection[tuple[float, float]]) -> tuple[float, float]:
     ordered = sorted(samples)
     if len(ordered) < _LEAST_STEPS:
         return 0.0, 0.0
-    third = (len(ordered) + 2) // 3
-    low, middle, high = (median([at for at, _ in part]) for part in (ordered[:third], ordered, ordered[-third:]))
-    usual_s = median([each_s for _, each_s in ordered])
-    rise_s = median([each_s for _, each_s in ordered[-third:]]) - median([each_s for _, each_s in ordered[:third]])
+    first, last = _outer_thirds(ordered)
+    low, middle, high = (median([at for at, _ in part]) for part in (first, ordered, last))
+    early_s, usual_s, late_s = (median([each_s for _, each_s in part]) for part in (first, ordered, last))
+    rise_s = late_s - early_s
     if high - low < _LEAST_DISTANCE or rise_s < _CLEAR * usual_s:
         return middle, 0.0
     return middle, rise_s / (high - low) / usual_s
@@ -231,7 +239,6 @@ class PrefillSpeedEstimator:
         self._large, self._small = _Window(clock), _Window(clock)
         self._contexts = _Window(clock)
         """Of the large steps: the mean position of a prompt's token, and the seconds per token."""
-        self._by_context: Collection[tuple[float, float]] = ()
         self._fit: tuple[float, float] | None = None
         self._largest_tokens = 0
         self._speeds = [0.0, 0.0]
@@ -264,7 +271,7 @@ class PrefillSpeedEstimator:
         self._new[is_small] = (self._small if is_small else self._large).add(sample)
         if not is_small:
             self._largest_tokens = max(self._largest_tokens, tokens)
-            self._by_context = self._contexts.add((work.context_tokens / work.prompt_tokens, seconds / tokens))
+            self._contexts.add((work.context_tokens / work.prompt_tokens, seconds / tokens))
             self._fit = None
             if now_s - self._small.newest_s >= _WINDOW_S:
                 # Old samples of small steps do not count against recent large ones.
@@ -281,7 +288,7 @@ class PrefillSpeedEstimator:
 
     @property
     def rise(self) -> float:
-        """By how much of its mean time a token takes longer for each token before it; 0 until that was measured."""
+        """Increase of a token's time for each token before it, as a share of the mean time. 0 until it is measured."""
         return self._line()[1]
 
     def relative_cost(self, position: float) -> float:
@@ -292,7 +299,7 @@ class PrefillSpeedEstimator:
     def _line(self) -> tuple[float, float]:
         """Return the mean position in recent large steps, and the relative rise of a token's time per position."""
         if self._fit is None:
-            self._fit = fit_rise(self._by_context)
+            self._fit = fit_rise(self._contexts.samples)
         return self._fit
 
     def turn_s(self, own_tokens: int, tokens_behind: int) -> float:

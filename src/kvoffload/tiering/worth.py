@@ -90,7 +90,7 @@ def choose(
     block_compute_s: float,
     growth_s: float = 0.0,
     queue_s: float = 0.0,
-    free_s: float = math.inf,
+    before_turn: bool = True,
     turn_s: float = 0.0,
     slack_s: float = math.inf,
     ends: Sequence[int] | None = None,
@@ -99,20 +99,20 @@ def choose(
 
     Each run has at most one source, and sources work in parallel. With ``ends`` (in ascending order), k is one of them,
     or 0. Each of the k blocks arrives at most ``slack_s`` after the time at which the blocks before it would be
-    computed. The engine is busy with other work for ``queue_s``, and then computes the other blocks in
-    ``block_compute_s`` each. Loading costs nothing until ``free_s``, but no longer than ``queue_s``. If the k blocks
-    arrive later, other requests overtake the request, which takes ``turn_s``. So the first token comes
+    computed. The engine is busy with other work for ``queue_s``, during which loading costs nothing ``before_turn``.
+    Then it computes the other blocks. The first n blocks take ``n * block_compute_s + n * n * growth_s / 2``. If the k
+    blocks arrive later, other requests overtake the request, which takes ``turn_s``. So the first token comes
 
-        queue_s + (number of blocks - k) * block_compute_s, if the first k blocks arrive in time, and otherwise
-        max(arrival of the first k blocks, queue_s + turn_s) + (number of blocks - k) * block_compute_s
+        queue_s + (time to compute the blocks from k on), if the first k blocks arrive in time, and otherwise
+        max(arrival of the first k blocks, queue_s + turn_s) + (time to compute the blocks from k on)
 
-    seconds from now, plus a time that does not depend on k. Within a run, this function of k consists of at most three
-    straight lines. It has bends where the run's source stops being in time, and where it becomes later than the
-    overtaking requests. (Both may be earlier, because of the other sources.) So the minimum is next to a bend or at an
-    end of the run, and no other k is tried. The best of ``ends`` is next to a bend or next to an end of the run. (The
-    first one in a run is also tried, because there may be none at the end of the previous run.)
+    seconds from now, plus a time that does not depend on k. Within a run, the time saved by k is convex between at most
+    two bends, where the run's source stops being in time, and where it becomes later than the overtaking requests.
+    (Both may be earlier, because of the other sources.) So the best k is next to a bend or at an end of the run, and no
+    other k is tried. The best of ``ends`` is next to a bend or next to an end of the run. (The first one in a run is
+    also tried, because there may be none at the end of the previous run.)
     """
-    best = Choice(0, 0.0, 0.0)
+    best, free_s = Choice(0, 0.0, 0.0), queue_s if before_turn else 0.0
     before, arrived_s, taken = 0, 0.0, Counter[int]()
 
     def latest_s(num_blocks: int) -> float:
@@ -131,7 +131,7 @@ def choose(
             break
         bends = {
             max(math.floor(min(pace.blocks_by(max(arrived_s, time_s)) - earlier, num_blocks)), 0)
-            for time_s in {min(free_s, queue_s), queue_s + turn_s}
+            for time_s in {free_s, queue_s + turn_s}
         }
         if ends is None:
             tried = sorted({at for bend in bends for at in (bend, bend + 1) if 0 < at < most} | {most})
@@ -142,7 +142,7 @@ def choose(
         for at in tried:
             own_s = max(arrived_s, pace.seconds(earlier + at))
             loaded = before + at
-            delay_s = max(own_s - queue_s, turn_s) if own_s > min(free_s, queue_s) else 0.0
+            delay_s = max(own_s - queue_s, turn_s) if own_s > free_s else 0.0
             saved_s = loaded * (block_compute_s + growth_s * loaded / 2) - delay_s
             if saved_s >= best.saved_s:
                 best = Choice(loaded, own_s, saved_s)
