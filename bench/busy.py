@@ -4,7 +4,7 @@
 The offered load and the speed of the disk vary, both as multiples of the engine's own speed: its prompt tokens per
 second, and the bytes of KV that it computes in a second. Each case compares an engine without a disk with engines that
 load always, or by cost. ``optimum`` is the throughput of a fluid model in which the engine and the disk work side by
-side without a pause: ``1 + speed of the disk`` times the throughput without a disk.
+side without a pause: ``1 + speed of the disk`` times the throughput without a disk, or the load if that is less.
 
 The model is small. Its forward pass sleeps until it has taken as long as it would at ``TOKENS_PER_S``, so other work on
 the machine hardly changes the figures. ::
@@ -206,9 +206,8 @@ def rows_of(found: dict[Case, Served]) -> list[Row]:
         always = found[Case(case.load, case.disk, "always")]
         name = f"load {case.load:g}, disk {case.disk:g}"
         if case.load >= SATURATED:
-            optimum = none.tokens_per_s * (1 + case.disk)
-            throughput = served.tokens_per_s
-            rows.append(Row(name, throughput, "x engine", f"optimum {optimum:.2f}", throughput / optimum, ">= 0.8"))
+            best, throughput = optimum(case.load, case.disk, none.tokens_per_s), served.tokens_per_s
+            rows.append(Row(name, throughput, "x engine", f"optimum {best:.2f}", throughput / best, ">= 0.8"))
             text = f"always {always.tokens_per_s:.2f}"
             rows.append(Row(name, throughput, "x engine", text, throughput / always.tokens_per_s, ">= 1"))
         else:
@@ -217,16 +216,21 @@ def rows_of(found: dict[Case, Served]) -> list[Row]:
     return rows
 
 
+def optimum(load: float, disk: float, none: float) -> float:
+    """Return the throughput of an engine and a disk that never pause. ``none`` is the throughput without a disk."""
+    return max(min(none * (1 + disk), load), none)
+
+
 def table(found: dict[Case, Served]) -> str:
     lines = ["| load | disk | policy | throughput | optimum | TTFT, mean / 50 / 90 / 99% (s) | host memory | disk |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for case, served in found.items():
         none = found[Case(case.load, 0.0, "none")]
         ttft = " / ".join(f"{seconds:.2f}" for seconds in served.ttft_s)
-        optimum = none.tokens_per_s * (1 + case.disk)
+        best = optimum(case.load, case.disk, none.tokens_per_s)
         host, disk = (f"{share:.0%}" for share in served.loaded)
         lines.append(
-            f"| {case.load:g} | {case.disk:g} | {case.policy} | {served.tokens_per_s:.2f} | {optimum:.2f} | {ttft} "
+            f"| {case.load:g} | {case.disk:g} | {case.policy} | {served.tokens_per_s:.2f} | {best:.2f} | {ttft} "
             f"| {host} | {disk} |"
         )
     return "\n".join(lines)

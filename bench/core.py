@@ -6,15 +6,26 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvoffload.doctor.timing import interleaved_medians, thread_medians
 
-__all__ = ["Row", "bench_directory", "interleaved_medians", "thread_medians"]
+__all__ = ["Row", "bench_directory", "interleaved_medians", "leave_page_cache", "thread_medians"]
 
 
 def bench_directory() -> tempfile.TemporaryDirectory[str]:
     """Return a temporary directory under ``KVOFFLOAD_BENCH_DIR``, or by default under the working directory."""
     return tempfile.TemporaryDirectory(dir=os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
+
+
+def leave_page_cache(directory: Path) -> None:
+    """Drop the page cache, so that reads come from the disk, as for blocks that were not used for a long time."""
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
 
 
 @dataclass(frozen=True, slots=True)

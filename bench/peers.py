@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import Row, bench_directory
+from bench.core import Row, bench_directory, leave_page_cache
 from bench.stores import fio
 
 Rows = npt.NDArray[np.uint8]
@@ -268,16 +268,6 @@ class Child:
         self.process.communicate()
 
 
-def drop(folder: Path) -> None:
-    """Drop files from the page cache."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 def flip(folder: Path, client: Any, size: int, numbers: Sequence[int]) -> int:
     """Change a byte in the middle of each of these blocks where it is stored. Returns the number of changed blocks."""
     begins = [content(number, size)[:64].tobytes() for number in numbers]
@@ -332,7 +322,7 @@ def compare(size: int, count: int, rounds: int, peers: Sequence[str]) -> dict[st
             for peer, child in children.items():
                 for direction in ("store", "load"):
                     if direction == "load":
-                        drop(folders[peer])
+                        leave_page_cache(folders[peer])
                     answer = child.ask(direction, round_ * count, (round_ + 1) * count)
                     if answer["right"] != count:
                         raise RuntimeError(f"{PEERS[peer]}: {direction} gave {answer} of {count} blocks.")
@@ -353,7 +343,7 @@ def compare(size: int, count: int, rounds: int, peers: Sequence[str]) -> dict[st
                 found[peer].killed = {"wrong": answer["moved"] - answer["right"], "found": answer["moved"]}
                 with servers[peer].client() if peer in servers else nullcontext() as client:
                     changed = flip(folders[peer], client, size, range(FLIPPED))
-                drop(folders[peer])
+                leave_page_cache(folders[peer])
                 answer = again.ask("load", 0, FLIPPED)
                 found[peer].flipped = {"wrong": answer["moved"] - answer["right"], "changed": changed}
     return {peer: each for peer, each in found.items() if each.speeds["store"]}

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.core import Row
+from bench.core import Row, leave_page_cache
 
 PAGE_TOKENS = 16
 BATCH_PAGES = 128
@@ -97,16 +97,6 @@ def _calls(directory: Path, model: str, layers: int, short: bool) -> list[Row]:
             case = f"{direction} pages of {page_bytes >> 10} KiB, {clock}"
             rows.append(Row(case, value, "s/GB", "SGLang's file backend", ratio, target))
     return rows
-
-
-def leave_page_cache(directory: Path) -> None:
-    """Drop the page cache, so that reads come from the disk, as for blocks that were not used for a long time."""
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
 
 
 def _host_pool(layers: int) -> Any:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,13 @@ class ModelKV:
         return max(self.state_groups, -(-self.state_bytes // block_bytes))
 
 
-def model_kv(path: str | Path, dtype: str | None = None) -> ModelKV:
-    """Return the sizes for the model of a Hugging Face ``config.json``, given as the file or its folder. ``dtype``
-    overrides the config's own, for a quantised KV cache. It supports latent attention (``kv_lora_rank``), and the
-    states of Mamba2, gated linear attention and short convolutions, in vLLM's default layout. Assumes that every layer
-    without a state keeps all tokens, so it overstates models with sliding windows. Raises ``ConfigError`` for a config
-    that cannot be read or is incomplete."""
-    path = Path(path)
+def model_kv(model: str | Path, dtype: str | None = None) -> ModelKV:
+    """Return the sizes for the model of a Hugging Face ``config.json``, given as the file, its folder, or a name on the
+    Hub. ``dtype`` overrides the config's own, for a quantised KV cache. It supports latent attention
+    (``kv_lora_rank``), and the states of Mamba2, gated linear attention and short convolutions, in vLLM's default
+    layout. Assumes that every layer without a state keeps all tokens, so it overstates models with sliding windows.
+    Raises ``ConfigError`` for a config that cannot be read or is incomplete."""
+    path = _config_file(str(model))
     if path.is_dir():
         path /= "config.json"
     try:
@@ -159,3 +160,22 @@ def _dtype_bytes(dtype: object) -> int:
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise ConfigError(f"Unknown dtype {dtype!r}; choose one of {', '.join(_DTYPE_BYTES)}.")
     return _DTYPE_BYTES[dtype]
+
+
+def _config_file(model: str) -> Path:
+    """Return the file at a path, or the config.json of a name such as ``Qwen/Qwen3-8B`` from the Hub's cache or the
+    Hub."""
+    if Path(model).exists() or model.endswith(".json") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return Path(model)
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as exc:
+        raise ConfigError(
+            f"There is no file {model}. A name on the Hub needs huggingface_hub: install it, or give a config.json."
+        ) from exc
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"There is no file {model}, and no config.json of that name can be had from the Hub: give a config.json."
+        ) from exc

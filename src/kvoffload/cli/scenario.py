@@ -317,7 +317,7 @@ class Scenario:
     def server_range(self) -> tuple[int, int]:
         """Return the smallest and the largest number of servers that a plan may choose."""
         servers = self._file.servers
-        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", servers if isinstance(servers, str) else str(servers))
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(servers))
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most <= _MOST_SERVERS:
             raise ConfigError(f"servers of {_WHAT} is a number, or to plan a range such as 1:64.")
@@ -393,29 +393,10 @@ def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = Non
     if model is not None and kv_bytes is not None:
         raise ConfigError("--model and --kv-bytes-per-token both give the KV size; choose one of them.")
     if model is not None:
-        return model_kv(_config_file(model), dtype)
+        return model_kv(model, dtype)
     if dtype is not None:
         raise ConfigError("kv_dtype belongs to --model; --kv-bytes-per-token gives the size as it is.")
     return ModelKV(parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES)
-
-
-def _config_file(model: str) -> Path:
-    """Return the file at a path, or the config.json of a name such as ``Qwen/Qwen3-8B`` from the Hub's cache or the
-    Hub."""
-    if Path(model).exists() or model.endswith(".json") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return Path(model)
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as exc:
-        raise ConfigError(
-            f"There is no file {model}. A name on the Hub needs huggingface_hub: install it, or give a config.json."
-        ) from exc
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(
-            f"There is no file {model}, and no config.json of that name can be had from the Hub: give a config.json."
-        ) from exc
 
 
 def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[int]:

@@ -154,16 +154,17 @@ def make_plan(
         smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
         low = smaller[-1] if smaller else chosen.cpu_blocks
         results = list(report.results)
-        for _ in range(_REFINEMENTS):
-            middle = (low + chosen.cpu_blocks) // 2
-            if middle in (low, chosen.cpu_blocks):
-                break
-            tried = sweep(trace, [replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)], 1, progress)
-            results += tried.results
-            if may_choose(tried.results[0]):
-                chosen = tried.results[0]
-            else:
-                low = middle
+        with runner(simulate, report.trace, 1, progress) as run_each:
+            for _ in range(_REFINEMENTS):
+                middle = (low + chosen.cpu_blocks) // 2
+                if middle in (low, chosen.cpu_blocks):
+                    break
+                (tried,) = run_each([replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)])
+                results.append(tried)
+                if may_choose(tried):
+                    chosen = tried
+                else:
+                    low = middle
         report = report_of(report.trace, [without, *results])
         plan = replace(plan, chosen=chosen, price=price(chosen), report=report)
     return replace(plan, capacities=tuple(_capacities(trace, plan, prices, processes, progress)))

@@ -38,12 +38,12 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """As text: at most ``MOST_LINES`` lines of ``WIDTH`` columns."""
-        body = [*wrap(self.answer, WIDTH), "", *_text_of(self.rows)]
+        answer, body = wrap(self.answer, WIDTH), ["", *_text_of(self.rows)]
         if self.load:
             body += ["", *wrap(self.load, WIDTH)]
         if self.settings:
             body += ["", "offload.yaml:", *(f"  {line}" for line in self.settings)]
-        room = MOST_LINES - len(body)
+        room = MOST_LINES - len(answer) - len(body)
         warned: list[str] = []
         for at, warning in enumerate(self.warnings):
             text = wrap(f"Warning: {warning}", WIDTH, subsequent_indent="  ")
@@ -52,7 +52,7 @@ class Verdict:
                 warned.append(f"{counted(left_out + 1, 'more warning')}: see --verbose.")
                 break
             warned += text
-        return [*body[: len(wrap(self.answer, WIDTH))], *warned, *body[len(wrap(self.answer, WIDTH)) :]]
+        return [*answer, *warned, *body]
 
     def as_json(self) -> dict[str, Any]:
         rows = [dict(zip(self.rows.headings, row, strict=True)) for row in self.rows.rows]

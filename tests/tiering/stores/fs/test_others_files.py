@@ -108,7 +108,7 @@ def test_a_large_directory_is_listed_by_several_writes(open_store, tmp_path: Pat
     from kvoffload.tiering.stores.fs import owned, quota
 
     monkeypatch.setattr(quota, "_MOST_IN_A_WRITE", 64)
-    monkeypatch.setattr(quota, "_AT_ONCE", 16)
+    monkeypatch.setattr(quota, "NAMES_AT_ONCE", 16)
     monkeypatch.setattr(owned, "NAMES_AT_ONCE", 16)
     many = open_store(max_bytes=None)
     write(many, *keys_of(*range(1000)))

@@ -62,7 +62,7 @@ class HitDensity:
     A cache below ``_LEAST_CAPACITY`` blocks (a few prompts) provides too little to learn from, so the order stays LRU.
     Memory is constant: the model follows about ``_SAMPLES`` keys, whatever the capacity.
 
-    The defaults of ``horizon`` (in capacities) and ``prior`` (in paths) come from ``bench/policies_mixed.py``.
+    The defaults of ``horizon`` (in capacities) and ``prior`` (in paths) were chosen by replays of mixed traces.
     """
 
     def __init__(self, capacity: int, horizon: int = _HORIZON, prior: float = _PRIOR) -> None:

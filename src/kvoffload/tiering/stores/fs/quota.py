@@ -28,8 +28,6 @@ _FREED_SHARE = 10
 _FEWEST_CHOICES = 64
 """Number of files to list before the oldest of them are deleted."""
 _EVERY_FAN = frozenset(range(NUM_FANS))
-_AT_ONCE = NAMES_AT_ONCE
-"""Number of files listed or deleted between two checks of a write's progress."""
 _DIRECTORY_COSTS = 4
 """Listing a directory counts as this many files."""
 _MOST_IN_A_WRITE = 4096
@@ -181,7 +179,7 @@ class Quota:
                     break
                 fans, listing = self._begun.popleft()
             for deleted in listing:
-                num_done += _AT_ONCE
+                num_done += NAMES_AT_ONCE
                 gone += [file.path for file in deleted]
                 if num_done >= _MOST_IN_A_WRITE:
                     with self._lock:
@@ -196,7 +194,7 @@ class Quota:
         for num_names, files in self._listed(fans):
             seen += files
             cost += num_names + _DIRECTORY_COSTS
-            if cost >= _AT_ONCE:
+            if cost >= NAMES_AT_ONCE:
                 cost = 0
                 yield ()
         self._date_again([file for file in seen if file.path in newest and file.written_ns < self._newest_ns])
@@ -205,7 +203,7 @@ class Quota:
         gone_at_all = False
         while order and left_bytes > self._kept_bytes:
             chosen, chosen_bytes = list[FileSeen](), 0
-            while order and len(chosen) < _AT_ONCE and left_bytes - chosen_bytes > self._kept_bytes:
+            while order and len(chosen) < NAMES_AT_ONCE and left_bytes - chosen_bytes > self._kept_bytes:
                 chosen.append(order.popleft())
                 chosen_bytes += chosen[-1].size_bytes
             gone = delete_oldest(self._root, chosen, -1, (), self._access)

@@ -194,7 +194,7 @@ class FileSystemStore(RootedStore):
                         yield ()
             if num_deleted:
                 _log.warning(
-                    "%d blocks in %s/%s were not encrypted: they are deleted, as encryption_key is set. Blocks of "
+                    "%d blocks in %s/%s were not encrypted. They are deleted, because encryption_key is set. Blocks of "
                     "other namespaces stay ('kvoffload store clear' deletes them).",
                     num_deleted,
                     self._root,

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.proxies import through_proxy
 from kvoffload.tiering.stores.secrets import Secret, read_file, read_secret
 from kvoffload.units import printable
@@ -131,8 +131,8 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
     if tls_ca is not None:
         try:
             options["root_certificate"] = read_file(tls_ca)
-        except OSError as exc:
-            raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {exc.strerror}.") from exc
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {reason_of(exc)}.") from exc
     if url.startswith("s3:") and "unsigned_payload" not in map(_bare, settings):
         settings["unsigned_payload"] = True  # TLS and our seal protect the payload instead
     retries = {
