@@ -24,7 +24,7 @@ from rich.console import Console
 from tests.integration.served_tiers import ServedTiers
 
 from kvoffload.cli import main
-from kvoffload.cli.top import Snapshot, TierView, View, compare, draw, metrics_url, parse, quantile, sparkline
+from kvoffload.cli.top import Snapshot, TierView, View, compare, draw, metrics_url, parse, quantile
 from kvoffload.errors import ConfigError
 
 
@@ -40,9 +40,9 @@ def scrape(served: ServedTiers, at_s: float) -> Snapshot:
         return parse(response.read().decode(), at_s, time.time())
 
 
-def shown(*views: object) -> str:
+def shown(view: View) -> str:
     out = io.StringIO()
-    Console(file=out, width=80).print(draw(views))  # type: ignore[arg-type]
+    Console(file=out, width=80).print(draw(view))
     return out.getvalue()
 
 
@@ -69,7 +69,7 @@ def test_an_interval_is_what_happened_in_it(served: ServedTiers) -> None:
     assert disk.fill == pytest.approx(disk.used / served.disk_bytes)
     assert view.waits_s["lower tiers p50"] > 0
     assert not view.problems
-    text = shown(view, view)
+    text = shown(view)
     assert "disk" in text
     assert "problems: none" in text
     assert disk.off == ()
@@ -336,22 +336,19 @@ def test_labels_are_shown_as_they_are() -> None:
 
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:
-    assert parse("# nothing\nup 1\n", 0, 0).series == {}
+    assert parse("# nothing\nup 1\n", 0, 0).engines == {}
     with pytest.raises(ConfigError, match="not a page of metrics"):
         parse("<html>\n", 0, 0)
     assert metrics_url("localhost:8000") == "http://localhost:8000/metrics"
     assert metrics_url("https://here/prometheus/") == "https://here/prometheus/"
 
 
-def test_quantiles_and_sparklines() -> None:
+def test_quantiles() -> None:
     buckets = {"0.1": 50.0, "0.2": 90.0, "1.0": 100.0, "+Inf": 100.0}
     assert quantile(buckets, 0.5) == pytest.approx(0.1)
     assert quantile(buckets, 0.7) == pytest.approx(0.15)
     assert quantile({"0.1": 0.0, "+Inf": 4.0}, 0.5) == 0.1
     assert quantile({}, 0.5) is None
-    assert sparkline([0, 1, 2]) == "▁▅█"
-    assert sparkline([0, 0]) == "▁▁"
-    assert sparkline([0.5], 1.0) == "▅"
 
 
 def test_80_columns_hold_all_that_the_table_says() -> None:

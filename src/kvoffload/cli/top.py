@@ -8,12 +8,12 @@ import http.client
 import importlib
 import json
 import math
+import operator
 import re
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.output import can_print, positive
+from kvoffload.cli.output import positive
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.proxies import through_proxy
@@ -38,13 +38,9 @@ _TIMEOUT_S = 10.0
 _MOST_BYTES = 64 << 20
 _CLOCK_S = 2.0
 """Accepted difference between clocks of one server: start times are exact, but dates of answers are whole seconds."""
-_KEPT = 6
-"""Number of refreshes that a sparkline shows."""
 # Engines of one server share a tier, or each has one of the same size: the fullest counts.
 _JOIN = JOIN | {"tier_blocks": max, "tier_bytes": max}
 """How to join the values of several engines. The values of all other metrics are added."""
-_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
-
 Series = dict[tuple[str, ...], float]
 """Values by the values of kvoffload's own labels, in the order of ``METRICS``, and for histograms also by bucket."""
 
@@ -71,11 +67,10 @@ def top(
     url = without_credentials(address)
     scrape = partial(_scrape, address)
     last = scrape()
-    if not last.series:
+    if not last.engines:
         raise ConfigError(f"{url} has no series of kvoffload{through_proxy(url)}: is this a server that uses it?")
     processes = {last.started_s: last}
     console = Console()
-    views: deque[View] = deque(maxlen=_KEPT)
     with ExitStack() as stack:
         show: Callable[[Any], object] = console.print
         if console.is_terminal and not (once or as_json):
@@ -86,7 +81,7 @@ def top(
                 time.sleep(interval)
                 try:
                     now = scrape()
-                    views.append(compare(_before(url, now, last, processes), now))
+                    view = compare(_before(url, now, last, processes), now)
                 except ConfigError as exc:
                     if once:
                         raise
@@ -97,9 +92,9 @@ def top(
                     continue
                 last = now
                 if as_json:
-                    print(json.dumps(asdict(views[-1])), flush=True)
+                    print(json.dumps(asdict(view)), flush=True)
                 else:
-                    show(draw(views))
+                    show(draw(view))
                 if once:
                     return
         except KeyboardInterrupt:
@@ -192,22 +187,29 @@ class Snapshot:
 
     at_s: float
     unix_s: float
-    series: dict[str, Series]
-    """Values of all engines of the server, joined according to ``_JOIN``."""
-    engines: dict[Engine, dict[str, Series]] = field(default_factory=dict)
-    """Values of each engine."""
+    engines: dict[Engine, dict[str, Series]]
+    """Values of each engine of the server."""
     started_s: float | None = None
     """Start time of the server's process (``process_start_time_seconds``); ``None`` if the page does not contain it."""
     server_unix_s: float = 0.0
     """The time by the server's clock."""
 
+    def series(self, name: str) -> Series:
+        """Return the values of all engines, joined according to ``_JOIN``."""
+        join: Callable[[float, float], float] = _JOIN.get(name, operator.add)
+        found: Series = {}
+        for series in self.engines.values():
+            for key, value in series.get(name, {}).items():
+                found[key] = join(found[key], value) if key in found else value
+        return found
+
     def total(self, name: str, *labels: str) -> float:
         """Return the sum of the series of a metric whose labels begin with ``labels``."""
-        return _sum(self.series, name, labels)
+        return _sum(self.series(name), labels)
 
 
-def _sum(series: Mapping[str, Series], name: str, labels: tuple[str, ...]) -> float:
-    return sum(value for key, value in series.get(name, {}).items() if key[: len(labels)] == labels)
+def _sum(series: Series, labels: tuple[str, ...]) -> float:
+    return sum(value for key, value in series.items() if key[: len(labels)] == labels)
 
 
 def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
@@ -217,7 +219,6 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
         parser = importlib.import_module("prometheus_client.parser")
     except ImportError as exc:
         raise MissingExtraError("kvoffload top needs kvoffload's extra 'cli': pip install prometheus-client.") from exc
-    series: dict[str, Series] = {}
     engines: dict[Engine, dict[str, Series]] = {}
     started_s: float | None = None
     try:
@@ -227,7 +228,7 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
             name = family.name.removeprefix("kvoffload_").removesuffix("_total")
             if not family.name.startswith("kvoffload_") or name not in METRICS:
                 continue
-            metric, values = METRICS[name], series.setdefault(name, {})
+            metric = METRICS[name]
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue
@@ -240,11 +241,9 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                 engine = tuple(sorted((label, value) for label, value in sample.labels.items() if label not in own))
                 of_engine = engines.setdefault(engine, {}).setdefault(name, {})
                 of_engine[key] = of_engine.get(key, 0) + sample.value
-                join, known = _JOIN.get(name) if key in values else None, values.get(key, 0)
-                values[key] = join(known, sample.value) if join else known + sample.value
     except (ValueError, KeyError, IndexError) as exc:
         raise ConfigError(f"This is not a page of metrics: {printable(str(exc))}.") from exc
-    return Snapshot(at_s, unix_s, series, engines, started_s, unix_s)
+    return Snapshot(at_s, unix_s, engines, started_s, unix_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +311,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
 
     def grown(name: str, *labels: str) -> float:
         return sum(
-            max(_sum(series, name, labels) - _sum(bases[engine], name, labels), 0)
+            max(_sum(series.get(name, {}), labels) - _sum(bases[engine].get(name, {}), labels), 0)
             for engine, series in after.engines.items()
         )
 
@@ -324,7 +323,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
     waits: dict[str, float | None] = {}
     for label, name in (("lookups", "lookup_wait_seconds"), ("lower tiers", "promotion_wait_seconds")):
         for percent in (50, 90):
-            buckets = {bound: grown(name, bound) for (bound,) in after.series.get(name, {})}
+            buckets = {bound: grown(name, bound) for (bound,) in after.series(name)}
             waits[f"{label} p{percent}"] = quantile(buckets, percent / 100)
     total = after.total("lookup_tokens")
 
@@ -345,7 +344,7 @@ def compare(before: Snapshot, after: Snapshot) -> View:
     stored, loaded = grown("store_bytes"), grown("load_bytes")
     used, blocks = after.total("primary_blocks_used"), after.total("primary_blocks")
     tiers = [view(HOST, loaded, stored, used, blocks, after.total("jobs_in_flight"))]
-    for (name,) in after.series.get("tier_healthy", {}):
+    for (name,) in after.series("tier_healthy"):
         read, written = (grown("tier_io_bytes", name, direction) for direction in ("read", "write"))
         used, quota = after.total("tier_bytes", name), after.total("tier_quota_bytes", name)
         tiers.append(view(name, read, written, used, quota, after.total("tier_queued_blocks", name)))
@@ -372,7 +371,7 @@ def _base(engine: Engine, before: Snapshot, after: Snapshot) -> Mapping[str, Ser
     engine. If the page does not contain the start time of its process, another server may have answered; then nothing
     counts as growth."""
     known, now = before.engines.get(engine, {}), after.engines[engine]
-    if _sum(now, "lookup_tokens", ()) >= _sum(known, "lookup_tokens", ()):
+    if _sum(now.get("lookup_tokens", {}), ()) >= _sum(known.get("lookup_tokens", {}), ()):
         return known
     return now if after.started_s is None else {}
 
@@ -381,7 +380,7 @@ def _off(now: Snapshot, tier: str) -> Iterable[str]:
     """Return the directions that are off for ``tier``, each with its reason and the time since when."""
     for direction, word in (("read", "reading"), ("write", "writing")):
         if now.total("tier_breaker_open", tier, direction):
-            trips = now.series.get("tier_breaker_last_trip_timestamp_seconds", {})
+            trips = now.series("tier_breaker_last_trip_timestamp_seconds")
             own = [(at_s, reason) for (name, way, reason), at_s in trips.items() if (name, way) == (tier, direction)]
             if own:
                 at_s, reason = max(own)
@@ -410,10 +409,8 @@ def quantile(cumulative: Mapping[str, float], share: float) -> float | None:
 # --------------------------------------------------------------------------------------------------------- the picture
 
 
-def draw(views: Iterable[View]) -> Group:
-    """Return the last of ``views`` as a table, with sparklines of all of them."""
-    views = list(views)
-    now = views[-1]
+def draw(now: View) -> Group:
+    """Return ``now`` as a table and sentences."""
     head = Text.assemble(
         ("hits ", "dim"),
         (_percent(now.hit_rate), "bold"),
@@ -427,21 +424,18 @@ def draw(views: Iterable[View]) -> Group:
         f"{now.claimed_blocks:,.0f}, {now.pinned_blocks:,.0f} blocks",
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("tier", "hits", "", "in all", "read/s", "", "written/s", "used", "queued"):
-        table.add_column(heading, justify="left" if heading in ("tier", "") else "right", no_wrap=heading != "tier")
+    for heading in ("tier", "hits", "in all", "read/s", "written/s", "used", "queued"):
+        table.add_column(heading, justify="left" if heading == "tier" else "right", no_wrap=heading != "tier")
     health = []
     for at, tier in enumerate(now.tiers):
-        course = [view.tiers[at] for view in views if len(view.tiers) > at]
         used = f"{tier.used:,.0f} blocks" if at == 0 else format_bytes(tier.used)
         if tier.fill is not None:
             used = f"{tier.fill:.1%}" if at == 0 else f"{used}, {tier.fill:.0%}"
         table.add_row(
             Text(tier.name),  # not a str, whose brackets would be markup
             _percent(tier.hit_rate),
-            sparkline([each.hit_rate or 0 for each in course], 1.0),
             _percent(tier.hit_rate_total),
             format_bytes(tier.read_bytes_per_s),
-            sparkline([each.read_bytes_per_s for each in course]),
             format_bytes(tier.write_bytes_per_s),
             used,
             f"{tier.queued_blocks:,.0f}",
@@ -459,16 +453,6 @@ def draw(views: Iterable[View]) -> Group:
         Text.assemble(("waits: ", "dim"), waits or "none"),
         Text.assemble(("problems: ", "dim"), (problems or "none", "yellow" if problems else "")),
     )
-
-
-def sparkline(values: Iterable[float], most: float | None = None) -> str:
-    """Return a bar for each of the last few values; a full bar means ``most``, or the largest of them."""
-    shown = list(values)[-_KEPT:]
-    bars = _BARS if can_print(_BARS) else _PLAIN_BARS
-    top_value = most if most is not None else max(shown, default=0.0)
-    if top_value <= 0:
-        return bars[0] * len(shown)
-    return "".join(bars[min(int(value / top_value * len(bars)), len(bars) - 1)] for value in shown)
 
 
 def _percent(share: float | None) -> str:
