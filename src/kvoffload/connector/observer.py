@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from kvoffload.base import OffloadingManager, OffloadKey, Weighed
+from kvoffload.base import OffloadingManager, OffloadKey, StepWork, Weighed
 from kvoffload.config import EngineLayout, GroupKind, OffloadingConfig
 from kvoffload.connector.engine import EngineRequest
 from kvoffload.connector.epochs import Epoch, Epochs
@@ -23,6 +23,7 @@ from kvoffload.connector.groups import GroupGeometry, finest_of, hit_unit_tokens
 from kvoffload.connector.jobs import JobRecord
 from kvoffload.connector.recording import TraceRecorder
 from kvoffload.connector.requests import UNLIMITED, Request
+from kvoffload.connector.step_times import StepTimes
 from kvoffload.errors import ConfigError
 from kvoffload.lost_blocks import Loss
 from kvoffload.miss import Miss
@@ -149,6 +150,7 @@ class Observer:
             path = config.record_trace.replace("{pid}", str(os.getpid()))
             size = self._finest.block_tokens
             self._recorder = TraceRecorder(path, size, _machine(geometry, size, layout, config))
+        self._step_times = StepTimes(clock)
         self._watch = watch
         self._watched: dict[Request, Callable[[Explanation], None]] = {}
         self.is_closed = False
@@ -190,6 +192,12 @@ class Observer:
             context, prompt_tokens = request.context, request.of_engine.num_prompt_tokens
             keys = request.groups[self._finest.index].keys[: prompt_tokens // self._finest.block_tokens]
             self._recorder.arrived(context.req_id, now_s, keys, prompt_tokens, next_use=context.next_use)
+
+    @_ends_recording
+    def step(self, work: StepWork) -> None:
+        """Note a step, which has just been decided."""
+        if self._recorder is not None:
+            self._step_times.begin(work)
 
     @_ends_recording
     def deferred(self, request: Request, phase: str) -> None:
@@ -253,7 +261,7 @@ class Observer:
         if self._recorder is not None:
             output_tokens = max(request.of_engine.num_tokens - request.of_engine.num_prompt_tokens, 0)
             line = explanation.as_json() if explanation.found else None
-            self._recorder.finished(request.context.req_id, output_tokens, line)
+            self._recorder.finished(request.context.req_id, output_tokens, line, self._step_times.take())
 
     @_ends_recording
     def reset(self, ended: Epoch) -> None:

@@ -4,7 +4,8 @@
 It contains ids of requests, hashes of keys, lengths, times and hints of clients about the next use, but no tokens and
 no text. Each line is one JSON object in the format that ``kvoffload.sim.trace_files`` calls Mooncake, with
 ``block_tokens``. For ``kvoffload explain``, each line also contains the request's ``story`` (``observer.py``), and the
-first line contains the ``machine``.
+first line contains the ``machine``. Some lines contain measured ``steps`` (``step_times.py``), which tell the simulator
+what a step costs.
 """
 
 from __future__ import annotations
@@ -115,12 +116,21 @@ class TraceRecorder:
         self._serving[req_id] = pending = _Pending(line)
         self._lines.append(pending)
 
-    def finished(self, req_id: str, output_tokens: int, explanation: dict[str, object] | None = None) -> None:
+    def finished(
+        self,
+        req_id: str,
+        output_tokens: int,
+        explanation: dict[str, object] | None = None,
+        steps: Sequence[tuple[float, int, int]] = (),
+    ) -> None:
+        """Record the end of a request, with the steps that were measured lately (``StepTimes``)."""
         pending = self._serving.pop(req_id, None)
         if pending is None:
             return
         if explanation is not None:
             pending.line["story"] = explanation
+        if steps:
+            pending.line["steps"] = steps
         pending.line["output_length"] = output_tokens
         pending.is_finished = True
         while self._lines and self._lines[0].is_finished:

@@ -258,7 +258,10 @@ class OffloadingConnectorScheduler:
             own.states.clear()  # even rejected states, because the engine may overwrite them later
         is_continued = num_new_tables < num_scheduled
         self._short_loads.step_begins(num_scheduled > 0, is_continued)
-        self._manager.note_step(StepWork(tokens, prompt_tokens, queued_tokens, is_continued, context_tokens))
+        work = StepWork(tokens, prompt_tokens, queued_tokens, is_continued, context_tokens)
+        self._manager.note_step(work)
+        if self._observer is not None:
+            self._observer.step(work)
         self._ahead.step(self._epochs, tokens, queued_tokens)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
