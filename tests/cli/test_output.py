@@ -13,27 +13,31 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.table import Table
 
 
-def test_a_long_task_has_ten_lines_and_one_without_a_total_one_in_ten(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress({"long": 1234, "open": None, "[red]": 1, "idle": 7}, "runs") as advance:
-        for _ in range(1234):
-            advance("long")
-        for _ in range(25):
-            advance("open")
-        advance("[red]")
+def lines_of(capsys: pytest.CaptureFixture[str], name: str, total: int | None, count: int) -> list[str]:
+    with progress(name, total, "runs") as advance:
+        for _ in range(count):
+            advance()
     out, err = capsys.readouterr()
     assert out == ""
-    lines = [line.rpartition(",")[0] for line in err.splitlines()]
-    assert len(lines) == 13
-    assert lines[0] == "long: 124 of 1,234 runs"
-    assert err.splitlines()[0].endswith(" s left)")
-    assert "left" not in err.splitlines()[9], "it is done"
-    assert lines[9:] == ["long: 1,234 of 1,234 runs", "open: 10 runs", "open: 20 runs", "[red]: 1 of 1 runs"]
+    return err.splitlines()
 
 
-def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_task_has_ten_lines_and_one_without_a_total_one_in_ten(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, "long", 1234, 1234)
+    assert len(lines) == 10
+    assert lines[0].startswith("long: 124 of 1,234 runs,") and lines[0].endswith(" s left)")
+    assert lines[9].startswith("long: 1,234 of 1,234 runs,") and "left" not in lines[9], "it is done"
+    assert [line.rpartition(",")[0] for line in lines_of(capsys, "open", None, 25)] == [
+        "open: 10 runs",
+        "open: 20 runs",
+    ]
+    assert [line.rpartition(",")[0] for line in lines_of(capsys, "[red]", 1, 1)] == ["[red]: 1 of 1 runs"]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes any output a terminal
-    with progress({"way": 3}, "turns") as advance:
-        advance("way")
+    with progress("way", 3, "turns") as advance:
+        advance()
     assert "\x1b[" in capsys.readouterr().err
 
 

@@ -136,6 +136,17 @@ def test_how_many_requests_a_server_carries(recurring: Path, capsys: pytest.Capt
     assert "do the work of 100" in by_rate["verdict"]["load"]
 
 
+def test_tiers_may_save_servers_where_each_of_them_reaches_the_goal(
+    recurring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, told = plan(capsys, recurring, "--ttft", "5", "--gpu-kv-tokens", "40000", *MACHINE)
+    assert code == 0
+    assert text.startswith("Buy nothing: the GPU's own cache reaches the goal")
+    loads = told["requests_per_s"]
+    assert loads["with host memory"] > 2 * loads["today"] > 0
+    assert "do the work of 100" in told["verdict"]["load"]
+
+
 def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
     busy = {}

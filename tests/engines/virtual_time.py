@@ -131,7 +131,7 @@ def predict(workload: Workload, gpu_blocks: int, cpu_blocks: int, engine: Litera
     result = simulate(trace, config, on_request=lambda number, _, __, at_s: found.update({number: at_s}))
     ttft_s = [found[number] - float(trace.times_s[number]) for number in range(len(trace))]
     size = trace.block_tokens
-    return Observed(result.duration_s, ttft_s, result.gpu_hit_blocks * size, result.cpu_hit_blocks * size)
+    return Observed(result.duration_s, ttft_s, result.hit_blocks["device"] * size, result.hit_blocks["host"] * size)
 
 
 def compare(predicted: Observed, served: Observed, prompt_tokens: int) -> dict[str, float]:

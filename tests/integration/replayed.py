@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from kvoffload.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.sim.config import SimConfig
-from kvoffload.sim.engine import Engine, Hit
+from kvoffload.sim.engine import Engine, Hits
 from kvoffload.sim.trace import Trace
 from kvoffload.tiering import CPUPrimaryTierOffloadingManager, TieringOffloadingManager, build_tier
 from kvoffload.tiering.base import CascadeMode
@@ -85,10 +86,6 @@ def content(key: OffloadKey) -> npt.NDArray[np.uint64]:
 class PacedClock:
     """A real clock that can sleep until a given time."""
 
-    @property
-    def now_s(self) -> float:
-        return time.monotonic()
-
     def __call__(self) -> float:
         return time.monotonic()
 
@@ -122,15 +119,15 @@ def replay(
         load_bytes_per_s=1e15,
         load_latency_s=0.0,
     )
-    hits: list[Hit] = []
+    hits: Hits = Counter()
     engine = Engine(
         trace,
         trace.hashes(),
         config,
         manager,
         clock,
-        next_tier_end_s=lambda: clock.now_s + 0.0005 if engine.num_requests else None,
-        on_first_token=lambda served: hits.append(served.hit),
+        next_tier_end_s=lambda: clock() + 0.0005 if engine.num_requests else None,
+        on_first_token=lambda _, found: hits.update(found),
     )
     start_s = time.monotonic()
     used = 0
@@ -148,8 +145,8 @@ def replay(
         stats = manager.get_stats()
         return Replayed(
             accesses=engine.accesses,
-            host_hits=sum(hit.host for hit in hits),
-            disk_hits=sum(hit.disk for hit in hits),
+            host_hits=hits["host"],
+            disk_hits=hits.total() - hits["device"] - hits["host"],
             wrong=manager.wrong,
             written=int(stats["tier_blocks_stored", "memory"]),
             dropped=int(stats["cascades", "dropped"] + stats["tier_dropped_blocks", "memory"]),

@@ -72,7 +72,7 @@ class Recorded:
         total = read_explanations(self.path)
         assert total.tokens == sum(line["input_length"] for line in lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
-        assert total.explained == total.requests == len(lines) == len(load_trace(self.path))
+        assert total.explained == len(total.trace) == len(lines) == len(load_trace(self.path))
         explanation: Explanation = lines[-1]["story"]
         return explanation
 

@@ -175,7 +175,7 @@ def simulated(
     result = simulate(
         trace,
         FleetConfig(server, num_servers, router, shared, prefill_servers=prefill_servers),
-        on_request=lambda _, number, hit, __: found.append((number, hit.device, hit.host + hit.disk)),
+        on_request=lambda _, number, hit, __: found.append((number, hit["device"], hit.total() - hit["device"])),
     )
     return found, result
 

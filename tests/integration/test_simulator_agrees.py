@@ -175,7 +175,9 @@ def simulated(
         load_policy="always",
         **more,
     )
-    result = simulate(trace, config, on_request=lambda _, __, hit, ___: found.append((hit.device, hit.host + hit.disk)))
+    result = simulate(
+        trace, config, on_request=lambda _, __, hit, ___: found.append((hit["device"], hit.total() - hit["device"]))
+    )
     return found, result
 
 
@@ -230,7 +232,7 @@ def test_the_same_hits_of_a_model_with_states(cpu_blocks: int, policy: str) -> N
     found, result = simulated(trace, cpu_blocks, policy, WHOLE, state_slots=1)
     assert found == served(trace, cpu_blocks, family="falcon_h1", chunk_tokens=WHOLE, eviction_policy=policy)
     assert sum(below for _, below in found) > 0
-    assert result.sum_of("loaded_blocks") > result.cpu_hit_blocks, "states are loaded too"
+    assert result.sum_of("loaded_blocks") > result.hit_blocks["host"], "states are loaded too"
     if cpu_blocks == 1000:
         # With room for all, the shared part of a prompt is found only where another prompt ended.
         plain, _ = simulated(trace, cpu_blocks, policy, WHOLE)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from tests.sizes import by_size
 from kvoffload.connector import OffloadingConnectorScheduler
 from kvoffload.sim.cluster import Machine, simulate
 from kvoffload.sim.config import SimConfig
-from kvoffload.sim.engine import Engine, Hit, Served
+from kvoffload.sim.engine import Engine, Hits
 from kvoffload.sim.trace import Trace
 
 TraceOf = Callable[..., Trace]
@@ -49,8 +50,8 @@ def first_tokens(trace: Trace, config: SimConfig) -> dict[int, float]:
     return found
 
 
-def hits(trace: Trace, config: SimConfig) -> list[Hit]:
-    found: dict[int, Hit] = {}
+def hits(trace: Trace, config: SimConfig) -> list[Hits]:
+    found: dict[int, Hits] = {}
     simulate(trace, config, on_request=lambda request, _, hit, __: found.update({request: hit}))
     return [found[request] for request in range(len(trace))]
 
@@ -60,7 +61,7 @@ def test_a_prefix_is_served_from_the_highest_tier_that_has_it(trace_of: TraceOf)
     trace = replace(trace, times_s=np.arange(4) * 100.0, input_tokens=np.array([48, 64, 48, 64]))
     found = hits(trace, replace(SERVER, gpu_blocks=5))
     # Of the last prompt the device has lost blocks 3 and 2. Its last token is computed, so block 3 is never a hit.
-    assert found == [Hit(0, 0), Hit(3, 0), Hit(0, 0), Hit(2, 1)]
+    assert found == [Counter(), Counter(device=3), Counter(), Counter(device=2, host=1)]
 
 
 def test_a_step_costs_what_it_computes(trace_of: TraceOf) -> None:
@@ -139,7 +140,7 @@ def test_a_request_larger_than_the_pool_is_served_alone(trace_of: TraceOf) -> No
     config = replace(SERVER, cpu_blocks=4, gpu_blocks=3, disk_blocks=100, chunk_tokens=160)
     result = simulate(trace, config, on_request=lambda request, *_: served.append(request))
     assert sorted(served) == [0, 1, 2]
-    assert result.gpu_hit_blocks == 1, "of the head's three blocks the other request took two"
+    assert result.hit_blocks["device"] == 1, "of the head's three blocks the other request took two"
     assert result.sum_of("refused_stores") > 0
 
 
@@ -176,9 +177,15 @@ def random_config(seed: int) -> SimConfig:
 @pytest.mark.parametrize("seed", range(by_size(12, 60)))
 def test_any_traffic_is_served_once_and_nothing_is_left(seed: int, trace_of: TraceOf) -> None:
     trace, config = random_trace(trace_of, seed), random_config(seed)
-    first: list[Served] = []
+    first: list[tuple[int, Hits, float]] = []
     ended: list[int] = []
-    machine = Machine(trace, config, trace.hashes(), on_first_token=first.append, on_end=ended.append)
+    machine = Machine(
+        trace,
+        config,
+        trace.hashes(),
+        on_first_token=lambda number, hits: first.append((number, hits, machine.clock.now_s)),
+        on_end=ended.append,
+    )
     engine, clock = machine.engine, machine.clock
     arrivals = [*enumerate(trace.times_s.tolist())]
     next_s: float | None = None
@@ -198,10 +205,10 @@ def test_any_traffic_is_served_once_and_nothing_is_left(seed: int, trace_of: Tra
         next_s = engine.begin()
         engine.check_invariants()
     everyone = [*range(len(trace))]
-    assert sorted(served.number for served in first) == sorted(ended) == everyone
+    assert sorted(number for number, _, _ in first) == sorted(ended) == everyone
     assert engine.num_requests == 0
-    assert all(served.first_token_s >= trace.times_s[served.number] for served in first)
-    found = sum(served.hit.blocks for served in first) * trace.block_tokens
+    assert all(time_s >= trace.times_s[number] for number, _, time_s in first)
+    found = sum(hits.total() for _, hits, _ in first) * trace.block_tokens
     lost = engine.computed_tokens + found - trace.total_input_tokens
     assert lost >= 0 if engine.preemptions else lost == 0
 
@@ -213,7 +220,7 @@ def test_many_steps_at_once_are_the_same_steps_one_by_one(
     """Without a tier, whose blocks the connector would look for at other times."""
     trace, config = random_trace(trace_of, seed), replace(random_config(seed), cpu_blocks=0, disk_blocks=0)
     at_once = simulate(trace, config)
-    monkeypatch.setattr(Engine, "_try_jump", lambda self, now_s: None)
+    monkeypatch.setattr(Engine, "_only_decodes", lambda self, now_s: None)
     one_by_one = simulate(trace, config)
     assert at_once.ttft_s == pytest.approx(one_by_one.ttft_s)
     assert at_once.duration_s == pytest.approx(one_by_one.duration_s)

@@ -53,7 +53,7 @@ def test_the_advice_names_what_was_not_needed() -> None:
         (few, True, "1 server, no shared tier, fewer servers with more memory."),
         (many, False, "2 servers."),
     ):
-        made = Plan(Goal(hit_rate=0.1), chosen, 1.0, report, chosen, may_share=may_share)
+        made = Plan(Goal(hit_rate=0.1), chosen, report, chosen, may_share=may_share)
         assert verdict_of(made, Prices()).answer.startswith(said)
 
 

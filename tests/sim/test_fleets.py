@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tests.sizes import by_size
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
-from kvoffload.sim.engine import Hit
+from kvoffload.sim.engine import Hits
 from kvoffload.sim.result import Result
 from kvoffload.sim.routers import ROUTERS, Asked, Fleet
 from kvoffload.sim.synthetic import synthesize
@@ -56,8 +57,8 @@ def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
         hits = result.hit_blocks
         below = hits.total() - hits["device"] - hits["host"]
         assert (hits["device"], hits["host"], below) == (
-            alone.gpu_hit_blocks,
-            alone.cpu_hit_blocks,
+            alone.hit_blocks["device"],
+            alone.hit_blocks["host"],
             alone.disk_hit_blocks,
         )
         assert result.ttft_s == alone.ttft_s
@@ -75,11 +76,11 @@ def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
 def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool) -> None:
     trace = traffic(80, seed, 0.3)
     config = FleetConfig(SERVER, servers, router, FAST if is_shared else None)
-    served: dict[int, Hit] = {}
+    served: dict[int, Hits] = {}
     result = simulate(trace, config, on_request=lambda request, _, hit, __: served.update({request: hit}))
     assert sorted(served) == [*range(len(trace))], "each request is answered once"
     assert sum(server.requests for server in result.servers) == len(trace)
-    hits = sum(hit.device + hit.host + hit.disk for hit in served.values())
+    hits = sum(hit.total() for hit in served.values())
     computed = result.sum_of("computed_tokens")
     assert result.sum_of("prefill_s") * SERVER.prefill_tokens_per_s == pytest.approx(computed)
     if not result.sum_of("preemptions"):
@@ -114,11 +115,9 @@ def paths(trace_of: Callable[..., Trace], prompts: list[list[int]], gap_s: float
     return replace(trace, times_s=np.arange(len(prompts)) * gap_s, input_tokens=trace.input_tokens + 1)
 
 
-def found(trace: Trace, config: FleetConfig) -> tuple[list[dict[str, int]], Result]:
-    hits: list[dict[str, int]] = []
-    result = simulate(
-        trace, config, on_request=lambda _, __, hit, ___: hits.append({"host": hit.host, **dict(hit.below)})
-    )
+def found(trace: Trace, config: FleetConfig) -> tuple[list[Hits], Result]:
+    hits: list[Hits] = []
+    result = simulate(trace, config, on_request=lambda _, __, hit, ___: hits.append(hit))
     return hits, result
 
 
@@ -126,7 +125,7 @@ def test_one_server_finds_what_another_one_shared(trace_of: Callable[..., Trace]
     trace = paths(trace_of, [[0, 1, 2], [0, 1, 2], [0, 1, 2]])
     server = replace(SERVER, gpu_blocks=0, load_policy="always")
     hits, result = found(trace, FleetConfig(server, 2, "round-robin", FAST))
-    assert hits == [{"host": 0}, {"host": 0, "shared": 3}, {"host": 3}]
+    assert hits == [Counter(), Counter(shared=3), Counter(host=3)]
     assert [member.read_blocks.get("shared", 0) for member in result.servers] == [0, 3]
     assert [member.written_blocks.get("shared", 0) for member in result.servers] == [3, 0]
 
@@ -135,16 +134,16 @@ def test_a_pool_is_shared_by_the_servers_of_one_machine(trace_of: Callable[..., 
     trace = paths(trace_of, [[0, 1, 2]] * 4)
     server = replace(SERVER, gpu_blocks=0, load_policy="always")
     hits, _ = found(trace, FleetConfig(server, 4, "round-robin", pool=FAST, servers_per_machine=2))
-    assert hits == [{"host": 0}, {"host": 0, "pool": 3}, {"host": 0}, {"host": 0, "pool": 3}]
+    assert hits == [Counter(), Counter(pool=3), Counter(), Counter(pool=3)]
 
 
 def test_blocks_expire(trace_of: Callable[..., Trace]) -> None:
     trace = paths(trace_of, [[0, 1], [0, 1], [2], [0, 1]])
     server = replace(SERVER, gpu_blocks=0, load_policy="always")
     kept, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, ttl_s=150.0)))
-    assert kept[1] == {"host": 0, "shared": 2}
+    assert kept[1] == Counter(shared=2)
     gone, _ = found(trace, FleetConfig(server, 2, "round-robin", replace(FAST, ttl_s=50.0)))
-    assert gone[1] == {"host": 0}
+    assert gone[1] == Counter()
 
 
 def test_prefill_apart_hands_its_blocks_over(trace_of: Callable[..., Trace]) -> None:
@@ -188,7 +187,7 @@ def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
         load_latency_s=1e-9,  # a store that a step begins has ended with the next one
     )
     shared = SharedStore(100, bytes_per_s, float("inf"), latency_s)
-    hits: list[Hit] = []
+    hits: list[Hits] = []
     result = simulate(
         trace,
         FleetConfig(server, 2, "round-robin", shared, prefill_servers=1),
@@ -207,7 +206,7 @@ def test_a_decoding_server_takes_what_has_arrived_and_computes_the_rest(
         stop = min((at + 1) * chunk_blocks, blocks)
         free_s = max(free_s, begin_s) + transfer_s(stop - at * chunk_blocks)
         arrived = stop if free_s <= first_token_s else arrived
-    assert [hit.below.get("shared", 0) for hit in hits] == [0, arrived]
+    assert [hit["shared"] for hit in hits] == [0, arrived]
     seconds = (prompt - arrived * tokens) / speed
     if arrived:
         seconds += transfer_s(arrived)

@@ -44,7 +44,7 @@ def test_each_kind_of_run_is_a_line_and_the_server_without_tiers_one_across(
         assert [*lines["lru, disk"].get_xdata()] == sorted(lines["lru, disk"].get_xdata())
     assert times.get_yscale() == "log" and "logarithmic" in times.get_ylabel()
     shown = [line for line in hits.get_lines() if line.get_label() == "arc, disk"]
-    assert [*shown[0].get_ydata()] == [100 * run.hit_rate for run in report.results if run.policy == "arc"]
+    assert [*shown[0].get_ydata()] == [100 * run.hit_rate for run in report.results if run.server.policy == "arc"]
 
 
 def test_fleets_are_drawn_by_router_and_shared_tier(monkeypatch: pytest.MonkeyPatch) -> None:

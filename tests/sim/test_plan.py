@@ -19,18 +19,18 @@ TRACE = synthesize("chat", requests=24, seed=1)
 
 
 def price(run: Result) -> float:
-    return PRICES.of_tiers(run.cpu_blocks, run.disk_blocks, BASE.block_bytes)
+    return PRICES.of_tiers(run.server)
 
 
 def test_the_cheapest_run_that_meets_the_goal_is_chosen() -> None:
     goal = Goal(hit_rate=0.3)
     plan = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
     assert plan.chosen is not None and goal.is_met(plan.chosen)
-    assert plan.price == price(plan.chosen)
-    assert plan.price == min(price(run) for run in plan.report.results if goal.is_met(run))
-    assert {run.disk_blocks for run in plan.report.results} == {0}
+    assert plan.price(PRICES) == price(plan.chosen)
+    assert plan.price(PRICES) == min(price(run) for run in plan.report.results if goal.is_met(run))
+    assert {run.server.disk_blocks for run in plan.report.results} == {0}
     assert len(plan.report.results) == len(plan.report.optimum_rates)
-    again = simulate(TRACE.whole_blocks(), replace(BASE, cpu_blocks=plan.chosen.cpu_blocks))
+    again = simulate(TRACE.whole_blocks(), replace(BASE, cpu_blocks=plan.chosen.server.cpu_blocks))
     assert again == plan.chosen
 
 
@@ -38,8 +38,8 @@ def test_a_cheap_disk_makes_the_plan_cheaper() -> None:
     goal = Goal(hit_rate=0.3)
     without = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=0, processes=1)
     with_disk = make_plan(TRACE, BASE, goal, PRICES, max_disk_blocks=TRACE.num_unique, processes=1)
-    assert with_disk.price < without.price
-    assert with_disk.chosen is not None and with_disk.chosen.disk_blocks > 0
+    assert with_disk.price(PRICES) < without.price(PRICES)
+    assert with_disk.chosen is not None and with_disk.chosen.server.disk_blocks > 0
 
 
 def test_limits_are_kept_and_an_unreachable_goal_says_how_far_one_gets() -> None:
@@ -47,7 +47,7 @@ def test_limits_are_kept_and_an_unreachable_goal_says_how_far_one_gets() -> None
     assert plan.chosen is None
     assert plan.best.hit_rate == max(run.hit_rate for run in plan.report.results)
     plan = make_plan(TRACE, BASE, Goal(hit_rate=0.05), PRICES, max_cpu_blocks=200, max_disk_blocks=0, processes=1)
-    assert max(run.cpu_blocks for run in plan.report.results) <= 200
+    assert max(run.server.cpu_blocks for run in plan.report.results) <= 200
 
 
 def test_the_largest_size_tried_holds_the_states_too() -> None:
@@ -63,8 +63,8 @@ def test_nothing_is_bought_where_the_device_reaches_the_goal() -> None:
     enough = replace(BASE, gpu_blocks=TRACE.whole_blocks().num_unique)
     plan = make_plan(TRACE, enough, goal, PRICES, max_disk_blocks=0, processes=1)
     assert plan.chosen is plan.report.without
-    assert plan.chosen is not None and plan.chosen.cpu_blocks == plan.price == 0
-    assert plan.chosen.hit_rate == plan.chosen.gpu_hit_blocks / plan.chosen.accesses >= 0.3
+    assert plan.chosen is not None and plan.chosen.server.cpu_blocks == plan.price(PRICES) == 0
+    assert plan.chosen.hit_rate == plan.chosen.hit_blocks["device"] / plan.chosen.accesses >= 0.3
     assert plan.report.results == (), "nothing else was tried"
 
 
@@ -89,5 +89,7 @@ def test_a_disk_that_does_not_pay_is_not_bought() -> None:
     without = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=0, processes=1)
     with_disk = make_plan(TRACE, slow, goal, PRICES, max_disk_blocks=TRACE.num_unique // 2, processes=1)
     assert with_disk.chosen == without.chosen is not None
-    tried = [run for run in with_disk.report.results if run.disk_blocks]
-    assert all(run.sum_of("declined_blocks") for run in tried if run.cpu_blocks < without.chosen.cpu_blocks)
+    tried = [run for run in with_disk.report.results if run.server.disk_blocks]
+    assert all(
+        run.sum_of("declined_blocks") for run in tried if run.server.cpu_blocks < without.chosen.server.cpu_blocks
+    )

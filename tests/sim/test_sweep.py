@@ -9,7 +9,7 @@ import pytest
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import Prices, SimConfig
 from kvoffload.sim.page import draw_reports
-from kvoffload.sim.report import best_policy, curve, knee_of, report_as_json, runs_table
+from kvoffload.sim.report import best_policy, knee_of, report_as_json, runs_table
 from kvoffload.sim.sweep import knee, sweep
 from kvoffload.sim.trace import Trace
 
@@ -34,12 +34,11 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     reported: list[None] = []
     report = sweep(trace, configs, processes=1, progress=lambda: reported.append(None))
     assert len(reported) == 6
-    assert [(each.policy, each.cpu_blocks) for each in report.results] == [(c.policy, c.cpu_blocks) for c in configs]
+    assert [each.server for each in report.results] == configs
     for result, bound in zip(report.results, report.optimum_rates, strict=True):
         assert result.hit_rate <= bound <= report.reachable_rate
     assert best_policy(report) in ("lru", "arc")
-    assert [run.cpu_blocks for run in curve(report, "arc")] == [2, 3, 9]
-    assert knee_of(report, "lru").cpu_blocks in (2, 3, 9)
+    assert knee_of([run for run in report.results if run.server.policy == "lru"]) in report.results
     table = runs_table(report, Prices())
     assert "disk" not in table.headings
     assert [len(row) for row in table.rows] == [len(table.headings)] * 6
@@ -47,10 +46,10 @@ def test_reports_of_a_sweep(trace_of: Callable[..., Trace]) -> None:
     assert draw_reports([report], Prices(), is_page=True).count(b"<tr>") == 7
 
 
-def test_a_curve_has_the_largest_disk(trace_of: Callable[..., Trace]) -> None:
+def test_the_knee_is_that_of_the_largest_disk(trace_of: Callable[..., Trace]) -> None:
     trace = trace_of([[0, 1, 2], [3, 4, 5]] * 3)
     report = sweep(trace, [SimConfig(2, 2**30, policy="lru", disk_blocks=size) for size in (4, 16, 8)], processes=1)
-    assert [(run.cpu_blocks, run.disk_blocks) for run in curve(report, "lru")] == [(2, 16)]
+    assert knee_of(report.results).server.disk_blocks == 16
 
 
 def test_replays_give_operators_no_advice(trace_of: Callable[..., Trace], caplog: pytest.LogCaptureFixture) -> None:

@@ -80,6 +80,11 @@ def test_bailian_form_chains_single_block_hashes(tmp_path: Path) -> None:
     assert trace.sessions[0] == trace.sessions[1] != trace.sessions[2]
 
 
+def test_ids_of_single_blocks_are_chained_in_any_form(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", line(), line(hash_ids=[9, 7]), line(hash_ids=[7, 7]), line(hash_ids=[7, 9]))
+    assert load_trace(path).ids.tolist() == [0, 1, 2, 3, 0, 4, 0, 1]
+
+
 def test_numbers_beyond_64_bits_are_names_like_any_other(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", line(hash_ids=[1, 1 << 63]), line(hash_ids=[1, (1 << 63) + 1]))
     assert load_trace(path).ids.tolist() == [0, 1, 0, 2]
@@ -117,15 +122,13 @@ def without(field: str) -> dict[str, Any]:
         (without("timestamp"), "line 2: missing required field 'timestamp'"),
         (without("hash_ids"), "line 2: missing required field 'hash_ids'"),
         (without("input_length"), "line 2: missing required field 'input_length'"),
-        (line(timestamp=-1), "line 2: timestamp must be 0 or later"),
-        (line(input_length=-4), "line 2: input_length must be a number of tokens, not -4"),
-        (line(output_length=-4), "line 2: output_length must be a number of tokens, not -4"),
+        (line(timestamp=-1), "line 2: .*timestamp"),
+        (line(input_length=-4), "line 2: .*input_length"),
+        (line(output_length=-4), "line 2: .*output_length"),
         (line(output_length="many"), "line 2: .*'int', got 'str' in 'output_length'"),
         (line(hash_ids=[1.5]), "line 2: .*hash_ids"),
-        (line(hash_ids=[9, 7]), r"line 2: hash_ids\[0\] has another predecessor"),
-        (line(hash_ids=[7, 7]), r"line 2: hash_ids\[1\] has another predecessor"),
         (line(chat_id=4), "line 2: chat_id appears"),
-        (line(block_tokens=0), "line 2: block_tokens must be positive"),
+        (line(block_tokens=0), "line 2: .*block_tokens"),
     ],
 )
 def test_a_bad_line_is_named_with_its_field(tmp_path: Path, second: dict[str, Any], words: str) -> None:

@@ -95,9 +95,9 @@ def test_partial_tails_of_earlier_turns_are_kept(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"input_length": 900}, "line 2: 1 hash_ids do not fit input_length 900 with blocks of 16 tokens"),
-        ({"session_id": None}, "line 2: session_id is not in every line"),
+        ({"session_id": None}, "line 2: session_id is missing"),
         ({"session_id": "other"}, "line 2: the first turn of a session has a delay and no timestamp"),
-        ({"delay": -5}, "line 2: timestamp and delay must be 0 or later"),
+        ({"delay": -5}, "line 2: .*delay"),
     ],
 )
 def test_turns_that_make_no_sense(change: dict[str, Any], said: str, tmp_path: Path) -> None:

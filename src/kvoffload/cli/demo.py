@@ -101,8 +101,8 @@ def demo(
     if not as_json:
         print(*setting_lines(llm.name_or_path, device, workload, options, config), "", sep="\n")
     ways = setup.ways_of(config)
-    with progress({way.name: workload.num_turns for way in ways}, "turns") as advance:
-        comparison = compare(llm, options, ways, workload, lambda name, _: advance(name))
+    with progress("demo", len(ways) * workload.num_turns, "turns") as advance:
+        comparison = compare(llm, options, ways, workload, lambda *_: advance())
     figures = comparison.as_json()
     if as_json:
         print_json(figures)

@@ -97,21 +97,21 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
     pages = list[PageSpeed]()
     job_s = side_by_side_job_s = pinned = slowdown = None
     is_timed_device = cuda is not None and bool(effort.pages)
-    with progress({"checks": 1 + len(effort.pages) + 3 * is_timed_device}, "steps") as advance:
+    with progress("checks", 1 + len(effort.pages) + 3 * is_timed_device, "steps") as advance:
         checked = check_copies_under_load(place, effort.check_s)
-        advance("checks")
+        advance()
         try:
             for page_bytes in effort.pages if checked.wrong is None else ():
                 num_bytes = min(job_bytes, _MOST_PAGES * page_bytes)
                 pages.append(measured_page(place, page_bytes, num_bytes, effort.repeats))
-                advance("checks")
+                advance()
             if checked.wrong is None and cuda is not None and is_timed_device:
                 job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
-                advance("checks")
+                advance()
                 pinned = pinning_speed(cuda, _affordable(effort.pinned_bytes, host.available_bytes))
-                advance("checks")
+                advance()
                 slowdown = matmul_slowdown(place, 64 << 10, job_bytes, _LAYERS)
-                advance("checks")
+                advance()
         except TransferError as exc:  # they were right before
             checked = replace(checked, wrong=str(exc))
     return Report(

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from kvoffload.cli import scenario
 from kvoffload.cli.output import DrawnOut, Json, check_drawn, positive, print_json, print_table, progress, write_drawn
-from kvoffload.cli.scenario import USUAL_PREFILL, GpuKVTokens, PrefillSpeed, Processes, device_blocks, read_trace
+from kvoffload.cli.scenario import GpuKVTokens, PrefillSpeed, Processes, device_blocks
 from kvoffload.sim.explain import (
     Explanations,
     WhatIf,
@@ -24,7 +25,6 @@ from kvoffload.sim.explain import (
 from kvoffload.sim.page import draw_explanation
 from kvoffload.sim.report import NO_FORECAST, explanation_tables, figures_of, format_seconds
 from kvoffload.sim.result import quantiles
-from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, parse_bytes
 
 
@@ -50,8 +50,9 @@ def explain(
         positive(prefill_speed, "--prefill-speed")
     check_drawn(out)
     summary = read_explanations(trace)
-    loaded = read_trace(trace)
-    speed, source = _prefill_speed(prefill_speed, loaded)
+    loaded = summary.trace
+    scenario.warn_if_cut(trace, loaded)
+    speed, source = scenario.prefill_speed(prefill_speed, loaded)
     read_s = summary.read_blocks_per_s
     base = base_config(
         summary.machine,
@@ -63,8 +64,8 @@ def explain(
     )
     has_unbounded_disk = disk is None and summary.machine is not None and summary.machine.has_unbounded_tier
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
-    with progress({loaded.name: len(changes)}, "runs") as advance:
-        asked = ask_what_if(loaded, changes, processes, lambda: advance(loaded.name))
+    with progress(loaded.name, len(changes), "runs") as advance:
+        asked = ask_what_if(loaded, changes, processes, advance)
     figures = _as_json(summary, asked)
     if as_json:
         print_json(figures)
@@ -75,7 +76,7 @@ def explain(
 
 def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
     return {
-        "requests": summary.requests,
+        "requests": len(summary.trace),
         "with_story": summary.explained,
         "tokens": summary.tokens,
         "found": summary.found,
@@ -98,18 +99,9 @@ def _as_json(summary: Explanations, asked: list[WhatIf]) -> dict[str, Any]:
     }
 
 
-def _prefill_speed(given: float | None, trace: Trace) -> tuple[float, str]:
-    """Return the server's speed in tokens per second, and its source: the option, the trace or a guess."""
-    if given is not None:
-        return given, "--prefill-speed"
-    if trace.prefill_tokens_per_s:
-        return trace.prefill_tokens_per_s, "as the server measured it"
-    return USUAL_PREFILL, "a guess: --prefill-speed"
-
-
 def _print(name: str, summary: Explanations, asked: list[WhatIf], prefill_speed: float, source: str) -> None:
     print(
-        f"{name}: {counted(summary.requests, 'request')}, {summary.explained:,} explained; "
+        f"{name}: {counted(len(summary.trace), 'request')}, {summary.explained:,} explained; "
         f"{summary.tokens:,} prompt tokens."
     )
     if summary.hints_text:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,20 +37,19 @@ DrawnOut = Annotated[
 
 _LEAST_BYTES = 1 << 20
 _LINES = 10
-"""Number of lines per task if the output is not a terminal."""
+"""Number of lines if the output is not a terminal."""
 
 
 @contextmanager
-def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[str], None]]:
-    """Show how many of each task's ``unit`` are done. Yields a function for the caller to call, with the task's name,
-    after each unit.
+def progress(name: str, total: int | None, unit: str) -> Iterator[Callable[[], None]]:
+    """Show how many of a task's ``unit`` are done. Yields a function for the caller to call after each unit.
 
-    A terminal gets bars that disappear at the end. Any other output, a log for example, gets lines: at most ten for
-    each task with a total, with an estimate of the time left, and one for each tenth unit of a task without one.
+    A terminal gets a bar that disappears at the end. Any other output, a log for example, gets lines: ten with an
+    estimate of the time left, or without a total one for each tenth unit.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(console, totals, unit)
+        yield _lines(console, name, total, unit)
         return
     columns = (
         TextColumn("{task.description:12}", markup=False),
@@ -59,23 +59,16 @@ def progress(totals: Mapping[str, int | None], unit: str) -> Iterator[Callable[[
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
-        tasks = {name: bars.add_task(name, total=total, start=False) for name, total in totals.items()}
-
-        def advance(name: str) -> None:
-            bars.start_task(tasks[name])
-            bars.advance(tasks[name])
-
-        yield advance
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda: bar.advance(task)
 
 
-def _lines(console: Console, totals: Mapping[str, int | None], unit: str) -> Callable[[str], None]:
-    done = dict.fromkeys(totals, 0)
-    begin_s = time.monotonic()
+def _lines(console: Console, name: str, total: int | None, unit: str) -> Callable[[], None]:
+    begin_s, counts = time.monotonic(), itertools.count(1)
 
-    def advance(name: str) -> None:
-        done[name] += 1
-        count, total = done[name], totals[name]
+    def advance() -> None:
+        count = next(counts)
         if total is None:
             is_due, text = count % 10 == 0, f"{count:,}"
         else:

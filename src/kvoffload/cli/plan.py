@@ -59,7 +59,7 @@ def plan(
     if quantile not in ("p50", "p90", "p99"):
         raise ConfigError(f"--quantile is p50, p90 or p99, not {quantile!r}.")
     goal = Goal(None if hit_rate is None else _share(hit_rate), ttft, quantile)
-    read = Scenario.read(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests, rate)
+    read = Scenario(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests, rate)
     policies, cascades = read.policies(None) or [DEFAULTS.eviction_policy], read.cascades()
     if len(policies) > 1 or len(cascades) > 1:
         raise ConfigError("A plan has one policy and one cascade; simulate compares several.")
@@ -73,8 +73,8 @@ def plan(
     notes = read.assumptions(replace(base, disk_blocks=max_disk_blocks), trace)
     unknown = read.warnings(base, trace)
     unit = "fleets" if ends is not None else "runs"
-    with progress({trace.name: None}, unit) as advance:
-        options: dict[str, Any] = {"processes": processes, "progress": lambda: advance(trace.name)}
+    with progress(trace.name, None, unit) as advance:
+        options: dict[str, Any] = {"processes": processes, "progress": advance}
         if ends is not None:
             fleets = read.fleets(trace, machines(trace, base, max_cpu_blocks, max_disk_blocks), ends[:1], "least-load")
             made = make_fleet_plan(trace.whole_blocks(), fleets, goal, read.prices, *ends, **options)
@@ -123,7 +123,7 @@ def _as_json(made: Plan, prices: Prices, verdict: Verdict, notes: list[str]) -> 
         "assumptions": notes,
         "goal": asdict(made.goal),
         "chosen": chosen,
-        "price": made.price,
+        "price": made.price(prices),
         "requests_per_s": {each.what: each.requests_per_s for each in made.capacities},
         **report,
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from kvoffload.config import DEFAULTS, parse_struct
 from kvoffload.config_file import load_config_file
 from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError, UnknownNameError, suggest
-from kvoffload.sim.config import FleetConfig, Prices, SharedStore, SimConfig
+from kvoffload.sim.config import USUAL, FleetConfig, Prices, SharedStore, SimConfig
 from kvoffload.sim.hints import hinter
 from kvoffload.sim.report import NO_FORECAST
 from kvoffload.sim.synthetic import synthesize
@@ -33,7 +33,6 @@ from kvoffload.units import counted, format_bytes, parse_bytes
 TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
 """Bytes per token of a dense model of about 8 billion parameters with grouped-query attention in 16 bits."""
-USUAL_PREFILL = SimConfig(0, 1).prefill_tokens_per_s
 _STEP_S, _DECODE_S = 0.006, 2e-5
 """Seconds of a step of such a model on a GPU with 3 TB/s: the time to read 16 GB of weights, and the time for each
 request that decodes."""
@@ -52,7 +51,9 @@ KVBytes = Annotated[
 ]
 PrefillSpeed = Annotated[
     float | None,
-    typer.Option(metavar="N", help=f"Prompt tokens that the GPU computes per second. Default: {USUAL_PREFILL:,.0f}."),
+    typer.Option(
+        metavar="N", help=f"Prompt tokens that the GPU computes per second. Default: {USUAL.prefill_tokens_per_s:,.0f}."
+    ),
 ]
 MaxRequests = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Requests to read of a trace, from the first on.")
@@ -112,25 +113,22 @@ _OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_serv
 _WHAT = "the file of --fleet"
 _MOST_SERVERS = 4096
 """A limit above the number of servers that a replay can handle in reasonable time."""
+_BOUNDS = {
+    "store_threshold": (0, 1 << 30),
+    "stretch": (1e-6, 1e6),
+    "copies": (1, _MOST_SERVERS),
+    "servers_per_machine": (1, _MOST_SERVERS),
+    "prefill_servers": (0, _MOST_SERVERS),
+    "max_num_seqs": (1, 1 << 20),
+    "max_num_batched_tokens": (1, 1 << 30),
+}
 
 
-@dataclass(frozen=True, slots=True)
 class Scenario:
     """The options and the file of a simulation, checked. Raises ``ConfigError``."""
 
-    sizes: ModelKV
-    is_kv_given: bool
-    gpu_kv_tokens: int | None
-    prefill_tokens_per_s: float | None
-    """``None``: by the trace, or else a guess."""
-    max_requests: int | None
-    rate: float | None
-    prices: Prices
-    _file: _File
-
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         fleet: Path | None,
         model: str | None,
         kv_bytes: str | None,
@@ -138,38 +136,25 @@ class Scenario:
         prefill_speed: float | None,
         max_requests: int | None,
         rate: float | None = None,
-    ) -> Scenario:
+    ) -> None:
         values = {} if fleet is None else load_config_file(fleet)
-        file: _File = parse_struct(_File, values, _WHAT)
+        self._file: _File = parse_struct(_File, values, _WHAT)
         given = [name for name in _OF_A_FLEET if name in values]
-        if file.servers is None and given:
+        if not self.is_fleet and given:
             raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet: give servers, too.")
-        bounds = {
-            "store_threshold": (0, 1 << 30),
-            "stretch": (1e-6, 1e6),
-            "copies": (1, _MOST_SERVERS),
-            "servers_per_machine": (1, _MOST_SERVERS),
-            "prefill_servers": (0, _MOST_SERVERS),
-            "max_num_seqs": (1, 1 << 20),
-            "max_num_batched_tokens": (1, 1 << 30),
-        }
-        for name, (least, most) in bounds.items():
-            if not least <= (value := getattr(file, name)) <= most:
+        for name, (least, most) in _BOUNDS.items():
+            if not least <= (value := getattr(self._file, name)) <= most:
                 raise ConfigError(f"{name} of {_WHAT} must be from {least:g} to {most:g}, not {value:g}.")
         names = [field.name for field in fields(Prices)]
-        for name in file.prices:
+        for name in self._file.prices:
             if name not in names:
                 raise UnknownNameError(f"Unknown key {name!r} in prices of {_WHAT}.{suggest(name, names)}")
-        return cls(
-            model_sizes(model, kv_bytes, file.kv_dtype),
-            model is not None or kv_bytes is not None,
-            gpu_kv_tokens,
-            None if prefill_speed is None else positive(prefill_speed, "--prefill-speed"),
-            max_requests,
-            None if rate is None else positive(rate, "--rate"),
-            Prices(**file.prices),  # type: ignore[arg-type]
-            file,
-        )
+        self.prices = Prices(**self._file.prices)
+        self._sizes = model_sizes(model, kv_bytes, self._file.kv_dtype)
+        self._is_kv_given = model is not None or kv_bytes is not None
+        self._gpu_kv_tokens, self._max_requests = gpu_kv_tokens, max_requests
+        self._prefill_speed = None if prefill_speed is None else positive(prefill_speed, "--prefill-speed")
+        self._rate = None if rate is None else positive(rate, "--rate")
 
     @property
     def is_fleet(self) -> bool:
@@ -181,17 +166,18 @@ class Scenario:
         hinted = hinter(file.hints) if file.hints is not None else None
         word, _, rest = str(path).partition(":")
         if word != "synthetic":
-            trace = read_trace(path, file.block_tokens, self.max_requests)
+            trace = load_trace(path, file.block_tokens, self._max_requests)
+            warn_if_cut(path, trace)
         elif file.block_tokens is not None:
             raise ConfigError(f"block_tokens is for traces in files; {path} has blocks of its own size.")
         else:
             kind, _, seed = rest.partition(":")
             if not seed.isdecimal() and seed:
                 raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
-            trace = synthesize(kind, self.max_requests or 4000, int(seed or 0))
+            trace = synthesize(kind, self._max_requests or 4000, int(seed or 0))
         trace = crowd(trace.stretched(file.stretch), file.copies)
-        if self.rate is not None and trace.requests_per_s < float("inf"):
-            trace = trace.stretched(trace.requests_per_s / self.rate)
+        if self._rate is not None and trace.requests_per_s < float("inf"):
+            trace = trace.stretched(trace.requests_per_s / self._rate)
         return trace if hinted is None else hinted(trace)
 
     def block_bytes(self, trace: Trace) -> int:
@@ -199,12 +185,12 @@ class Scenario:
 
     def token_bytes(self, trace: Trace) -> float:
         """Return the KV bytes per token: given, of the server that recorded the trace, or a guess."""
-        return trace.token_bytes if trace.token_bytes and not self.is_kv_given else self.sizes.bytes_per_token
+        return trace.token_bytes if trace.token_bytes and not self._is_kv_given else self._sizes.bytes_per_token
 
     def alone(self, trace: Trace) -> SimConfig:
         """Return the machine without host memory and disk."""
         file, block_bytes = self._file, self.block_bytes(trace)
-        speed = self.prefill_tokens_per_s or trace.prefill_tokens_per_s or USUAL_PREFILL
+        speed, _ = prefill_speed(self._prefill_speed, trace)
         speeds: dict[str, Any] = {
             name.replace("speed", "bytes_per_s"): float(parse_bytes(given, f"{name} of {_WHAT}"))
             for name in ("load_speed", "disk_read_speed", "disk_write_speed")
@@ -213,44 +199,48 @@ class Scenario:
         return SimConfig(
             cpu_blocks=0,
             block_bytes=block_bytes,
-            gpu_blocks=device_blocks(trace, self.gpu_kv_tokens),
+            gpu_blocks=device_blocks(trace, self._gpu_kv_tokens),
             prefill_tokens_per_s=speed,
             store_threshold=file.store_threshold,
             nodes_step_s=file.nodes_step_s,
-            **self._step(speed, self.token_bytes(trace)),  # type: ignore[arg-type]
+            **self._step(speed, trace),  # type: ignore[arg-type]
             prompt_context_s=file.prompt_context_s,
             max_requests=file.max_num_seqs,
             chunk_tokens=file.max_num_batched_tokens,
             load_policy=file.load_policy,
-            state_slots=self.sizes.state_slots(block_bytes),
+            state_slots=self._sizes.state_slots(block_bytes),
             **speeds,
         )
 
-    def _step(self, prefill_speed: float, token_bytes: float) -> dict[str, float]:
-        """Return the costs of a step from the file. Missing costs are the costs of a usual GPU, or of as many GPUs as
-        the prefill speed requires."""
-        share = min(max(USUAL_PREFILL / prefill_speed, 0.1), 4)
-        usual = {"step_s": _STEP_S, "decode_s": _DECODE_S}
-        usual["decode_context_s"] = token_bytes / _GPU_BYTES_PER_S
-        given = {name: getattr(self._file, name) for name in usual}
-        return {name: share * usual[name] if given[name] is None else given[name] for name in usual}
+    def _step(self, speed: float, trace: Trace) -> dict[str, float]:
+        """Return the costs of a step: given in the file, else measured by the server that recorded the trace, else
+        those of a usual GPU, or of as many GPUs as the prefill speed requires."""
+        share = min(max(USUAL.prefill_tokens_per_s / speed, 0.1), 4)
+        costs = {
+            "step_s": _STEP_S,
+            "decode_s": _DECODE_S,
+            "decode_context_s": self.token_bytes(trace) / _GPU_BYTES_PER_S,
+        }
+        costs = {name: share * cost for name, cost in costs.items()}
+        if trace.step_s:
+            costs = {"step_s": trace.step_s, "decode_s": trace.decode_s, "decode_context_s": 0.0}
+        given = {name: getattr(self._file, name) for name in costs}
+        return {name: cost if given[name] is None else given[name] for name, cost in costs.items()}
 
     def assumptions(self, base: SimConfig, trace: Trace) -> list[str]:
         """Return the simulation's assumptions about the machine, and a note on the accuracy of its times, in lines of
         at most 80 columns."""
         per_token = format_bytes(base.block_bytes // trace.block_tokens)
-        recorded = ", as recorded in the trace"
-        is_kv_known, is_speed_known = self._known(trace)
-        guess = recorded if is_kv_known else ", a guess for a dense model of 8B parameters (--model)"
-        guess = "" if self.is_kv_given else guess
-        speed_guess = "" if self.prefill_tokens_per_s else recorded if is_speed_known else ", a guess"
+        guess = ", as recorded" if trace.token_bytes else ", a guess for a dense model of 8B parameters (--model)"
+        speed, source = prefill_speed(self._prefill_speed, trace)
+        measured = ", as the server measured it" * (trace.step_s > 0 and self._file.step_s is None)
         tokens, context_s = base.gpu_blocks * trace.block_tokens, base.decode_context_s
         lines = [
             "Assumptions",
-            f"  KV per token   {per_token}{guess}",
+            f"  KV per token   {per_token}{'' if self._is_kv_given else guess}",
             f"  GPU's cache    {f'{tokens:,} tokens' if tokens else 'none'} (--gpu-kv-tokens)",
-            f"  prefill        {base.prefill_tokens_per_s:,.0f} tokens/s{speed_guess} (--prefill-speed)",
-            f"  a step         {1e3 * base.step_s:.3g} ms (step_s), and for each request that decodes",
+            f"  prefill        {speed:,.0f} tokens/s ({source})",
+            f"  a step         {1e3 * base.step_s:.3g} ms{measured} (step_s), and for each request that decodes",
             f"                 {1e6 * base.decode_s:.3g} us and {1e9 * context_s:.3g} ns a token of its context",
             f"  at once        {base.max_requests} requests (max_num_seqs), {base.chunk_tokens:,} tokens a step",
             f"  loads          {format_bytes(base.load_bytes_per_s)}/s from host memory (load_speed)",
@@ -269,10 +259,6 @@ class Scenario:
         ]
         return [*lines, NO_FORECAST]
 
-    def _known(self, trace: Trace) -> tuple[bool, bool]:
-        """Return whether the KV size and the prefill speed are given or recorded."""
-        return self.is_kv_given or trace.token_bytes > 0, bool(self.prefill_tokens_per_s or trace.prefill_tokens_per_s)
-
     def warnings(self, base: SimConfig, trace: Trace) -> list[str]:
         """Return sentences about unknown facts of the machine."""
         found = []
@@ -282,10 +268,9 @@ class Scenario:
                 "upper bound."
             )
         guesses = []
-        is_kv_known, is_speed_known = self._known(trace)
-        if not is_kv_known:
-            guesses.append(f"{format_bytes(self.sizes.bytes_per_token)} of KV per token (--model)")
-        if not is_speed_known:
+        if not (self._is_kv_given or trace.token_bytes):
+            guesses.append(f"{format_bytes(self._sizes.bytes_per_token)} of KV per token (--model)")
+        if not (self._prefill_speed or trace.prefill_tokens_per_s):
             guesses.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
         if guesses:
             found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")
@@ -372,13 +357,21 @@ def _store(values: Mapping[str, Any] | str | None, name: str, trace: Trace, bloc
     return SharedStore(blocks, **changes)
 
 
-def read_trace(path: Path, block_tokens: int | None = None, max_requests: int | None = None) -> Trace:
-    """``load_trace``, which says on standard error if a line of the trace was cut off."""
-    trace = load_trace(path, block_tokens, max_requests)
+def warn_if_cut(path: Path, trace: Trace) -> None:
+    """Say on standard error if a line of the trace was cut off."""
     if trace.cut_line is not None:
         used = counted(len(trace), "complete request")
         print(f"{path}: line {trace.cut_line} is cut off; {used} are used.", file=sys.stderr)
-    return trace
+
+
+def prefill_speed(given: float | None, trace: Trace) -> tuple[float, str]:
+    """Return the prompt tokens that the GPU computes per second, and the source of this number: the option, the trace
+    or a guess."""
+    if given is not None:
+        return given, "--prefill-speed"
+    if trace.prefill_tokens_per_s:
+        return trace.prefill_tokens_per_s, "as the server measured it"
+    return USUAL.prefill_tokens_per_s, "a guess: --prefill-speed"
 
 
 def device_blocks(trace: Trace, gpu_kv_tokens: int | None) -> int:

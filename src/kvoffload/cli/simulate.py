@@ -20,10 +20,7 @@ from kvoffload.sim.page import draw_reports
 from kvoffload.sim.report import (
     best_policy,
     common_of,
-    frontier,
-    handovers,
     knee_of,
-    names_of,
     report_as_json,
     runs_table,
     saturation,
@@ -72,7 +69,7 @@ def simulate(
     Runs the production managers and policies with a virtual clock instead of bytes; with a file of --fleet that has
     servers, a fleet of them and their router.
     """
-    read = Scenario.read(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests)
+    read = Scenario(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests)
     policies = read.policies(policy) or ([DEFAULTS.eviction_policy] if read.is_fleet else _POLICIES)
     check_drawn(out)
     numbers = read.server_numbers() if read.is_fleet else []
@@ -117,11 +114,11 @@ def _sweep(trace: Trace, configs: Sequence[SimConfig | FleetConfig], processes: 
     """In the order of the configurations. A single one reports its progress by requests."""
     if len(configs) > 1:
         unit = "fleets" if isinstance(configs[0], FleetConfig) else "runs"
-        with progress({trace.name: len(configs)}, unit) as advance:
-            return sweep(trace, configs, processes, lambda: advance(trace.name))
+        with progress(trace.name, len(configs), unit) as advance:
+            return sweep(trace, configs, processes, advance)
     trace = trace.whole_blocks()
-    with without_advice(), progress({trace.name: len(trace)}, "requests") as advance:
-        result = replay(trace, configs[0], progress=lambda: advance(trace.name))
+    with without_advice(), progress(trace.name, len(trace), "requests") as advance:
+        result = replay(trace, configs[0], progress=advance)
     return report_of(trace, [result], are_fleets=isinstance(configs[0], FleetConfig))
 
 
@@ -135,17 +132,11 @@ def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: boo
     if common := common_of([*results, *filter(None, [report.without])]):
         print(f"Each run: {common}")
     print_table(runs_table(report, prices), is_wide=is_wide)
-    print("\n".join(handovers(results)), end="\n" if results[0].handover_s else "")
-    bend = knee_of(report, best)
-    if report.is_fleet:
-        if len(results) > 2:
-            names = dict(zip(map(id, results), names_of(results), strict=True))
-            cheapest = "\n".join(f"  {names[id(result)]}" for result in frontier(results, prices))
-            print(f"Frontier of cost and first token:\n{cheapest or '  no fleet keeps up'}")
-    elif report.without is not None and bend.hit_rate <= report.without.hit_rate:
-        device = format_bytes(bend.gpu_blocks * bend.server.block_bytes)
+    bend = knee_of([result for result in results if result.server.policy == best])
+    if report.without is not None and bend.hit_rate <= report.without.hit_rate:
+        device = format_bytes(bend.server.gpu_bytes)
         print(f"{trace.name}: the GPU's own cache of {device} has what the smaller sizes hold.")
-    elif len({result.cpu_blocks for result in results}) > 2:
-        bend_text = f"{format_bytes(bend.cpu_blocks * bend.server.block_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+    elif not report.is_fleet and len({result.server.cpu_blocks for result in results}) > 2:
+        bend_text = f"{format_bytes(bend.server.cpu_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
         print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")
     print(*warnings, sep="\n", end="\n" if warnings else "")

@@ -102,7 +102,7 @@ def verify(
     size_bytes = sum(block.size_bytes for block in blocks)
     bad: list[Any] = []
     unreadable: list[str] = []
-    with progress({"verify": len(blocks)}, "blocks") as advance:
+    with progress("verify", len(blocks), "blocks") as advance:
         for block in blocks:
             said = ""
             try:
@@ -114,7 +114,7 @@ def verify(
                 said = f"unreadable: {printable(block.path)}: {exc.strerror}"
             if said and not as_json:  # at once, because the user may not wait for all blocks
                 print(said, flush=True)
-            advance("verify")
+            advance()
     deleted = tier.remove(bad) if bad and repair else None
     if as_json:
         print_json(

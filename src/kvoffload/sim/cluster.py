@@ -14,9 +14,8 @@ from __future__ import annotations
 import gc
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from kvoffload.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloading
 from kvoffload.errors import ConfigError
 from kvoffload.sim.config import FleetConfig, SharedStore, SimConfig
 from kvoffload.sim.disk import Contents, Link, SimDisk, VirtualClock, VirtualMemory
-from kvoffload.sim.engine import Engine, Hit, Served
+from kvoffload.sim.engine import Engine, Hits
 from kvoffload.sim.result import DEVICE, HOST, Result, ServerResult, quantiles
 from kvoffload.sim.routers import Asked, Fleet, Router, ServerState, router_of
 from kvoffload.sim.trace import Trace
@@ -43,13 +42,13 @@ def simulate(
     *,
     hashes: Sequence[bytes] | None = None,
     router: Router | None = None,
-    on_request: Callable[[int, int, Hit, float], object] | None = None,
+    on_request: Callable[[int, int, Hits, float], object] | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Result:
     """Replay ``trace`` on a server or on a fleet. The same input gives the same result, to the last bit.
 
     ``hashes``: ``trace.hashes()``, to share it between replays. ``router`` overrides the configuration's.
-    ``on_request`` is called with a request's number, its server, its hit and the time when it has its first token.
+    ``on_request`` is called with a request's number, its server, its hits and the time when it has its first token.
     ``progress`` is called after each request.
     """
     fleet = FleetConfig(config) if isinstance(config, SimConfig) else config
@@ -72,8 +71,7 @@ def _without_collections() -> Iterator[None]:
 class Machine:
     """One server: an engine, host memory, the tiers below, and a clock of its own.
 
-    ``contents`` is the initial content of its disk, by default nothing. ``shared`` makes the tiers below the disk, over
-    the machine's clock.
+    ``shared`` makes the tiers below the disk, over the machine's clock.
     """
 
     def __init__(
@@ -82,9 +80,8 @@ class Machine:
         config: SimConfig,
         hashes: Sequence[bytes],
         *,
-        contents: Contents | None = None,
         shared: Callable[[VirtualClock], Sequence[SimDisk]] = lambda _: (),
-        on_first_token: Callable[[Served], object] = lambda _: None,
+        on_first_token: Callable[[int, Hits], object] = lambda *_: None,
         on_end: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.config = config
@@ -92,9 +89,9 @@ class Machine:
         self.disk: SimDisk | None = None
         if config.disk_blocks:
             self.disk = SimDisk(
-                contents or Contents(config.disk_blocks),
+                Contents(config.disk_blocks),
                 config.block_bytes,
-                [Link(config.disk_read_bytes_per_s, config.disk_latency_s, slow=config.disk_slow)],
+                [Link(config.disk_read_bytes_per_s, config.disk_latency_s)],
                 [Link(config.disk_write_bytes_per_s, config.disk_latency_s)],
                 self.clock,
                 steps_s=config.steps_s,
@@ -112,6 +109,12 @@ class Machine:
             on_first_token=on_first_token,
             on_end=on_end,
         )
+        self.state = ServerState()
+        self.step_end_s = -1.0
+        """When its step is planned to end, or -1. Entries of the heap with another time are out of date."""
+        self.requests = 0
+        self.hits: Hits = Counter({DEVICE: 0, HOST: 0})
+        """Of these requests, which have their first token."""
 
     def _manager(self, trace: Trace, num_shared: int) -> OffloadingManager | None:
         config = self.config
@@ -139,17 +142,14 @@ class Machine:
         ends = [end_s for tier in self.tiers if (end_s := tier.next_end_s()) is not None]
         return min(ends) if ends else None
 
-    def result(self, hits: Collection[Hit]) -> ServerResult:
-        """Return the figures of the machine so far, with the hits of its requests."""
+    def result(self) -> ServerResult:
+        """Return the figures of the machine so far."""
         engine, stats = self.engine, self.manager.get_stats() if self.manager else {}
-        hit_blocks = Counter({DEVICE: 0, HOST: 0})
-        for hit in hits:
-            hit_blocks.update({DEVICE: hit.device, HOST: hit.host, **hit.below})
         read = {tier.tier_type: tier.read_blocks for tier in self.tiers}
         return ServerResult(
-            requests=len(hits),
+            requests=self.requests,
             accesses=engine.accesses,
-            hit_blocks=dict(hit_blocks),
+            hit_blocks=dict(self.hits),
             busy_s=engine.busy_s,
             prefill_s=engine.prefill_s,
             computed_tokens=engine.computed_tokens,
@@ -165,18 +165,6 @@ class Machine:
         )
 
 
-@dataclass(slots=True)
-class _Member:
-    """One server of the fleet."""
-
-    machine: Machine
-    state: ServerState = field(default_factory=ServerState)
-    version: int = 0
-    """Of the newest end of a step that was planned: earlier ones count no longer."""
-    hits: list[Hit] = field(default_factory=list)
-    """Of its requests."""
-
-
 class _Replay:
     def __init__(
         self,
@@ -184,7 +172,7 @@ class _Replay:
         config: FleetConfig,
         hashes: Sequence[bytes],
         router: Router | None,
-        on_request: Callable[[int, int, Hit, float], object] | None,
+        on_request: Callable[[int, int, Hits, float], object] | None,
         progress: Callable[[], object],
     ) -> None:
         self._trace, self._config, self._hashes = trace, config, hashes
@@ -194,12 +182,12 @@ class _Replay:
         self._routers = [router or router_of(config.router) for _ in range(stages)]
         self._store = _Store(config.shared) if config.shared else None
         self._pools = [_Store(config.pool) for _ in range(config.machines)] if config.pool else []
-        self._members = [_Member(self._machine(number)) for number in range(config.servers)]
-        states = [member.state for member in self._members]
+        self._machines = [self._machine(number) for number in range(config.servers)]
+        states = [machine.state for machine in self._machines]
         cut = config.prefill_servers
         self._parts = [(0, Fleet(states[:cut])), (cut, Fleet(states[cut:]))] if cut else [(0, Fleet(states))]
-        self._heap: list[tuple[float, int, int, int]] = []
-        """The ends of steps: (time, order, server, version)."""
+        self._heap: list[tuple[float, int, int]] = []
+        """The ends of steps: (time, order, server)."""
         self._order = 0
         self._ttfts = np.zeros(len(trace))
         self._first_token_s = np.full(len(trace), -1.0)
@@ -222,7 +210,7 @@ class _Replay:
             config,
             self._hashes,
             shared=shared,
-            on_first_token=lambda served: self._first_token(number, served),
+            on_first_token=lambda request, hits: self._first_token(number, request, hits),
             on_end=lambda _: self._note_end(number),
         )
 
@@ -233,22 +221,22 @@ class _Replay:
             self._run_until(time_s)
             self._arrive(request, time_s, stage=0)
         self._run_until(float("inf"))
-        for member in self._members:
-            if member.machine.manager is not None:
-                member.machine.manager.shutdown()
+        for machine in self._machines:
+            if machine.manager is not None:
+                machine.manager.shutdown()
         return self._result()
 
     def _run_until(self, end_s: float) -> None:
         """Run the steps that end before ``end_s``, in order."""
         while self._heap and self._heap[0][0] < end_s:
-            time_s, _, number, version = heapq.heappop(self._heap)
-            if self._members[number].version == version:
+            time_s, _, number = heapq.heappop(self._heap)
+            if self._machines[number].step_end_s == time_s:
+                self._machines[number].step_end_s = -1.0
                 self._step(number, time_s, end_s)
 
     def _step(self, number: int, time_s: float, end_s: float) -> None:
         """The server's step ends, and so do the next ones, as long as nothing else comes first."""
-        member = self._members[number]
-        engine, clock = member.machine.engine, member.machine.clock
+        engine, clock = self._machines[number].engine, self._machines[number].clock
         while True:
             clock.advance_to(time_s)
             if engine.is_stepping:
@@ -262,10 +250,9 @@ class _Replay:
                 return
 
     def _plan(self, number: int, time_s: float) -> None:
-        member = self._members[number]
-        member.version += 1
+        self._machines[number].step_end_s = time_s
         self._order += 1
-        heapq.heappush(self._heap, (time_s, self._order, number, member.version))
+        heapq.heappush(self._heap, (time_s, self._order, number))
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -283,21 +270,23 @@ class _Replay:
             if not 0 <= chosen < len(fleet.servers):
                 raise ConfigError(f"The router chose server {chosen!r}, which does not exist.")
         number = first + chosen
-        member = self._members[number]
-        member.state.requests += 1
-        member.state.tokens += int(self._trace.input_tokens[request])
-        engine = member.machine.engine
+        machine = self._machines[number]
+        machine.state.requests += 1
+        machine.state.tokens += int(self._trace.input_tokens[request])
+        engine = machine.engine
         engine.add(request, 1 if number < self._config.prefill_servers else None)
         if not engine.is_stepping:
             self._plan(number, time_s)
         elif (sooner_s := engine.interrupt(time_s)) is not None:
             self._plan(number, sooner_s)
 
-    def _first_token(self, number: int, served: Served) -> None:
-        member, request, time_s = self._members[number], served.number, served.first_token_s
-        member.state.requests -= 1
-        member.state.tokens -= int(self._trace.input_tokens[request])
-        member.hits.append(served.hit)
+    def _first_token(self, number: int, request: int, hits: Hits) -> None:
+        machine = self._machines[number]
+        time_s = machine.clock.now_s
+        machine.state.requests -= 1
+        machine.state.tokens -= int(self._trace.input_tokens[request])
+        machine.requests += 1
+        machine.hits.update(hits)
         is_first = self._first_token_s[request] < 0
         if is_first:
             self._first_token_s[request] = time_s
@@ -305,20 +294,20 @@ class _Replay:
         elif self._config.prefill_servers:
             self._handovers.append(time_s - float(self._first_token_s[request]))
         if self._on_request is not None:
-            self._on_request(request, number, served.hit, time_s)
+            self._on_request(request, number, hits, time_s)
         if is_first and self._config.prefill_servers:
             self._arrive(request, time_s, stage=1)
         else:
             self._progress()
 
     def _note_end(self, number: int) -> None:
-        self._end_s = max(self._end_s, self._members[number].machine.clock.now_s)
+        self._end_s = max(self._end_s, self._machines[number].clock.now_s)
 
     # --------------------------------------------------------------------------------------------- figures
 
     def _result(self) -> Result:
         trace = self._trace
-        servers = tuple(member.machine.result(member.hits) for member in self._members)
+        servers = tuple(machine.result() for machine in self._machines)
         index = self._store.contents.index if self._store else None
         begin_s = float(trace.times_s[0]) if len(trace) else 0.0
         return Result(

@@ -44,8 +44,6 @@ class SimConfig:
     disk_read_bytes_per_s: float = 5e9
     disk_write_bytes_per_s: float = 3e9
     disk_latency_s: float = 200e-6
-    disk_slow: tuple[tuple[float, float, float], ...] = ()
-    """Periods in which others also read from the disk: (begin_s, end_s, share of the read speed that is left)."""
     nodes_step_s: float = 0.0
     """Seconds of a step of an engine that spans several nodes, whose tiers answer two steps later. 0: one node."""
     chunk_tokens: int = 8192
@@ -90,6 +88,18 @@ class SimConfig:
         return self.step_s + self.prompt_seconds(prompt_tokens, pairs) + decoding
 
     @property
+    def gpu_bytes(self) -> int:
+        return self.gpu_blocks * self.block_bytes
+
+    @property
+    def cpu_bytes(self) -> int:
+        return self.cpu_blocks * self.block_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.disk_blocks * self.block_bytes
+
+    @property
     def steps_s(self) -> float:
         """The seconds that steps add to each call of a tier: the order goes out with one step, and the answer comes
         with another."""
@@ -100,8 +110,7 @@ class SimConfig:
         """``cascade``, or its default."""
         if self.cascade is not None:
             return self.cascade
-        disk_bytes = self.disk_blocks * self.block_bytes
-        return default_cascade(disk_bytes or None, self.cpu_blocks * self.block_bytes)
+        return default_cascade(self.disk_bytes or None, self.cpu_bytes)
 
 
 USUAL = SimConfig(cpu_blocks=0, block_bytes=1)
@@ -200,15 +209,13 @@ class Prices:
         """A price with its currency."""
         return f"{price:,.3g} {self.currency}".rstrip()
 
-    def of_tiers(self, cpu_blocks: int, disk_blocks: int, block_bytes: int) -> float:
+    def of_tiers(self, server: SimConfig) -> float:
         """Of one server's host memory and disk."""
-        return (cpu_blocks * self.cpu + disk_blocks * self.disk) * block_bytes / 2**30
+        return (server.cpu_bytes * self.cpu + server.disk_bytes * self.disk) / 2**30
 
     def of_fleet(self, config: FleetConfig) -> float:
-        server, gib = config.server, config.server.block_bytes / 2**30
-        total = config.servers * (
-            self.server + self.of_tiers(server.cpu_blocks, server.disk_blocks, server.block_bytes)
-        )
+        gib = config.server.block_bytes / 2**30
+        total = config.servers * (self.server + self.of_tiers(config.server))
         if config.shared is not None:
             total += gib * config.shared.blocks * self.shared
             total += config.servers * config.shared.server_bytes_per_s / 1e9 * self.link

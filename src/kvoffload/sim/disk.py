@@ -37,20 +37,11 @@ class Link:
     bytes_per_s: float
     latency_s: float
     free_at_s: float = 0.0
-    slow: tuple[tuple[float, float, float], ...] = ()
-    """Times in which others use the link too: (begin_s, end_s, share of its speed that is left)."""
-
-    def seconds(self, num_bytes: int, begin_s: float = 0.0) -> float:
-        """How long a transfer takes that begins at ``begin_s``. It keeps the speed that it began with."""
-        if not num_bytes:
-            return 0.0
-        share = math.prod(left for begin, end, left in self.slow if begin <= begin_s < end) if self.slow else 1
-        return self.latency_s + num_bytes / (self.bytes_per_s * share)
 
     def queue(self, now_s: float, num_bytes: int) -> float:
-        """Queues a transfer and returns the time of its end."""
-        begin_s = max(now_s, self.free_at_s)
-        self.free_at_s = begin_s + self.seconds(num_bytes, begin_s)
+        """Queue a transfer. Return the time of its end."""
+        seconds = self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+        self.free_at_s = max(now_s, self.free_at_s) + seconds
         return self.free_at_s
 
 
@@ -61,16 +52,18 @@ class VirtualMemory:
         return memoryview(bytearray(1)).cast("B", (1, 1))
 
 
-@dataclass(slots=True)
-class _Arrival:
-    """Blocks on their way into a disk or a store."""
+class _Read(NamedTuple):
+    end_s: float
+    job: JobMetadata
+    keys: list[OffloadKey]
+    """Blocks that the disk has."""
 
-    reserved: list[OffloadKey]
-    """Blocks that it did not have, and that no other machine is writing."""
+
+class _Write(NamedTuple):
+    end_s: float
+    job: JobMetadata
     wanted: Sequence[OffloadKey]
     """Blocks that cross the links. They include blocks that another machine is writing, and blocks that are too old."""
-    is_lost: bool = False
-    """The writer has shut down."""
 
 
 class Contents:
@@ -84,27 +77,20 @@ class Contents:
         self.index = SlotTable(num_blocks, LRUCachePolicy)
         self._ttl_s, self.is_shared = ttl_s, is_shared
         self._written_s: dict[OffloadKey, float] = {}
-        self._arrivals: list[tuple[float, int, _Arrival]] = []
+        self._arrivals: list[tuple[float, int, _Write]] = []
         self._order = 0
 
-    def has(self, keys: Collection[OffloadKey], now_s: float) -> list[bool]:
+    def has(self, key: OffloadKey, now_s: float) -> bool:
         if self.is_shared:
-            self.settle(now_s)
-        if self._ttl_s < math.inf:
-            return [self.find(key, now_s) for key in keys]
-        return [block is not None and block.pins >= 0 for block in self.index.get_all(keys)]
-
-    def find(self, key: OffloadKey, now_s: float) -> bool:
-        if self.is_shared and self._arrivals and self._arrivals[0][0] <= now_s:
             self.settle(now_s)
         block = self.index.get(key)
         if block is None or block.pins < 0:
             return False
         return self._ttl_s == math.inf or now_s < self._written_s[key] + self._ttl_s
 
-    def expect(self, arrival: _Arrival, end_s: float) -> None:
+    def expect(self, write: _Write) -> None:
         self._order += 1
-        heapq.heappush(self._arrivals, (end_s, self._order, arrival))
+        heapq.heappush(self._arrivals, (write.end_s, self._order, write))
 
     def forget(self, evicted: Sequence[OffloadKey]) -> None:
         if self._written_s:
@@ -114,23 +100,10 @@ class Contents:
     def settle(self, now_s: float) -> None:
         """Take in the blocks that have arrived by ``now_s``."""
         while self._arrivals and self._arrivals[0][0] <= now_s:
-            end_s, _, arrival = heapq.heappop(self._arrivals)
-            self.index.end_write(arrival.reserved if arrival.is_lost else arrival.wanted, not arrival.is_lost)
-            if not arrival.is_lost and self._ttl_s != math.inf:
-                self._written_s.update(dict.fromkeys(arrival.wanted, end_s))
-
-
-class _Read(NamedTuple):
-    end_s: float
-    job: JobMetadata
-    keys: list[OffloadKey]
-    """Blocks that the disk has."""
-
-
-class _Write(NamedTuple):
-    end_s: float
-    job: JobMetadata
-    arrival: _Arrival
+            end_s, _, write = heapq.heappop(self._arrivals)
+            self.index.end_write(write.wanted, True)
+            if self._ttl_s != math.inf:
+                self._written_s.update(dict.fromkeys(write.wanted, end_s))
 
 
 class SimDisk(SecondaryTierManager):
@@ -177,7 +150,7 @@ class SimDisk(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         now_s, absent = self._clock.now_s, self._absent
-        is_here = self.contents.find(key, now_s)
+        is_here = self.contents.has(key, now_s)
         if not self.contents.is_shared:
             return is_here
         asked_again_s = absent.get(key)
@@ -210,20 +183,20 @@ class SimDisk(SecondaryTierManager):
         if self.contents.is_shared:
             self.contents.settle(now_s)
         if any(self._index.get_all(keys)):
-            wanted = [key for key, is_here in zip(keys, self.contents.has(keys, now_s)) if not is_here]
+            wanted = [key for key in keys if not self.contents.has(key, now_s)]
             self._index.touch(keys)
         reserved = self._index.reserve(keys)
         if reserved is None:
             self._refused.append(JobResult(job.job_id, success=False))
             return
         self.contents.forget(reserved.evicted_keys)
-        end_s = self._transfer(self._write_links, len(wanted))
-        arrival = _Arrival(reserved.keys_to_store, wanted)
-        self.contents.expect(arrival, end_s)
-        self._writes.append(_Write(end_s, job, arrival))
+        write = _Write(self._transfer(self._write_links, len(wanted)), job, wanted)
+        self.contents.expect(write)
+        self._writes.append(write)
 
     def submit_load(self, job: JobMetadata) -> None:
-        found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, self._clock())) if is_here]
+        now_s = self._clock.now_s
+        found = [key for key in job.keys if self.contents.has(key, now_s)]
         self._index.pin(found)
         self._index.touch(found[::-1])
         self._reads.append(_Read(self._transfer(self._read_links, len(found)), job, found))
@@ -245,7 +218,7 @@ class SimDisk(SecondaryTierManager):
         return JobResult(read.job.job_id, len(read.keys) == len(read.job.keys), read.keys, read.end_s)
 
     def _end_write(self, write: _Write) -> JobResult:
-        self.written_blocks += len(write.arrival.wanted)
+        self.written_blocks += len(write.wanted)
         for key in write.job.keys if self._absent else ():
             self._absent.pop(key, None)
         return JobResult(write.job.job_id, success=True, ended_s=write.end_s)
@@ -259,13 +232,3 @@ class SimDisk(SecondaryTierManager):
     def drain_jobs(self) -> None:
         if (end_s := self.next_end_s()) is not None:
             self._clock.advance_to(end_s)
-
-    def shutdown(self) -> None:
-        """Drop all transfers in flight, as when the machine fails."""
-        for read in self._reads:
-            self._index.unpin(read.keys)
-        for write in self._writes:
-            if write.end_s > self._clock():
-                write.arrival.is_lost = True
-        self._reads.clear()
-        self._writes.clear()

@@ -9,17 +9,18 @@ GPU's KV pool have room. If the pool is full, the request that was admitted last
 The connector (``OffloadingConnectorScheduler``) decides what to look up, load and store, as in a real engine. The model
 plays its worker: a transfer takes time on a link, and the connector learns of its end when a step ends.
 
-A step takes ``SimConfig.step_seconds``. Consecutive steps that only decode are computed at once (``_Jump``).
+A step takes ``SimConfig.step_seconds``. Consecutive steps that only decode are computed at once.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 from kvoffload.base import GPULoadStoreSpec, NextUse, OffloadingManager, OffloadKey, TransferResult, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
@@ -33,59 +34,25 @@ from kvoffload.connector import (
     TransferJob,
     WorkerReport,
 )
-from kvoffload.metrics import HOST
+from kvoffload.metrics import HOST as HOST_LABEL
 from kvoffload.sim.config import SimConfig
 from kvoffload.sim.disk import Link
 from kvoffload.sim.pool import DevicePool
+from kvoffload.sim.result import DEVICE, HOST
 from kvoffload.sim.trace import Trace
 
 POLL_S = 0.02
 """How often an engine with nothing to compute asks again for blocks that are on their way."""
 CALM_S = 0.05
 """How often it looks for the ends of tiers' jobs while no request waits for them."""
+_CALM_STEPS = 2
+"""Steps after which the connector has nothing more to do for requests that only decode."""
 _HINTS: dict[NextUse, dict[str, Any]] = {
     use: {"kvoffload": {"next_use": use.name.lower()}} for use in NextUse if use is not NextUse.UNKNOWN
 }
 
-
-class Clock(Protocol):
-    """Virtual seconds, which pass only in ``advance_to``, or real ones."""
-
-    @property
-    def now_s(self) -> float: ...
-
-    def __call__(self) -> float: ...
-
-    def advance_to(self, time_s: float) -> None:
-        """Return when the time is ``time_s`` or later."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The blocks that one request found. Each counts for the tier that had it when the request was admitted."""
-
-    device: int
-    host: int
-    below: Mapping[str, int] = field(default_factory=dict)
-    """By the tier's label."""
-
-    @property
-    def disk(self) -> int:
-        """Blocks from all tiers below host memory."""
-        return sum(self.below.values())
-
-    @property
-    def blocks(self) -> int:
-        return self.device + self.host + self.disk
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A request that has its first token."""
-
-    number: int
-    hit: Hit
-    first_token_s: float
+Hits = Counter[str]
+"""The blocks that a request found at its first admission, by the highest tier that had them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +77,7 @@ class _Request:
     num_named: int = 0
     admitted: int = -1
     """The order in which requests began to run; -1: it does not run."""
-    hit: Hit | None = None
+    hits: Hits | None = None
     is_new: bool = False
     """No step has reported its block table to the connector yet."""
     decodes_from: int = 0
@@ -121,61 +88,73 @@ class _Request:
         return self.num_prompt_tokens + self.generated
 
 
-def _admitted(request: _Request) -> int:
-    return request.admitted
+_admitted = attrgetter("admitted")
+_Heap = list[tuple[int, int, _Request]]
+"""(count of steps, admission, request): the request needs something when so many steps have been computed."""
 
 
-@dataclass(slots=True)
-class _Jump:
-    """Steps of one length or of lengths that grow evenly, with nothing but decoding."""
-
-    begin_s: float
-    first_s: float
-    growth_s: float
-    count: int
-
-    def seconds(self, count: int) -> float:
-        return count * self.first_s + self.growth_s * count * (count - 1) / 2
-
-    @property
-    def end_s(self) -> float:
-        return self.begin_s + self.seconds(self.count)
-
-    def count_until(self, time_s: float) -> int:
-        """The number of steps after which the time is at least ``time_s``; at least 1."""
-        left_s = time_s - self.begin_s
-        if left_s <= self.first_s or self.first_s <= 0:
-            return 1
-        if self.growth_s <= 0:
-            return max(math.ceil(left_s / self.first_s - 1e-9), 1)
-        linear = self.first_s - self.growth_s / 2
-        root = (-linear + math.sqrt(linear * linear + 2 * self.growth_s * left_s)) / self.growth_s
-        return max(math.ceil(root - 1e-9), 1)
+def _first_of(heap: _Heap) -> tuple[int, int, _Request] | None:
+    """The first entry of ``heap``. Drops entries of requests that were preempted or have ended since."""
+    while heap and heap[0][2].admitted != heap[0][1]:
+        heapq.heappop(heap)
+    return heap[0] if heap else None
 
 
 @dataclass(slots=True)
 class _Step:
-    """The step that is being computed."""
+    """The step that is being computed, or ``count`` steps that only decode, each ``growth_s`` longer than the one
+    before."""
 
     begin_s: float
-    end_s: float
+    budget: int = 0
+    """Tokens that the step can still compute."""
     prompts: list[tuple[_Request, int]] = field(default_factory=list)
     """Requests with the prompt tokens that the step computes of each."""
+    entries: list[ScheduledRequest] = field(default_factory=list)
+    """The same requests for the connector."""
+    states: list[BoundaryState] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    hits_within: set[str] = field(default_factory=set)
+    """Requests whose load ends before the step computes them."""
+    has_deferred: bool = False
+    """A request must ask for its blocks again."""
     is_busy: bool = False
     """It computes prompts, or a request waits for room."""
-    is_idle: bool = False
-    """It computes nothing."""
     num_decodes: int = 0
-    jump: _Jump | None = None
+    first_s: float = 0.0
+    growth_s: float = 0.0
+    count: int = 1
+    end_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it computes nothing."""
+        return not self.prompts and not self.num_decodes
+
+    def cut(self, count: int) -> None:
+        """Let it end after ``count`` steps."""
+        self.count = count
+        self.end_s = self.begin_s + count * self.first_s + self.growth_s * count * (count - 1) / 2
+
+    def count_until(self, time_s: float) -> int:
+        """The number of steps after which the time is at least ``time_s``: from 1 to ``count``."""
+        left_s = time_s - self.begin_s
+        if left_s <= self.first_s or self.first_s <= 0:
+            return 1
+        steps = left_s / self.first_s
+        if self.growth_s > 0:
+            linear = self.first_s - self.growth_s / 2
+            steps = (-linear + math.sqrt(linear * linear + 2 * self.growth_s * left_s)) / self.growth_s
+        return min(max(math.ceil(steps - 1e-9), 1), self.count)
 
 
 class Engine:
     """One server. Call ``add`` for each request that arrives, then ``begin`` and, at the time that it returns, ``end``.
 
-    ``on_first_token`` and ``on_end`` are called in ``end``. Several numbers are totals since the start:
-    ``accesses`` (whole prompt blocks that admitted requests asked for), ``loaded`` (blocks and states loaded to the
-    device), ``computed_tokens`` (of prompts, those computed twice included), ``prefill_s`` (seconds that prompts added
-    to steps), ``busy_s``, ``steps`` and ``preemptions``.
+    ``on_first_token`` and ``on_end`` are called in ``end`` with the number of a request, and the first one also with
+    its hits. Several numbers are totals since the start: ``accesses`` (whole prompt blocks that admitted requests asked
+    for), ``loaded`` (blocks and states loaded to the device), ``computed_tokens`` (of prompts, those computed twice
+    included), ``prefill_s`` (seconds that prompts added to steps), ``busy_s`` and ``preemptions``.
     """
 
     def __init__(
@@ -184,10 +163,10 @@ class Engine:
         hashes: Sequence[bytes],
         config: SimConfig,
         manager: OffloadingManager | None,
-        clock: Clock,
+        clock: Callable[[], float],
         *,
         next_tier_end_s: Callable[[], float | None] = lambda: None,
-        on_first_token: Callable[[Served], object] = lambda _: None,
+        on_first_token: Callable[[int, Hits], object] = lambda *_: None,
         on_end: Callable[[int], object] = lambda _: None,
     ) -> None:
         """``next_tier_end_s`` says when the next job of a tier ends."""
@@ -216,8 +195,6 @@ class Engine:
         self._stores = Link(config.load_bytes_per_s, config.load_latency_s)
         self._transfers: list[tuple[float, int, float]] = []
         """A heap of (time of its end, job id, seconds)."""
-        self._end_of: dict[int, float] = {}
-        """When each transfer in flight ends."""
         self._arrived: deque[_Request] = deque()
         self._waiting: deque[_Request] = deque()
         self._loading: dict[str, _Request] = {}
@@ -228,23 +205,20 @@ class Engine:
         self._decode_entries: tuple[ScheduledRequest, ...] | None = ()
         self._count = 0
         """Steps with decoding requests so far. All requests that decode compute a token in each."""
-        self._finishes: list[tuple[int, int, _Request]] = []
-        self._grows: list[tuple[int, int, _Request]] = []
-        """Heaps of (count, admission, request): when a request has its last token, and when it needs a block."""
+        self._finishes: _Heap = []
+        self._grows: _Heap = []
+        """When a request has its last token, and when it needs a block."""
         self._context = 0
         """Tokens that decoding requests have on the device, all together."""
         self._admissions = 0
         self._blocked: tuple[_Request, int] | None = None
         """The request that found no room, and the number of free blocks that it needs, its own prefix included."""
         self._taken: list[int] = []
-        """Blocks taken for decoding in this step."""
+        """Blocks taken for decoding since the connector was asked."""
         self._step: _Step | None = None
-        self._quiet_steps = 0
+        self._calm_steps = 0
         """Steps since the last one that concerned the connector."""
-        self._must_step = False
-        """The connector is to be asked once more before the engine rests: a request has ended, and may have last
-        stores."""
-        self.accesses = self.loaded = self.computed_tokens = self.steps = self.preemptions = 0
+        self.accesses = self.loaded = self.computed_tokens = self.preemptions = 0
         self.prefill_s = self.busy_s = 0.0
 
     def __repr__(self) -> str:
@@ -266,6 +240,10 @@ class Engine:
         waiting = len(self._arrived) + len(self._waiting)
         return waiting + len(self._loading) + len(self._loaded) + self.num_running
 
+    @property
+    def num_running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
     def add(self, number: int, output: int | None = None) -> None:
         """The request arrives. The next step takes note of it. ``output``: tokens to generate, by default as many as in
         the trace."""
@@ -286,82 +264,89 @@ class Engine:
             )
         )
 
+    def interrupt(self, time_s: float) -> float | None:
+        """A request arrives at ``time_s``. Return when the step in progress ends, if that is sooner than it was: an
+        engine that only waits looks at a new request at once, and one that only decodes at the end of a step."""
+        step = self._step
+        if step is None:
+            return None
+        end_s = step.end_s
+        if step.is_idle:
+            step.end_s = min(end_s, time_s)
+        elif step.count > 1:
+            step.cut(step.count_until(time_s))
+        return step.end_s if step.end_s < end_s else None
+
     # -------------------------------------------------------------------------------------------------------- steps
 
     def begin(self) -> float | None:
         """Decide the next step. Return the time at which to call ``end``, or ``None`` if there is nothing to do until a
         request arrives."""
-        now_s, connector = self._clock.now_s, self._connector
+        now_s, connector = self._clock(), self._connector
         while self._arrived:
             request = self._arrived.popleft()
             self._waiting.append(request)
             if connector is not None:
                 connector.on_new_request(request)
-        jump_s = self._try_jump(now_s)
-        if jump_s is not None:
-            return jump_s
-        step = _Step(now_s, now_s)
-        preempted: set[str] = set()
-        entries: list[ScheduledRequest] = []
-        states: list[BoundaryState] = []
-        self._grow_decoding(preempted)
-        budget = max(self._config.chunk_tokens - len(self._decoding), 0)
-        budget = self._continue_prompts(step, budget, entries, states, preempted)
-        synchronous: set[str] = set()
-        has_deferred = False
-        if not preempted:
-            has_deferred = self._admit_waiting(step, budget, entries, states, synchronous)
+        self._step = step = self._only_decodes(now_s) or _Step(now_s)
+        if step.count > 1:
+            return step.end_s
+        self._grow_decoding(step)
+        step.budget = max(self._config.chunk_tokens - len(self._decoding), 0)
+        self._continue_prompts(step)
+        if not step.preempted:
+            self._admit_loaded(step)
         step.num_decodes = len(self._decoding)
-        start_s = now_s
-        if connector is not None:
-            start_s = self._drive(connector, step, entries, states, preempted, synchronous)
-        return self._compute(step, start_s, has_deferred, bool(preempted))
+        start_s = now_s if connector is None else self._drive(connector, step)
+        if not step.is_idle:
+            step.end_s = start_s + self._seconds(step)
+            self._calm_steps = 0 if step.prompts else self._calm_steps + 1
+            return step.end_s
+        times = [self._transfers[0][0]] if self._transfers else []
+        if connector is not None and (tier_end_s := self._next_tier_end_s()) is not None:
+            times.append(tier_end_s if step.has_deferred else max(tier_end_s, now_s + CALM_S))
+        if step.has_deferred:
+            times.append(now_s + POLL_S)
+        if not times and not step.preempted:
+            self._step = None
+            return None
+        step.end_s = max(min(times, default=now_s), now_s)
+        return step.end_s
 
-    def _drive(
-        self,
-        connector: OffloadingConnectorScheduler,
-        step: _Step,
-        entries: list[ScheduledRequest],
-        states: list[BoundaryState],
-        preempted: set[str],
-        synchronous: set[str],
-    ) -> float:
+    def _drive(self, connector: OffloadingConnectorScheduler, step: _Step) -> float:
         """Send the step to the connector and start the transfers that it orders. Return when the forward pass may
-        begin, and set ``step.end_s`` to when it ends."""
-        now_s = self._clock.now_s
+        begin."""
+        now_s = start_s = self._clock()
         if self._decode_entries is None:
             self._decode_entries = tuple(self._decoding.values())
         taken, self._taken = self._taken, []
-        meta = connector.build_connector_meta(
-            EngineStep((*entries, *self._decode_entries), frozenset(preempted), tuple(states), taken)
-        )
-        self._must_step = False
-        start_s = now_s
-        if not meta.is_empty():
-            self._quiet_steps = -1
-            late: list[TransferJob] = []
-            within_step = False
-            for job in meta.final_stores:
-                self._start(self._stores, job, now_s)
-            for job in meta.loads:
-                if job.request_id in synchronous:
-                    start_s = max(start_s, self._start(self._loads, job, now_s))
-                    within_step = True
-                elif self._is_vllm and (step.prompts or step.num_decodes):
-                    late.append(job)
-                else:
-                    self._start(self._loads, job, now_s)
-            if within_step and not self._is_vllm:
-                self._end_transfers(start_s)  # the reference engine reports them before it computes
-            for job in meta.lost_loads:
-                self._push(job.job_id, now_s, 0.0)
-            for job_id in meta.flush_job_ids:
-                start_s = max(start_s, self._end_of.get(job_id, now_s))
-            end_s = start_s + self._seconds(step)
-            for job in late:  # they are reported with the next step at the earliest
-                self._start(self._loads, job, math.nextafter(end_s, math.inf))
-            for job in meta.stores:
-                self._start(self._stores, job, end_s)
+        entries = (*step.entries, *self._decode_entries)
+        meta = connector.build_connector_meta(EngineStep(entries, frozenset(step.preempted), tuple(step.states), taken))
+        if meta.is_empty():
+            return now_s
+        self._calm_steps = -1
+        for job in meta.final_stores:
+            self._start(self._stores, job, now_s)
+        late: list[TransferJob] = []
+        for job in meta.loads:
+            if job.request_id in step.hits_within:
+                start_s = max(start_s, self._start(self._loads, job, now_s))
+            elif self._is_vllm and not step.is_idle:
+                late.append(job)
+            else:
+                self._start(self._loads, job, now_s)
+        if step.hits_within and not self._is_vllm:
+            self._end_transfers(start_s)  # the reference engine reports them before it computes
+        for job in meta.lost_loads:
+            heapq.heappush(self._transfers, (now_s, job.job_id, 0.0))
+        if meta.flush_job_ids:
+            ends = (end_s for end_s, job_id, _ in self._transfers if job_id in meta.flush_job_ids)
+            start_s = max(start_s, *ends, now_s)
+        end_s = start_s + self._seconds(step)
+        for job in late:  # they are reported with the next step at the earliest
+            self._start(self._loads, job, math.nextafter(end_s, math.inf))
+        for job in meta.stores:
+            self._start(self._stores, job, end_s)
         return start_s
 
     def _start(self, link: Link, job: TransferJob, begin_s: float) -> float:
@@ -371,58 +356,29 @@ class Engine:
         if link is self._loads:
             self.loaded += blocks
         end_s = link.queue(begin_s, blocks * self._config.block_bytes)
-        self._push(job.job_id, end_s, end_s - begin_s)
+        heapq.heappush(self._transfers, (end_s, job.job_id, end_s - begin_s))
         return end_s
-
-    def _push(self, job_id: int, end_s: float, seconds: float) -> None:
-        self._end_of[job_id] = end_s
-        heapq.heappush(self._transfers, (end_s, job_id, seconds))
 
     def _seconds(self, step: _Step) -> float:
         tokens = sum(count for _, count in step.prompts)
         pairs = sum(count * (request.computed + count / 2) for request, count in step.prompts)
         return self._config.step_seconds(tokens, pairs, step.num_decodes, self._context)
 
-    def _compute(self, step: _Step, start_s: float, has_deferred: bool, has_preempted: bool) -> float | None:
-        now_s = self._clock.now_s
-        self._step = step
-        if step.prompts or step.num_decodes:
-            step.end_s = start_s + self._seconds(step)
-            self._quiet_steps = 0 if step.prompts else self._quiet_steps + 1
-            return step.end_s
-        step.is_idle = True
-        times = [self._transfers[0][0]] if self._transfers else []
-        if self._connector is not None and (tier_end_s := self._next_tier_end_s()) is not None:
-            times.append(tier_end_s if has_deferred else max(tier_end_s, now_s + CALM_S))
-        if has_deferred:
-            times.append(now_s + POLL_S)
-        if not times and not self._must_step and not has_preempted:
-            self._step = None
-            return None
-        step.end_s = max(min(times, default=now_s), now_s)
-        return step.end_s
-
     def end(self) -> None:
         """The time that ``begin`` returned has come: the step has been computed."""
         step, self._step = self._step, None
         assert step is not None
-        now_s = self._clock.now_s
-        if step.jump is not None:
-            for request in self._count_tokens(step.jump.count):
+        ended = self._count_tokens(step.count) if step.num_decodes else []
+        # In the order in which they began to run, which is the order in which an engine frees their blocks.
+        computed = [*step.prompts, *((request, 0) for request in ended)]
+        for request, count in sorted(computed, key=lambda each: each[0].admitted) if ended else computed:
+            if count:
+                self._advance(request, count)
+            else:
                 self._end_decoding(request)
                 self._finish(request)
-        else:
-            ended = self._count_tokens(1) if step.num_decodes else []
-            # In the order in which they began to run, which is the order in which an engine frees their blocks.
-            computed = [*step.prompts, *((request, 0) for request in ended)]
-            for request, count in sorted(computed, key=lambda each: each[0].admitted) if ended else computed:
-                if count:
-                    self._advance(request, count, now_s)
-                else:
-                    self._end_decoding(request)
-                    self._finish(request)
+        now_s = self._clock()
         self._end_transfers(now_s)
-        self.steps += not step.is_idle
         if step.is_busy:
             self.busy_s += now_s - step.begin_s
 
@@ -430,7 +386,6 @@ class Engine:
         results = []
         while self._transfers and self._transfers[0][0] <= now_s:
             _, job_id, seconds = heapq.heappop(self._transfers)
-            del self._end_of[job_id]
             results.append((0, TransferResult(job_id, True, 0, seconds)))
         if not results or self._connector is None:
             return
@@ -447,35 +402,26 @@ class Engine:
         for request_id in outcome.failed_loads:
             request = self._loading.pop(request_id)
             self._release(request)
-            request.hit = None
+            request.hits = None
             self._waiting.appendleft(request)
 
     # ----------------------------------------------------------------------------------------------------- prompts
 
-    def _continue_prompts(
-        self,
-        step: _Step,
-        budget: int,
-        entries: list[ScheduledRequest],
-        states: list[BoundaryState],
-        preempted: set[str],
-    ) -> int:
-        """Give running requests their part of the step. Return the tokens that are left."""
+    def _continue_prompts(self, step: _Step) -> None:
+        """Give running requests their part of the step."""
         # Whoever is preempted was admitted later, so it is not in this step yet.
         for request in sorted(self._prefilling, key=_admitted) if len(self._prefilling) > 1 else [*self._prefilling]:
-            if budget <= 0:
+            if step.budget <= 0:
                 break
             if request not in self._prefilling:
                 continue  # preempted for another one
-            count = min(budget, request.num_tokens - request.computed)
-            fresh = self._blocks_for(request, request.computed + count, preempted)
+            count = min(step.budget, request.num_tokens - request.computed)
+            fresh = self._blocks_for(request, request.computed + count, step)
             if fresh is None:
                 break
-            self._put(step, request, count, fresh, entries, states)
-            budget -= count
-        return budget
+            self._put(step, request, count, fresh)
 
-    def _blocks_for(self, request: _Request, tokens: int, preempted: set[str]) -> list[int] | None:
+    def _blocks_for(self, request: _Request, tokens: int, step: _Step) -> list[int] | None:
         """Blocks that a running request needs to have ``tokens``. Others are preempted for it, the last admitted first.
         ``None``: it was preempted itself."""
         count = -(-tokens // self._block_tokens) - len(request.table)
@@ -485,27 +431,18 @@ class Engine:
             if self.num_running == 1 and not self._loading and not self._loaded:
                 break  # it is larger than the pool, and has it alone
             victim = max((*self._prefilling, *self._decoding), key=_admitted)
-            self._preempt(victim, preempted)
+            self._preempt(victim)
+            step.preempted.add(victim.request_id)
             if victim is request:
                 return None
         fresh = self._pool.take(count)
         request.table += fresh
         return fresh
 
-    @property
-    def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
-
-    def _put(
-        self,
-        step: _Step,
-        request: _Request,
-        count: int,
-        fresh: list[int],
-        entries: list[ScheduledRequest],
-        states: list[BoundaryState],
-    ) -> None:
+    def _put(self, step: _Step, request: _Request, count: int, fresh: list[int]) -> None:
+        """Let the step compute ``count`` tokens of the request's prompt, for which it has the blocks ``fresh``."""
         step.prompts.append((request, count))
+        step.budget -= count
         step.is_busy = True
         if self._is_vllm:
             self._name(request, request.computed + count)
@@ -516,7 +453,7 @@ class Engine:
             blocks = self._table_of(request)
         elif fresh:
             blocks = (fresh, *[()] * self._num_states)
-        entries.append(ScheduledRequest(request.request_id, blocks, request.computed, count, request.is_new))
+        step.entries.append(ScheduledRequest(request.request_id, blocks, request.computed, count, request.is_new))
         request.is_new = False
         end = len(request.block_hashes)
         # The engine keeps one state of each prompt, at its last whole block, as vLLM does unless told otherwise.
@@ -524,7 +461,7 @@ class Engine:
         if self._num_states and is_last and end * self._block_tokens > request.computed:
             ids = self._pool.take(self._num_states)
             request.state_blocks += ids
-            states += [
+            step.states += [
                 BoundaryState(request.request_id, 1 + at, block, end * self._block_tokens)
                 for at, block in enumerate(ids)
             ]
@@ -554,37 +491,28 @@ class Engine:
                 return found[:end], states
         return [], []
 
-    def _admit_waiting(
-        self,
-        step: _Step,
-        budget: int,
-        entries: list[ScheduledRequest],
-        states: list[BoundaryState],
-        synchronous: set[str],
-    ) -> bool:
-        """Admit requests as long as there is room: first those whose load has ended, then others in order of arrival.
-        Return whether some must ask again."""
+    def _admit_loaded(self, step: _Step) -> None:
+        """Admit requests whose load has ended as long as there is room, then others."""
         for request in [*self._loaded]:
-            count = min(budget, request.num_tokens - request.computed)
+            count = min(step.budget, request.num_tokens - request.computed)
             need = -(-(request.computed + count) // self._block_tokens) - len(request.table)
             is_full = self.num_running >= self._config.max_requests
             if not count or is_full or (need > self._pool.num_free and self.num_running):
                 step.is_busy = True
-                return False
+                return
             fresh = self._pool.take(max(need, 0))
             request.table += fresh
             del self._loaded[request]
             self._run(request)
-            self._put(step, request, count, fresh, entries, states)
-            budget -= count
+            self._put(step, request, count, fresh)
+        self._admit_waiting(step)
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit requests in order of arrival as long as there is room."""
         passed: list[_Request] = []
-        has_deferred = False
         block_tokens, pool, connector = self._block_tokens, self._pool, self._connector
         while self._waiting:
-            if budget <= 0 or self.num_running >= self._config.max_requests:
-                step.is_busy = True
-                break
-            if self._is_blocked():
+            if step.budget <= 0 or self.num_running >= self._config.max_requests or self._is_blocked():
                 step.is_busy = True
                 break
             request = self._waiting.popleft()
@@ -595,11 +523,11 @@ class Engine:
                 asked, is_async = connector.get_num_new_matched_tokens(request, computed)
                 if asked is None:
                     passed.append(request)
-                    has_deferred = True
+                    step.has_deferred = True
                     continue
                 external = asked
             start = computed + external
-            count = 0 if is_async else min(budget, request.num_tokens - start)
+            count = 0 if is_async else min(step.budget, request.num_tokens - start)
             need = -(-(start + count) // block_tokens) - len(found)
             state_need = self._num_states if external else 0
             room = pool.room_beside((*found, *found_states))
@@ -620,18 +548,16 @@ class Engine:
             request.computed = computed
             if connector is not None:
                 connector.update_state_after_alloc(request, self._table_of(request), external)
-            self._count_hit(request, len(found))
+            self._count_hits(request, len(found))
             if is_async:
                 self._loading[request.request_id] = request
                 continue
             if external:
-                synchronous.add(request.request_id)
+                step.hits_within.add(request.request_id)
                 request.computed = start
             self._run(request)
-            self._put(step, request, count, [], entries, states)
-            budget -= count
+            self._put(step, request, count, [])
         self._waiting.extendleft(reversed(passed))
-        return has_deferred
 
     def _missing_blocks(self, request: _Request, held: int) -> int:
         return -(-request.num_tokens // self._block_tokens) - held
@@ -653,20 +579,15 @@ class Engine:
         request, need = self._blocked
         return request is self._waiting[0] and self._pool.num_free < need
 
-    def _count_hit(self, request: _Request, on_device: int) -> None:
-        """Record the hit of the request at its first admission."""
-        if request.hit is not None:
-            return
-        host, below = 0, {}
-        if self._connector is not None:
-            for tier, tokens in self._connector.hit_tokens_by_tier(request).items():
-                if tier == HOST:
-                    host += tokens // self._block_tokens
-                else:
-                    below[tier] = tokens // self._block_tokens
-        request.hit = Hit(on_device, host, below)
+    def _count_hits(self, request: _Request, on_device: int) -> None:
+        """Record the hits of the request at its first admission."""
+        if request.hits is None:
+            request.hits = Counter({DEVICE: on_device})
+            by_tier = self._connector.hit_tokens_by_tier(request) if self._connector is not None else {}
+            for tier, tokens in by_tier.items():
+                request.hits[HOST if tier == HOST_LABEL else tier] += tokens // self._block_tokens
 
-    def _advance(self, request: _Request, count: int, now_s: float) -> None:
+    def _advance(self, request: _Request, count: int) -> None:
         """The step computed ``count`` tokens of the request's prompt."""
         config = self._config
         self.prefill_s += config.prompt_seconds(count, count * (request.computed + count / 2))
@@ -681,9 +602,9 @@ class Engine:
             self._pool.name(request.state_blocks[-self._num_states :], keys)
         request.generated += 1
         if request.generated == 1:
-            assert request.hit is not None
+            assert request.hits is not None
             self.accesses += len(request.block_hashes)
-            self._on_first_token(Served(request.number, request.hit, now_s))
+            self._on_first_token(request.number, request.hits)
         if request.generated >= request.num_output_tokens:
             self._finish(request)
         else:
@@ -693,15 +614,14 @@ class Engine:
         """Let others find the request's blocks with the first ``tokens`` tokens."""
         first, stop = request.num_named, min(tokens // self._block_tokens, len(request.block_hashes))
         if stop > first:
-            keys = request.block_hashes[first:stop]
-            self._pool.name(request.table[first:stop], keys)
+            self._pool.name(request.table[first:stop], request.block_hashes[first:stop])
             request.num_named = stop
 
     def _finish(self, request: _Request) -> None:
         self._release(request)
         if self._connector is not None:
             self._connector.request_finished(request)
-            self._must_step = True
+            self._calm_steps = min(self._calm_steps, _CALM_STEPS - 1)  # it may have last stores
         self._on_end(request.number)
 
     def _release(self, request: _Request) -> None:
@@ -714,14 +634,13 @@ class Engine:
         request.table, request.state_blocks, request.computed, request.loaded = [], [], 0, 0
         request.admitted = -1
 
-    def _preempt(self, request: _Request, preempted: set[str]) -> None:
+    def _preempt(self, request: _Request) -> None:
         if request in self._decoding:
             self._end_decoding(request)
         else:
             del self._prefilling[request]
         self._release(request)
         self._waiting.appendleft(request)
-        preempted.add(request.request_id)
         self.preemptions += 1
 
     # ---------------------------------------------------------------------------------------------------- decoding
@@ -754,96 +673,59 @@ class Engine:
         """All requests that decode have computed ``count`` tokens. Return the requests that have their last one."""
         self._context += count * len(self._decoding)
         self._count += count
-        ended, finishes = [], self._finishes
-        while finishes and finishes[0][0] <= self._count:
-            _, admitted, request = heapq.heappop(finishes)
-            if request.admitted == admitted:
-                ended.append(request)
+        ended = []
+        while (first := _first_of(self._finishes)) is not None and first[0] <= self._count:
+            ended.append(heapq.heappop(self._finishes)[2])
         return ended
 
-    def _grow_decoding(self, preempted: set[str]) -> None:
+    def _grow_decoding(self, step: _Step) -> None:
         """Give blocks to the requests whose next token needs one."""
-        while self._grows and self._grows[0][0] <= self._count + 1:
-            _, admitted, request = heapq.heappop(self._grows)
-            if request.admitted != admitted or request not in self._decoding:
-                continue
-            fresh = self._blocks_for(request, (len(request.table) + 1) * self._block_tokens, preempted)
+        while (first := _first_of(self._grows)) is not None and first[0] <= self._count + 1:
+            request = heapq.heappop(self._grows)[2]
+            fresh = self._blocks_for(request, (len(request.table) + 1) * self._block_tokens, step)
             if fresh is not None:
                 self._taken += fresh
                 self._push_growth(request)
 
-    def _try_jump(self, now_s: float) -> float | None:
-        """Begin many steps at once if they only decode and nothing else happens meanwhile. Return when they end."""
+    def _only_decodes(self, now_s: float) -> _Step | None:
+        """Return many steps at once if they only decode and nothing else happens meanwhile."""
         if not self._decoding or self._prefilling or self._loaded:
             return None
         if self._waiting and len(self._decoding) < self._config.max_requests and not self._is_blocked():
             return None
-        if self._connector is not None and (self._must_step or self._quiet_steps < 2):
+        if self._connector is not None and self._calm_steps < _CALM_STEPS:
             return None
-        while self._finishes[0][2].admitted != self._finishes[0][1]:
-            heapq.heappop(self._finishes)  # preempted since
-        count = self._finishes[0][0] - self._count
-        if count < 2:
-            return None
-        number = len(self._decoding)
-        first_s = self._config.step_seconds(0, 0, number, self._context)
-        growth_s = self._config.step_seconds(0, 0, number, self._context + number) - first_s
-        jump = _Jump(now_s, first_s, growth_s, count)
+        first = _first_of(self._finishes)
+        assert first is not None
+        number, seconds = len(self._decoding), self._config.step_seconds
+        step = _Step(now_s, num_decodes=number, is_busy=bool(self._waiting), count=first[0] - self._count)
+        step.first_s = seconds(0, 0, number, self._context)
+        step.growth_s = seconds(0, 0, number, self._context + number) - step.first_s
         if self._connector is not None and (tier_end_s := self._next_tier_end_s()) is not None:
-            jump.count = min(count, jump.count_until(max(tier_end_s, now_s + CALM_S)))
+            step.count = step.count_until(max(tier_end_s, now_s + CALM_S))
         if self._transfers:
-            jump.count = min(jump.count, jump.count_until(self._transfers[0][0]))
-        if self._grows and not self._grow_for(jump):
-            return None
-        self._step = _Step(now_s, jump.end_s, num_decodes=number, jump=jump, is_busy=bool(self._waiting))
-        return jump.end_s
-
-    def _grow_for(self, jump: _Jump) -> bool:
-        """Take the blocks for a jump, which is cut short if there are too few. Return whether any step is left."""
-        while self._grows and self._grows[0][0] <= self._count + jump.count:
-            at, admitted, request = self._grows[0]
-            if request.admitted == admitted and request in self._decoding:
-                if self._pool.num_free < 1:
-                    jump.count = at - self._count - 1
-                    return jump.count > 0
-                heapq.heappop(self._grows)
-                fresh = self._pool.take(1)
-                request.table += fresh
-                self._taken += fresh
-                self._push_growth(request)
-            else:
-                heapq.heappop(self._grows)
-        return True
-
-    def interrupt(self, time_s: float) -> float | None:
-        """A request arrives at ``time_s``. Return when the step in progress ends, if that is sooner than it was."""
-        step = self._step
-        if step is None or step.jump is None:
-            return self._interrupt_idle(time_s)
-        jump = step.jump
-        count = min(jump.count_until(time_s), jump.count)
-        if count == jump.count:
-            return None
-        jump.count, step.end_s = count, jump.begin_s + jump.seconds(count)
-        return step.end_s
-
-    def _interrupt_idle(self, time_s: float) -> float | None:
-        """An engine that only waits looks at a new request at once."""
-        step = self._step
-        if step is None or not step.is_idle or step.end_s <= time_s:
-            return None
-        step.end_s = time_s
-        return time_s
+            step.count = step.count_until(self._transfers[0][0])
+        while (first := _first_of(self._grows)) is not None and first[0] <= self._count + step.count:
+            if self._pool.num_free < 1:
+                step.count = first[0] - self._count - 1
+                break
+            request = heapq.heappop(self._grows)[2]
+            fresh = self._pool.take(1)
+            request.table += fresh
+            self._taken += fresh
+            self._push_growth(request)
+        step.cut(step.count)
+        return step if step.count > 1 else None
 
     def check_invariants(self) -> None:
         """For tests."""
         every = (*self._prefilling, *self._decoding, *self._loading.values(), *self._loaded)
         self._pool.check_invariants([*request.table, *request.state_blocks] for request in every)
-        assert len(self._prefilling) + len(self._decoding) <= self._config.max_requests
+        assert self.num_running <= self._config.max_requests
         assert all(request.admitted < 0 and not request.table for request in (*self._waiting, *self._arrived))
         assert self._context == sum(
             request.num_prompt_tokens + self._count - request.decodes_from for request in self._decoding
         )
-        assert set(self._end_of) == {job_id for _, job_id, _ in self._transfers}
+        assert len({job_id for _, job_id, _ in self._transfers}) == len(self._transfers)
         if self._connector is not None:
             self._connector.check_invariants()

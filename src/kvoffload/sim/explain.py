@@ -20,7 +20,7 @@ from kvoffload.sim.config import USUAL, SimConfig
 from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
-from kvoffload.sim.trace_files import Lines, not_a_line
+from kvoffload.sim.trace_files import Line, load_trace
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import STORES, default_cascade
@@ -95,20 +95,11 @@ class _Explanation(msgspec.Struct):
     weighed: list[_Weighed] = []
 
 
-class _Line(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    explanation: _Explanation | None = msgspec.field(name="story", default=None)
-    next_use: str | None = None
-    machine: Machine | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Explanations:
     """The sums of a trace's explanations."""
 
-    requests: int
-    """Number of requests in the trace."""
+    trace: Trace
     explained: int
     """Number of requests with an explanation. The others were never admitted, or the recording ended earlier."""
     tokens: int
@@ -163,21 +154,25 @@ def read_explanations(path: Path) -> Explanations:
 
     Raises ``TraceError`` for a file without explanations, and for one whose tokens do not add up.
     """
-    decoder = msgspec.json.Decoder(_Line)
-    lines: list[_Line] = []
-    for number, text in Lines(path):
+    timed: list[tuple[float, _Explanation]] = []
+    hinted: list[tuple[str, _Explanation]] = []
+    machines: list[Machine | None] = []
+
+    def note(number: int, line: Line) -> None:
         try:
-            line = decoder.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            if lines and not isinstance(exc, msgspec.ValidationError):
-                continue  # a torn line; ``load_trace`` says how many a trace may have
-            raise TraceError(f"{path}, line {number}: {not_a_line(exc)}.") from exc
-        each = line.explanation
-        if each is not None and sum(each.found.values()) + sum(each.missed.values()) != line.input_length:
+            machines.append(msgspec.convert(line.machine, Machine | None))
+            each = msgspec.convert(line.story, _Explanation | None)
+        except msgspec.ValidationError as exc:
+            raise TraceError(f"{path}, line {number}: this is not a line of a recorded trace: {exc}.") from exc
+        if each is None:
+            return
+        if sum(each.found.values()) + sum(each.missed.values()) != line.input_length:
             raise TraceError(f"{path}, line {number}: the tokens of its explanation are not those of its prompt.")
-        lines.append(line)
-    timed = [(line.timestamp / 1000, line.explanation) for line in lines if line.explanation is not None]
-    hinted = [(line.next_use, line.explanation) for line in lines if line.explanation is not None and line.next_use]
+        timed.append(((line.timestamp or 0.0) / 1000, each))
+        if line.next_use:
+            hinted.append((line.next_use, each))
+
+    trace = load_trace(path, note=note)
     if not timed:
         raise TraceError(f"{path} has no explanations; record_trace of this version of kvoffload writes them.")
     found: Counter[str] = Counter()
@@ -199,7 +194,7 @@ def read_explanations(path: Path) -> Explanations:
             for where, seconds in {one.tier: one.expected_s, **one.others_s, **computing_s}.items():
                 weighed[one.tier][where].append(seconds)
     return Explanations(
-        requests=len(lines),
+        trace=trace,
         explained=len(timed),
         tokens=found.total() + missed.total(),
         found=dict(found),
@@ -214,7 +209,7 @@ def read_explanations(path: Path) -> Explanations:
         hints=dict(Counter(next_use for next_use, _ in hinted)),
         hinted_tokens=sum(sum(each.found.values()) + sum(each.missed.values()) for _, each in hinted),
         hinted_found=sum(sum(each.found.values()) for _, each in hinted),
-        machine=lines[0].machine,
+        machine=machines[0],
     )
 
 
@@ -346,9 +341,9 @@ def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
     config, base = best.config, asked[0].config
     sets = []
     if config.cpu_blocks != base.cpu_blocks:
-        sets.append(f"cpu_bytes_to_use: {exact_size(config.cpu_blocks * config.block_bytes)}")
+        sets.append(f"cpu_bytes_to_use: {exact_size(config.cpu_bytes)}")
     if config.disk_blocks != base.disk_blocks:
-        sets.append(f"a disk tier with max_bytes: {exact_size(config.disk_blocks * config.block_bytes)}")
+        sets.append(f"a disk tier with max_bytes: {exact_size(config.disk_bytes)}")
     if config.policy != base.policy:
         sets.append(f"eviction_policy: {config.policy}")
     if config.store_threshold != base.store_threshold:

@@ -13,7 +13,7 @@ from typing import Any
 from kvoffload.errors import MissingExtraError
 from kvoffload.sim.config import Prices
 from kvoffload.sim.explain import Explanations, WhatIf, recommendation, where_names
-from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds, handovers, runs_table
+from kvoffload.sim.report import NO_FORECAST, explanation_tables, format_seconds, runs_table
 from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import Report
 from kvoffload.sim.table import Table
@@ -116,7 +116,6 @@ def draw_reports(
     parts += [f"<p class=lead>{NO_FORECAST}</p>", _svg(figure)]
     for report in reports:
         parts += [f"<h2>{html.escape(report.trace.name)}</h2>", _table(runs_table(report, prices))]
-        parts += [f"<p>{html.escape(text)}</p>" for text in handovers(report.results)]
     if notes:
         parts.append(f"<pre>{html.escape(chr(10).join(notes))}</pre>")
     return _page("kvoffload simulate", parts)
@@ -129,7 +128,7 @@ def _draw_runs(axis: Any, report: Report, prices: Prices, what: str, figure: Cal
     for run in report.results:
         router = f", {run.config.router}" if run.config.servers > 1 else ""
         below = "".join(f", {name}" for name in ("disk", "pool", "shared") if _has(run, name))
-        kinds.setdefault(f"{run.policy}{router}{below}", []).append(run)
+        kinds.setdefault(f"{run.server.policy}{router}{below}", []).append(run)
     for colour, (kind, runs) in zip(_COLOURS * 9, kinds.items()):
         runs = sorted(runs, key=lambda run: prices.of_fleet(run.config))
         axis.plot([prices.of_fleet(run.config) for run in runs], [*map(figure, runs)], "o-", color=colour, label=kind)
@@ -140,7 +139,7 @@ def _draw_runs(axis: Any, report: Report, prices: Prices, what: str, figure: Cal
 
 
 def _has(run: Result, tier: str) -> bool:
-    return bool(run.disk_blocks if tier == "disk" else getattr(run.config, tier))
+    return bool(run.server.disk_blocks if tier == "disk" else getattr(run.config, tier))
 
 
 # -------------------------------------------------------------------------------------------------------- explanations
@@ -160,7 +159,7 @@ def _explanation_page(
 ) -> bytes:
     lost = format_seconds(summary.avoidable / prefill_speed)
     lead = (
-        f"{counted(summary.requests, 'request')}, {summary.explained:,} explained. Found tokens came from the "
+        f"{counted(len(summary.trace), 'request')}, {summary.explained:,} explained. Found tokens came from the "
         f"device, host memory or a tier; the rest was computed. {html.escape(summary.hints_text)} {NO_FORECAST}"
     )
     parts = [

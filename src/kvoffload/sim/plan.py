@@ -85,12 +85,11 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chosen run, its price, and every run it was chosen from."""
+    """The chosen run, and every run it was chosen from."""
 
     goal: Goal
     chosen: Result | None
     """The server without tiers if that meets the goal; ``None`` if no run may be chosen."""
-    price: float
     report: Report
     """All runs."""
     best: Result
@@ -105,6 +104,10 @@ class Plan:
         """The server without tiers. Only a plan for one server has it."""
         assert self.report.without is not None
         return self.report.without
+
+    def price(self, prices: Prices) -> float:
+        """The price of the choice; 0 without one."""
+        return 0.0 if self.chosen is None else self.report.price(self.chosen, prices)
 
     def is_harmless(self, result: Result) -> bool:
         if self.report.is_fleet:
@@ -124,75 +127,82 @@ def make_plan(
 ) -> Plan:
     """The cheapest machine that meets ``goal`` and does no harm.
 
-    Stops at the device alone if that meets it. Else tries sizes between the GPU's own cache and the trace's footprint
+    Chooses the device alone if that meets it. Else tries sizes between the GPU's own cache and the trace's footprint
     (its blocks and states), within the limits, then lowers the host memory of the cheapest that meets the goal by
     bisection. ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
     alone = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0)], 1, progress)
     without = alone.without
     assert without is not None
-    if goal.is_met(without):
-        return Plan(goal, without, 0.0, alone, without)
     footprint = _footprint(trace, base.state_slots)
     cpu_sizes = _cpu_sizes(footprint, base.gpu_blocks, max_cpu_blocks)
     disk_sizes = _sizes(footprint, _DISK_SHARES, max_disk_blocks)
+    if goal.is_met(without):
+        plan = Plan(goal, without, alone, without)
+        if goal.ttft_s is None:
+            return plan
+        # Tiers may still save servers: the largest sizes tell.
+        disks = (0, *disk_sizes[-1:])
+        largest = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for cpu in cpu_sizes[-1:] for disk in disks]
+        tried = sweep(trace, largest, processes, progress)
+        return replace(plan, capacities=_capacities(trace, plan, tried.results, prices, processes, progress))
     grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
     grid += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
     report = replace(sweep(trace, grid, processes, progress), without=without)
-
-    def price(result: Result) -> float:
-        return prices.of_tiers(result.cpu_blocks, result.disk_blocks, base.block_bytes)
 
     def may_choose(result: Result) -> bool:
         return goal.is_met(result) and goal.is_harmless(result, without)
 
     harmless = [each for each in report.results if goal.is_harmless(each, without)]
-    plan = Plan(goal, None, 0.0, report, max([without, *harmless], key=goal.reached))
+    plan = Plan(goal, None, report, max([without, *harmless], key=goal.reached))
     meeting = [result for result in report.results if may_choose(result)]
     if meeting:
-        chosen = min(meeting, key=price)
-        smaller = [size for size in cpu_sizes if size < chosen.cpu_blocks]
-        low = smaller[-1] if smaller else chosen.cpu_blocks
+        chosen = min(meeting, key=lambda each: prices.of_tiers(each.server))
+        smaller = [size for size in cpu_sizes if size < chosen.server.cpu_blocks]
+        low = smaller[-1] if smaller else chosen.server.cpu_blocks
         results = list(report.results)
         with runner(simulate, report.trace, 1, progress) as run_each:
             for _ in range(_REFINEMENTS):
-                middle = (low + chosen.cpu_blocks) // 2
-                if middle in (low, chosen.cpu_blocks):
+                middle = (low + chosen.server.cpu_blocks) // 2
+                if middle in (low, chosen.server.cpu_blocks):
                     break
-                (tried,) = run_each([replace(base, cpu_blocks=middle, disk_blocks=chosen.disk_blocks)])
-                results.append(tried)
-                if may_choose(tried):
-                    chosen = tried
+                results += run_each([replace(chosen.server, cpu_blocks=middle)])
+                if may_choose(results[-1]):
+                    chosen = results[-1]
                 else:
                     low = middle
-        report = report_of(report.trace, [without, *results])
-        plan = replace(plan, chosen=chosen, price=price(chosen), report=report)
-    return replace(plan, capacities=tuple(_capacities(trace, plan, prices, processes, progress)))
+        plan = replace(plan, chosen=chosen, report=report_of(report.trace, [without, *results]))
+    return replace(plan, capacities=_capacities(trace, plan, plan.report.results, prices, processes, progress))
 
 
 def _capacities(
-    trace: Trace, plan: Plan, prices: Prices, processes: int | None, progress: Callable[[], object]
-) -> Sequence[Capacity]:
+    trace: Trace,
+    plan: Plan,
+    results: Sequence[Result],
+    prices: Prices,
+    processes: int | None,
+    progress: Callable[[], object],
+) -> tuple[Capacity, ...]:
     """The highest loads today, with host memory and with a disk: of the choice, else of the run of each kind that
     reaches the goal for the lowest price, else of the closest one."""
     runs = [("today", plan.without)]
     for what, has_disk in (("with host memory", False), ("with host memory and a disk", True)):
         of_kind = [
             each
-            for each in plan.report.results
-            if bool(each.disk_blocks) == has_disk and plan.goal.is_no_later(each, plan.without)
+            for each in results
+            if bool(each.server.disk_blocks) == has_disk and plan.goal.is_no_later(each, plan.without)
         ]
         meeting = [each for each in of_kind if plan.goal.is_met(each)]
         if plan.chosen in of_kind:
             runs.append((what, plan.chosen))
         elif meeting:
-            runs.append((what, min(meeting, key=lambda each: prices.of_fleet(each.config))))
+            runs.append((what, min(meeting, key=lambda each: prices.of_tiers(each.server))))
         elif of_kind:
             runs.append((what, max(of_kind, key=plan.goal.reached)))
     short = trace.first(_CAPACITY_REQUESTS).whole_blocks()
     with runner(highest_load, short, num_processes(processes, len(runs)), progress) as run_each:
         rates = run_each([(run, plan.goal) for _, run in runs])
-    return [Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True)]
+    return tuple(Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True))
 
 
 def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes]) -> float:
@@ -295,7 +305,5 @@ def make_fleet_plan(
                     chosen = results[-1]
                 else:
                     low = middle
-    best = max(results, key=goal.reached)
-    price = 0.0 if chosen is None else prices.of_fleet(chosen.config)
-    may_share = any(fleet.shared is not None for fleet in fleets)
-    return Plan(goal, chosen, price, report_of(trace, results, are_fleets=True), best, may_share=may_share)
+    report, best = report_of(trace, results, are_fleets=True), max(results, key=goal.reached)
+    return Plan(goal, chosen, report, best, may_share=any(fleet.shared is not None for fleet in fleets))

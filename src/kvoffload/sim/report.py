@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
@@ -94,16 +95,6 @@ def identities(results: Sequence[Result]) -> tuple[list[dict[str, str]], dict[st
     return [{name: each[name] for name in shown} for each in every], common
 
 
-def names_of(results: Sequence[Result]) -> list[str]:
-    """A name for each run, among the others."""
-    found = []
-    for each in identities(results)[0]:
-        servers = each.pop("servers", None)
-        parts = [] if servers is None else [counted(int(servers), "server") if servers.isdecimal() else servers]
-        found.append(", ".join(parts + [f"{name} {text}" for name, text in each.items() if text not in ("-", "none")]))
-    return found
-
-
 def common_of(results: Sequence[Result]) -> str:
     """Return the common properties of all runs in a line."""
     return ", ".join(f"{name} {text}" for name, text in identities(results)[1].items())
@@ -112,9 +103,10 @@ def common_of(results: Sequence[Result]) -> str:
 def runs_table(report: Report, prices: Prices) -> Table:
     """A row for each run, the server without offloading first. The columns that decide come first.
 
-    *gained* is the mean time to first token that the run saves against the one without offloading.
+    *gained* is the mean time to first token that the run saves against the one without offloading. *frontier* marks
+    fleets that keep up, and that no other one beats in both cost and time.
     """
-    without = report.without
+    without, best = report.without, frontier(report.results, prices) if report.is_fleet else ()
     runs: list[tuple[Result, float | None]] = list(zip(report.results, report.optimum_rates, strict=True))
     if without is not None:
         runs.insert(0, (without, None))
@@ -124,8 +116,6 @@ def runs_table(report: Report, prices: Prices) -> Table:
     for identity, (run, bound) in zip(identities([run for run, _ in runs])[0], runs, strict=True):
         is_gain = without is not None and run is not without
         gained_s = without.ttft_s["mean"] - run.ttft_s["mean"] if without is not None and is_gain else None
-        tiers_alone = prices.of_tiers(run.cpu_blocks, run.disk_blocks, run.server.block_bytes)
-        price = prices.of_fleet(run.config) if report.is_fleet else tiers_alone
         rows.append(
             identity
             | {
@@ -134,15 +124,23 @@ def runs_table(report: Report, prices: Prices) -> Table:
                 "p90": format_seconds(run.ttft_s["p90"]),
                 "gained": "-" if gained_s is None else format_seconds(gained_s),
                 "busy %": f"{100 * run.utilisation:.0f}",
+                "frontier": "yes" if run in best else "-",
                 "optimum %": "-" if bound is None else f"{100 * bound:.2f}",
                 "cost/M": f"{run.cost_per_million_tokens(prices):.3g}" if report.is_fleet else "-",
                 **{f"{text} %": _percent(run.hit_blocks[tier], run.accesses) for tier, text in tiers.items()},
                 **(_moved(run) if has_lower else {}),
                 "p99": format_seconds(run.ttft_s["p99"]),
-                f"{prices.unit}/h": f"{price:,.3g}",
+                **(_handed_over(run) if any(each.handover_s for each, _ in runs) else {}),
+                f"{prices.unit}/h": f"{report.price(run, prices):,.3g}",
             }
         )
     return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty() if rows else Table([], [])
+
+
+def _handed_over(run: Result) -> dict[str, str]:
+    """Return the share of the blocks that decoding servers find, and how long after the first token they have all."""
+    times = {f"handed over {name}": format_seconds(run.handover_s[name]) for name in ("p50", "p99")}
+    return {"handed over %": f"{100 * run.handed_over:.1f}", **times}
 
 
 def _moved(run: Result) -> dict[str, str]:
@@ -161,7 +159,7 @@ TIERS = {DEVICE: "gpu", HOST: "cpu", "disk": "disk", "pool": "pool", "shared": "
 def figures_of(result: Result) -> dict[str, Any]:
     """The figures of one run as plain values."""
     server, tokens, size = result.server, result.block_tokens, result.server.block_bytes
-    by_tier = {"gpu": result.gpu_hit_blocks, "cpu": result.cpu_hit_blocks, "disk": result.disk_hit_blocks}
+    by_tier = {"gpu": result.hit_blocks[DEVICE], "cpu": result.hit_blocks[HOST], "disk": result.disk_hit_blocks}
     same = ("computed_tokens", "preemptions", "cpu_evicted_blocks", "disk_evicted_blocks", "declined_blocks")
     return {
         "policy": server.policy,
@@ -221,38 +219,21 @@ def report_as_json(report: Report, prices: Prices) -> dict[str, Any]:
     }
 
 
-def curve(report: Report, policy: str) -> list[Result]:
-    """The runs of one policy by rising host memory; of several disks the largest, of two cascades the better."""
-    found: dict[int, Result] = {}
-    for result in report.results:
-        if result.policy == policy:
-            known = found.get(result.cpu_blocks)
-            if known is None or (known.disk_blocks, known.hit_rate) <= (result.disk_blocks, result.hit_rate):
-                found[result.cpu_blocks] = result
-    return [found[size] for size in sorted(found)]
-
-
 def best_policy(report: Report) -> str:
     """The policy with the most hits, summed over all runs."""
-    names = dict.fromkeys(result.policy for result in report.results)
-    return max(names, key=lambda name: sum(result.hit_rate for result in report.results if result.policy == name))
+    hits: Counter[str] = Counter()
+    for result in report.results:
+        hits[result.server.policy] += result.hit_blocks.total()
+    return max(hits, key=hits.__getitem__)
 
 
-def knee_of(report: Report, policy: str) -> Result:
-    """The run at the curve's knee: beyond it more host memory brings less and less."""
-    runs = curve(report, policy)
-    return runs[knee([run.cpu_blocks for run in runs], [run.hit_rate for run in runs])]
-
-
-def handovers(results: Sequence[Result]) -> list[str]:
-    """Sentences about fleets with separate servers for prefill."""
-    return [
-        f"{name}: a decoding server finds {100 * result.handed_over:.1f} % of the blocks and computes the others. That "
-        f"takes {format_seconds(result.handover_s['p50'])} (p50), {format_seconds(result.handover_s['p99'])} (p99) "
-        "after the first token."
-        for name, result in zip(names_of(results), results, strict=True)
-        if result.handover_s
-    ]
+def knee_of(results: Sequence[Result]) -> Result:
+    """The run at the knee of the hit rate: beyond it more host memory brings less and less. Of runs with the same host
+    memory, the one with the largest disk counts, and of these the best one."""
+    curve: dict[int, Result] = {}
+    for result in sorted(results, key=lambda run: (run.server.cpu_blocks, run.server.disk_blocks, run.hit_rate)):
+        curve[result.server.cpu_blocks] = result
+    return [*curve.values()][knee([*curve], [run.hit_rate for run in curve.values()])]
 
 
 def frontier(results: Sequence[Result], prices: Prices) -> list[Result]:

@@ -71,27 +71,10 @@ class Result:
     stored_blocks: int
     """Blocks in the shared tier at the end."""
 
-    # The sizes of each server.
-
     @property
     def server(self) -> SimConfig:
+        """Each of the servers."""
         return self.config.server
-
-    @property
-    def cpu_blocks(self) -> int:
-        return self.config.server.cpu_blocks
-
-    @property
-    def disk_blocks(self) -> int:
-        return self.config.server.disk_blocks
-
-    @property
-    def gpu_blocks(self) -> int:
-        return self.config.server.gpu_blocks
-
-    @property
-    def policy(self) -> str:
-        return self.config.server.policy
 
     # Hits, of the servers that prefill.
 
@@ -103,14 +86,6 @@ class Result:
     def hit_blocks(self) -> Counter[str]:
         """By tier."""
         return sum((Counter(server.hit_blocks) for server in self._prefilling), Counter())
-
-    @property
-    def gpu_hit_blocks(self) -> int:
-        return self.hit_blocks[DEVICE]
-
-    @property
-    def cpu_hit_blocks(self) -> int:
-        return self.hit_blocks[HOST]
 
     @property
     def disk_hit_blocks(self) -> int:

@@ -7,13 +7,14 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import FleetConfig, SimConfig
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
 from kvoffload.sim.optimum import optimum
 from kvoffload.sim.result import Result
 from kvoffload.sim.trace import Trace
@@ -38,10 +39,14 @@ class Report:
     """A single server without host memory, if there was one. It is not one of the results."""
     is_fleet: bool = False
 
+    def price(self, result: Result, prices: Prices) -> float:
+        """The price of an hour: of a fleet, or of one server's tiers alone."""
+        return prices.of_fleet(result.config) if self.is_fleet else prices.of_tiers(result.server)
+
 
 def report_of(trace: Trace, results: Sequence[Result], *, are_fleets: bool = False) -> Report:
     """The report of runs of ``trace``, which has whole blocks only. Fleets have no run without tiers of their own."""
-    without = None if are_fleets else next((each for each in results if not each.cpu_blocks), None)
+    without = None if are_fleets else next((each for each in results if not each.server.cpu_blocks), None)
     kept = tuple(each for each in results if each is not without)
     totals = [each.config.total_blocks for each in kept]
     bounds = optimum(trace, [*totals, max(trace.num_unique, 1)])
@@ -106,10 +111,7 @@ def runner(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(trace,)) as pool:
 
         def run_each(configs: Sequence[object]) -> list[_Ran]:
-            futures = [pool.submit(_replay, run, config) for config in configs]
-            for future in as_completed(futures):
-                noted(future.result())
-            return [future.result() for future in futures]
+            return [noted(result) for result in pool.map(partial(_replay, run), configs)]
 
         try:
             yield run_each

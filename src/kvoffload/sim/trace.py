@@ -48,7 +48,10 @@ class Trace:
     token_bytes: float = 0.0
     """Bytes of KV per token of the server that recorded the trace; 0 if the trace does not contain them."""
     prefill_tokens_per_s: float = 0.0
-    """How fast this server computed prompts, by its own estimates: the median; 0 if it made none."""
+    """How fast this server computed prompts: by its steps or by its own estimates; 0 if the trace contains neither."""
+    step_s: float = 0.0
+    decode_s: float = 0.0
+    """Seconds of each step of this server, and of each request that decodes in it; 0 if the trace does not show it."""
     next_uses: npt.NDArray[np.int8] | None = None
     """The hint of each request's client about the next use, as numbers of ``NextUse``, shape (requests,). ``None`` if
     no client gave a hint."""

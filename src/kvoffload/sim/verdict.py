@@ -14,9 +14,8 @@ from typing import Any
 
 from kvoffload.sim.config import Prices, SimConfig
 from kvoffload.sim.plan import Goal, Plan
-from kvoffload.sim.report import format_seconds
+from kvoffload.sim.report import format_seconds, knee_of
 from kvoffload.sim.result import Result
-from kvoffload.sim.sweep import knee
 from kvoffload.sim.table import Table
 from kvoffload.units import counted, exact_size, format_bytes
 
@@ -97,26 +96,24 @@ def _reached(result: Result, goal: Goal) -> str:
 
 def sizes_of(config: SimConfig) -> str:
     """Host memory and disk in words."""
-    text = f"{format_bytes(config.cpu_blocks * config.block_bytes)} of host memory"
-    if config.disk_blocks:
-        text += f" and {format_bytes(config.disk_blocks * config.block_bytes)} of disk"
-    return text
+    disk = f" and {format_bytes(config.disk_bytes)} of disk" if config.disk_blocks else ""
+    return f"{format_bytes(config.cpu_bytes)} of host memory{disk}"
 
 
 def _answer(plan: Plan, prices: Prices) -> str:
     goal, chosen, without = plan.goal, plan.chosen, plan.without
     now = _reached(without, goal).replace(", ", " and ")
     if chosen is without:
-        what = "the GPU's own cache" if chosen.gpu_blocks else "computing every prompt"
+        what = "the GPU's own cache" if chosen.server.gpu_blocks else "computing every prompt"
         return f"Buy nothing: {what} reaches the goal, with {_reached(chosen, goal)}."
     if chosen is not None:
         return (
-            f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price)} an hour: {_reached(chosen, goal)}, "
+            f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price(prices))} an hour: {_reached(chosen, goal)}, "
             f"instead of {now} today."
         )
     results = plan.report.results
     if not results:
-        least = format_bytes(without.gpu_blocks * without.server.block_bytes)
+        least = format_bytes(without.server.gpu_bytes)
         return (
             f"Buy nothing within these limits: less host memory than the GPU's own cache of {least} holds little else."
         )
@@ -170,7 +167,7 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
     parts = [counted(config.servers, "server")]
     if plan.may_share:
         parts.append("a shared tier" if config.shared is not None else "no shared tier")
-    larger = [each.cpu_blocks for each in results if each.config.servers > config.servers]
+    larger = [each.server.cpu_blocks for each in results if each.config.servers > config.servers]
     if larger and config.server.cpu_blocks > min(larger):
         parts.append("fewer servers with more memory")
     return f"{', '.join(parts)}. {said}"
@@ -191,27 +188,26 @@ def _rows(plan: Plan, prices: Prices) -> Table:
         named = [("today", plan.without)]
         if plan.chosen is not None and plan.chosen is not plan.without:
             named.append(("goal", plan.chosen))
-        curve = sorted((each for each in results if not each.disk_blocks), key=lambda each: each.cpu_blocks)
-        if len(curve) > 2:
-            named.append(("knee", curve[knee([run.cpu_blocks for run in curve], [run.hit_rate for run in curve])]))
+        without_disk = [each for each in results if not each.server.disk_blocks]
+        if len(without_disk) > 2:
+            named.append(("knee", knee_of(without_disk)))
         if results:
             harmless = [each for each in results if plan.is_harmless(each)]
             named.append(("ceiling", max(harmless or results, key=goal.reached)))
     cells = []
     for name, run in named:
-        size, is_fleet = run.server.block_bytes, plan.report.is_fleet
-        price = prices.of_fleet(run.config) if is_fleet else prices.of_tiers(run.cpu_blocks, run.disk_blocks, size)
+        server = run.server
         cells.append(
             {
                 "row": name,
-                "servers": str(run.config.servers) if is_fleet else "-",
-                "memory": format_bytes(run.cpu_blocks * size) if run.cpu_blocks else "none",
-                "disk": format_bytes(run.disk_blocks * size) if run.disk_blocks else "-",
+                "servers": str(run.config.servers) if plan.report.is_fleet else "-",
+                "memory": format_bytes(server.cpu_bytes) if server.cpu_blocks else "none",
+                "disk": format_bytes(server.disk_bytes) if server.disk_blocks else "-",
                 "shared": "yes" if run.config.shared is not None else "-",
                 "hits %": f"{100 * run.hit_rate:.1f}",
                 **{name: format_seconds(run.ttft_s[name]) for name in dict.fromkeys(("p50", goal.quantile))},
                 "busy %": f"{100 * run.utilisation:.0f}",
-                f"{prices.unit}/h": f"{price:,.3g}",
+                f"{prices.unit}/h": f"{plan.report.price(run, prices):,.3g}",
                 "note": "overloaded" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
             }
         )
@@ -248,7 +244,7 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
             f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
             "the time, so its times only show that it is too slow. Check --prefill-speed, or give a lower --rate."
         )
-    pool = without.gpu_blocks * trace.block_tokens
+    pool = without.server.gpu_blocks * trace.block_tokens
     too_long = int((trace.input_tokens + trace.output_tokens > pool).sum()) if pool else 0
     if too_long:
         yield (
@@ -263,11 +259,11 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
 
 
 def _settings(chosen: Result | None) -> tuple[str, ...]:
-    if chosen is None or not chosen.cpu_blocks:
+    if chosen is None or not chosen.server.cpu_blocks:
         return ()
     server = chosen.server
-    lines = [f"cpu_bytes_to_use: {exact_size(server.cpu_blocks * server.block_bytes)}"]
+    lines = [f"cpu_bytes_to_use: {exact_size(server.cpu_bytes)}"]
     if server.disk_blocks:
-        size = exact_size(server.disk_blocks * server.block_bytes)
+        size = exact_size(server.disk_bytes)
         lines += ["secondary_tiers:", f"- {{type: disk, path: /on/a/local/disk, max_bytes: {size}}}"]
     return tuple(lines)

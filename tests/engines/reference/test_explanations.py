@@ -125,7 +125,7 @@ class Recorded:
             each = line["story"]
             assert sum(each["found"].values()) + sum(each["missed"].values()) == line["input_length"]
         total = read_explanations(self.path)
-        assert total.explained == total.requests == len(lines)
+        assert total.explained == len(total.trace) == len(lines)
         assert sum(total.found.values()) + sum(total.missed.values()) == total.tokens
         numbers = [int(request.request_id.removeprefix("request-")) for request in requests]
         return [lines[number]["story"] for number in numbers]

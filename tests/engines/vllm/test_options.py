@@ -59,7 +59,9 @@ def test_blocks_larger_than_vllms_and_a_recorded_trace_that_replays(
     assert len(set(tails)) == len(tails)
 
     found: list[int] = []
-    simulate(trace, SimConfig(cpu_blocks=500, block_bytes=1), on_request=lambda _, __, hit, ___: found.append(hit.host))
+    simulate(
+        trace, SimConfig(cpu_blocks=500, block_bytes=1), on_request=lambda _, __, hit, ___: found.append(hit["host"])
+    )
     assert found[:8] == [0] * 4 + [15] * 4, "as vLLM was served"
     assert sum(found[8:]) == 7 * 3, "but that vLLM served the family at once"
 
