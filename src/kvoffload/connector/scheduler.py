@@ -381,6 +381,10 @@ class OffloadingConnectorScheduler:
         """Return whether the engine must keep stepping although it has nothing to compute."""
         return bool(self._jobs.in_flight) or self._manager.has_pending_work()
 
+    def is_idle(self) -> bool:
+        """Return whether no request is tracked, and nothing is pending."""
+        return not self._requests and not self.has_pending_work()
+
     def reset_cache(self, device_is_empty: bool = True) -> bool:
         """Begin another epoch. Earlier blocks are no longer found in host memory, nor in the tiers below unless
         ``Epochs`` keeps them. Jobs in flight become stale, and end as usual.
