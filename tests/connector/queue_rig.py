@@ -199,10 +199,9 @@ class QueueRig:
                 scheduled.append((prompt, count, True))
                 left -= count
         meta = self.scheduler.build_connector_meta(EngineStep(tuple(self._record(*each) for each in scheduled)))
-        loads = [*meta.loads, *meta.lost_loads]
         begin_s = self.clock()
-        for job in loads:
-            copied = 0 if job in meta.lost_loads else len(job.destination.block_ids)  # type: ignore[attr-defined]
+        for job in meta.loads:
+            copied = 0 if job.source is None else len(job.destination.block_ids)  # type: ignore[attr-defined]
             self._ends.append((begin_s + copied * COPY_S, job))
         synchronous_s = sum(
             len(job.destination.block_ids) * COPY_S  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ def test_a_request_lives_through_a_manager_that_breaks() -> None:
     assert rig.ask(request) == (8, True)
     manager.broken = True
     rig.alloc(request, [2, 3, 4], external=8)
-    (job,) = scheduler.build_connector_meta(EngineStep()).lost_loads
+    (job,) = scheduler.build_connector_meta(EngineStep()).loads
     assert rig.end(job, success=False).failed_loads == {"b": {2, 3}}
     assert rig.ask(request) == (0, False)
     rig.alloc(request, [2, 3, 4])
@@ -177,8 +177,8 @@ def test_what_is_no_answer_is_a_miss_too(
     own = [20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]
     rig.alloc(request, *own, external=hit)
     jobs = rig.step()
-    rig.end(*jobs.loads)
-    rig.end(*jobs.lost_loads, success=False)
+    for job in jobs.loads:
+        rig.end(job, success=job.source is not None)
     rig.end(*rig.step(rig.run(request, *own, tokens=20)).stores)
     rig.finish(request)
     rig.step()

@@ -230,7 +230,7 @@ def test_an_engine_that_loads_less_than_it_may_has_no_loss_to_blame_unless_the_l
     rig.alloc(request, range(5), external=external)
     meta = rig.step()
     is_lost = cause == "load failed"
-    rig.end(*(meta.lost_loads if is_lost else meta.loads), success=not is_lost)
+    rig.end(*meta.loads, success=not is_lost)
     (explanation,) = ended(rig, request)
     assert explanation["found"] == {"device": 0} | ({} if is_lost else {"CPU": BT})
     assert explanation["missed"] == {cause: 4 * BT if is_lost else 3 * BT, "tail": 1}

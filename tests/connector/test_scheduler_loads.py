@@ -63,8 +63,8 @@ def test_tokens_at_which_no_hit_can_end_are_a_failed_load() -> None:
     assert rig.ask(request) == (12, True)
     rig.alloc(request, [7, 8, 9], external=10)
     meta = rig.step()
-    assert meta.loads == ()
-    assert rig.end(*meta.lost_loads, success=False) == LoadOutcome(frozenset(), {"r": frozenset({7, 8})})
+    assert [load.source for load in meta.loads] == [None]
+    assert rig.end(*meta.loads, success=False) == LoadOutcome(frozenset(), {"r": frozenset({7, 8})})
     rig.finish(request)
     rig.assert_drained()
 
@@ -81,8 +81,8 @@ def test_more_tokens_than_the_request_has_blocks_for_are_a_failed_load(
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(0): "disk"} if are_on_disk else {})
     rig.alloc(request, *[range(10, 14)] * len(groups), external=16)
     meta = rig.step()
-    assert meta.loads == ()
-    assert "r" in rig.end(*meta.lost_loads, success=False).failed_loads
+    assert [load.source for load in meta.loads] == [None]
+    assert "r" in rig.end(*meta.loads, success=False).failed_loads
     rig.finish(request)
     rig.assert_drained()
 
@@ -369,9 +369,8 @@ def test_blocks_that_vanish_before_they_are_pinned_are_a_failed_load() -> None:
     request = rig.arrive(Request("r", 9))
     assert rig.ask(request) == (8, True)
     rig.alloc(request, [0, 1, 2], external=8)
-    meta = rig.step()
-    assert meta.loads == ()
-    (job,) = meta.lost_loads
+    (job,) = rig.step().loads
+    assert job.source is None
     assert rig.end(job, success=False).failed_loads == {"r": {0, 1}}
     assert rig.ask(request) == (0, False)
     rig.finish(request)
@@ -384,7 +383,8 @@ def test_too_few_gpu_blocks_for_a_load_is_a_failed_load() -> None:
     request = rig.arrive(Request("r", 9))
     rig.ask(request)
     rig.alloc(request, [5], external=8)
-    (job,) = rig.step().lost_loads
+    (job,) = rig.step().loads
+    assert job.source is None
     assert rig.end(job, success=False).failed_loads == {"r": {5}}
 
 

@@ -191,8 +191,8 @@ def test_blocks_that_vanish_before_they_are_pinned_are_a_load_that_fails_within_
     rig.manager.prepare_load = vanished  # type: ignore[method-assign]
     rig.alloc(request, range(3), external=8)
     meta = rig.step(rig.run(request, range(3), computed=8))
-    (load,) = meta.lost_loads
-    assert load.within_step
+    (load,) = meta.loads
+    assert load.within_step and load.source is None
     report = WorkerReport(((0, TransferResult(load.job_id, False)),), frozenset({load.job_id}))
     assert rig.scheduler.update_connector_output(report).failed_loads == {"r": frozenset({0, 1})}
 

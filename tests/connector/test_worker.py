@@ -152,7 +152,7 @@ def test_load_outcomes_for_engines_whose_workers_report_loads() -> None:
 def test_a_lost_load_is_reported_as_a_failure_at_once() -> None:
     rank = Rank()
     job = load(0, 5, 1, "a")
-    rank.worker.start_step(ConnectorMeta(lost_loads=(TransferJob(0, "a", job.destination, job.destination),)))
+    rank.worker.start_step(ConnectorMeta(loads=(TransferJob(0, "a", None, job.destination),)))
     assert rank.worker.take_load_outcome() == LoadOutcome(failed_loads={"a": frozenset({5})})
     assert rank.worker.get_report().results == ((3, TransferResult(0, False)),)
     assert rank.handler.pending == []
@@ -394,7 +394,9 @@ def test_a_load_within_the_step_that_fails_is_undefined_in_the_same_report(how: 
     if how == "suspended":
         rank.worker.suspend()
     job = awaited(1, 6, 1)
-    rank.worker.start_step(ConnectorMeta(lost_loads=(job,)) if how == "lost" else ConnectorMeta(loads=(job,)))
+    if how == "lost":
+        job.source = None
+    rank.worker.start_step(ConnectorMeta(loads=(job,)))
     report = rank.worker.get_report()
     assert [result[:2] for _, result in report.results] == [(1, False)]
     assert report.undefined_loads == {1}

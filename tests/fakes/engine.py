@@ -177,7 +177,7 @@ class FakeEngine:
         meta = self.connector.build_connector_meta(EngineStep(records, frozenset(preempted), states, copied))
         for worker in self.workers:
             worker.start_step(meta)
-        if any(load.within_step for load in (*meta.loads, *meta.lost_loads)):
+        if any(load.within_step for load in meta.loads):
             self._undo_failed()
             scheduled = [each for each in scheduled if each[0].status is Status.RUNNING]
         if copy is not None:

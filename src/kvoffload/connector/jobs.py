@@ -84,7 +84,6 @@ class JobTable:
         self._num_ranks = num_ranks
         self._next_id = 0
         self._loads: list[TransferJob] = []
-        self._lost_loads: list[TransferJob] = []
         self.final_stores: list[TransferJob] = []
         self._flushes: set[int] = set()
         self._num_flushed = 0
@@ -126,8 +125,7 @@ class JobTable:
         """Begin a load to ``gpu_block_ids``, ignoring ``NO_BLOCK``. Without a ``source``, it is a lost load."""
         job = self.begin(_LOAD, request, keys, [each for each in gpu_block_ids if each != NO_BLOCK])
         job.within_step = within_step
-        transfer = TransferJob(job.job_id, request.context.req_id, source or destination, destination, within_step)
-        (self._lost_loads if source is None else self._loads).append(transfer)
+        self._loads.append(TransferJob(job.job_id, request.context.req_id, source, destination, within_step))
         return job
 
     def new_load(self, request: Request) -> JobRecord | None:
@@ -140,7 +138,6 @@ class JobTable:
         job = self.new_load(request)
         if job is not None:
             self._loads = [load for load in self._loads if load.job_id != job.job_id]
-            self._lost_loads = [load for load in self._lost_loads if load.job_id != job.job_id]
             self.remove(job)
         return job
 
@@ -152,18 +149,12 @@ class JobTable:
 
     def take(self, stores: Sequence[TransferJob]) -> ConnectorMeta:
         """Return the meta of this step, including ``stores``. Its jobs then count as submitted."""
-        if not (stores or self._loads or self._lost_loads or self.final_stores or self._flushes):
+        if not (stores or self._loads or self.final_stores or self._flushes):
             return _NOTHING
-        meta = ConnectorMeta(
-            tuple(self._loads),
-            tuple(stores),
-            tuple(self.final_stores),
-            frozenset(self._flushes),
-            tuple(self._lost_loads),
-        )
-        for transfer in (*meta.loads, *meta.stores, *meta.lost_loads):
+        meta = ConnectorMeta(tuple(self._loads), tuple(stores), tuple(self.final_stores), frozenset(self._flushes))
+        for transfer in (*meta.loads, *meta.stores):
             self.in_flight[transfer.job_id].submitted = True
-        self._loads, self._lost_loads, self.final_stores, self._flushes = [], [], [], set()
+        self._loads, self.final_stores, self._flushes = [], [], set()
         return meta
 
     # ------------------------------------------------------------------------------------------------------------- end

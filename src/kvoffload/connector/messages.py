@@ -19,7 +19,9 @@ class TransferJob:
 
     job_id: int
     request_id: str
-    source: LoadStoreSpec
+    source: LoadStoreSpec | None
+    """``None``: a load whose blocks were lost before they could be pinned. There is nothing to copy, and every rank
+    reports a failure at once, so that the engine handles it like any failed load."""
     destination: LoadStoreSpec
     within_step: bool = False
     """A load that the forward pass of its step waits for. No request waits for its end."""
@@ -39,12 +41,9 @@ class ConnectorMeta:
     flush_job_ids: frozenset[int] = frozenset()
     """Jobs of earlier steps and final stores that must end before this step's loads or forward pass touch the device,
     because their GPU blocks were allocated again."""
-    lost_loads: tuple[TransferJob, ...] = ()
-    """Loads whose blocks were lost before they could be pinned. There is nothing to copy, and ``source`` is
-    meaningless. Every rank reports a failure at once, so that the engine handles them like any failed load."""
 
     def is_empty(self) -> bool:
-        return not (self.loads or self.stores or self.final_stores or self.flush_job_ids or self.lost_loads)
+        return not (self.loads or self.stores or self.final_stores or self.flush_job_ids)
 
 
 @dataclass(slots=True)

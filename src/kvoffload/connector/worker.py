@@ -95,12 +95,6 @@ class OffloadingConnectorWorker:
             if not job.within_step:
                 self._expect(job)
                 self._start(job)
-        for job in meta.lost_loads:
-            if job.within_step:
-                self._undefined_loads.add(job.job_id)
-            else:
-                self._expect(job)
-            self._end(TransferResult(job.job_id, success=False))
         if awaited:
             self._await({job.job_id for job in awaited})
         self._waiting_stores += meta.stores
@@ -176,7 +170,7 @@ class OffloadingConnectorWorker:
         self._failed_loads.pop(load.request_id, None)
 
     def _start(self, job: TransferJob) -> None:
-        if self._is_suspended:
+        if self._is_suspended or job.source is None:
             self._end(TransferResult(job.job_id, success=False))
             return
         types = type(job.source), type(job.destination)

@@ -329,7 +329,9 @@ class Engine:
             self._start(self._stores, job, now_s)
         late: list[TransferJob] = []
         for job in meta.loads:
-            if job.request_id in step.hits_within:
+            if job.source is None:
+                heapq.heappush(self._transfers, (now_s, job.job_id, 0.0))
+            elif job.request_id in step.hits_within:
                 start_s = max(start_s, self._start(self._loads, job, now_s))
             elif self._is_vllm and not step.is_idle:
                 late.append(job)
@@ -337,8 +339,6 @@ class Engine:
                 self._start(self._loads, job, now_s)
         if step.hits_within and not self._is_vllm:
             self._end_transfers(start_s)  # the reference engine reports them before it computes
-        for job in meta.lost_loads:
-            heapq.heappush(self._transfers, (now_s, job.job_id, 0.0))
         if meta.flush_job_ids:
             ends = (end_s for end_s, job_id, _ in self._transfers if job_id in meta.flush_job_ids)
             start_s = max(start_s, *ends, now_s)

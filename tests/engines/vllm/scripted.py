@@ -109,17 +109,17 @@ class Worker:
         meta = output.kv_connector_metadata.meta
         self._begin_step(output, requests)
         self._void_steps -= 1
-        for load in (*meta.loads, *meta.lost_loads):
+        for load in meta.loads:
             if load.within_step:
-                self._load(load, load in meta.lost_loads or load.request_id in self.failing)
+                self._load(load, load.source is None or load.request_id in self.failing)
         sampled = {}
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             sampled[request_id] = self._compute(request_id, num_tokens, drafts, token, accept)
         for load in meta.loads:
-            if not load.within_step:
+            if not load.within_step and load.source is not None:
                 self._load(load)
-        self._ended += (*meta.loads, *meta.lost_loads)
+        self._ended += meta.loads
         self._store(meta.stores)
         return sampled
 

@@ -218,8 +218,8 @@ class Steps:
         meta: ConnectorMeta = output.kv_connector_metadata.meta
         self.metas.append(meta)
         sampled = self.worker.execute(output, self.scheduler.requests, token, accept)
-        awaited = [job for job in (*meta.loads, *meta.lost_loads) if job.within_step]
-        undefined = {job.job_id for job in awaited if job in meta.lost_loads or job.request_id in self.failing}
+        awaited = [job for job in meta.loads if job.within_step]
+        undefined = {job.job_id for job in awaited if job.source is None or job.request_id in self.failing}
         self._in_flight.append((output, sampled, self.worker.take_ended(), frozenset(undefined)))
         self.check()
         while len(self._in_flight) > self._depth:
@@ -236,7 +236,7 @@ class Steps:
         ids = list(output.num_scheduled_tokens)
         loads = [job for job in meta.loads if not job.within_step]
         broken = [job for job in loads if job.request_id in self.failing]
-        lost = {job.request_id for job in meta.lost_loads}
+        lost = {job.request_id for job in meta.loads if job.source is None}
         report = WorkerReport(
             tuple(
                 (rank, TransferResult(job.job_id, job.request_id not in self.failing | lost, seconds=1e-6))

@@ -167,7 +167,7 @@ def test_lost_blocks_are_computed(llama: SmallModel, asynchronous: bool, monkeyp
     monkeypatch.setattr(steps.manager, "prepare_load", vanished)
     request = steps.add("again", prompt, 4)
     meta = steps.step()
-    assert [load.within_step for load in meta.lost_loads] == [True]
+    assert [(load.within_step, load.source) for load in meta.loads] == [(True, None)]
     served(steps, request)
     steps.close()
 

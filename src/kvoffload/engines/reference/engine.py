@@ -174,7 +174,7 @@ class Engine:
         if self._connector is not None and self._worker is not None:
             meta: ConnectorMeta = self._connector.build_connector_meta(plan.for_connector)
             self._worker.start_step(meta)
-            if any(load.within_step for load in (*meta.loads, *meta.lost_loads)):
+            if any(load.within_step for load in meta.loads):
                 plan = self._scheduler.undo(plan, self._connector.update_connector_output(self._worker.get_report()))
             finished = self._compute(plan)
             self._worker.end_step()

@@ -674,7 +674,7 @@ class _WorkerSide:
     def begin_step(self, step: StepMeta) -> None:
         meta = step.meta
         stores = self._adapters.begin_step(meta.stores, step.adapters)
-        self.core.start_step(ConnectorMeta(loads=meta.loads, stores=stores, lost_loads=meta.lost_loads))
+        self.core.start_step(ConnectorMeta(loads=meta.loads, stores=stores))
 
     def end_step(self) -> None:
         if (checked := self._adapters.end_step()) is not None:
