@@ -410,7 +410,7 @@ class OffloadingManager(ABC):
         return {}
 
     def weighed(self, req_context: ReqContext) -> Sequence[Weighed]:
-        """Return one entry for each tier that supplies the request's blocks, with the alternatives. Call this before
+        """Return one entry for each read of blocks of the request from a tier, with the alternatives. Call this before
         they are loaded to the GPU."""
         return ()
 

@@ -5,7 +5,6 @@ speeds are stable."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from tests.tiering.rig import BLOCK_BYTES, Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, StepWork
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.tiering import promotions
 from kvoffload.tiering.load_policy import PROBE_INTERVAL_S, BlockWorth
 from kvoffload.tiering.plans import FIRST_READ
 
@@ -35,10 +33,8 @@ class LoadPolicyMachine(RuleBasedStateMachine):
     Every chain of blocks is requested by one request, and is in one tier.
     """
 
-    @initialize(num_tiers=st.integers(1, 2), read_at=st.sampled_from([1024, 1]))
-    def begin(self, num_tiers: int, read_at: int) -> None:
-        self.reading = patch.object(promotions, "_READ_AT", read_at)
-        self.reading.start()
+    @initialize(num_tiers=st.integers(1, 2))
+    def begin(self, num_tiers: int) -> None:
         policies = [OffloadPolicy.BLOCK_LEVEL] * num_tiers
         self.rig = Rig(48, policies, block_worth=BlockWorth(BLOCK_BYTES, (TOKENS,)), max_wait_s=1e6)
         self.read_s = dict.fromkeys(self.rig.tiers, 0.3)
@@ -234,7 +230,6 @@ class LoadPolicyMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self._end_everything()
             self.rig.manager.shutdown()
-            self.reading.stop()
 
 
 TestLoadPolicyMachine = LoadPolicyMachine.TestCase
@@ -246,7 +241,7 @@ TestLoadPolicyMachine.settings = settings(
 def test_an_engine_that_asks_rarely_waits_no_longer_than_patience() -> None:
     """A tier becomes slow during a wait, and each time the engine asks, another block has just arrived."""
     state = LoadPolicyMachine()
-    state.begin(num_tiers=1, read_at=1024)
+    state.begin(num_tiers=1)
     state.settle(tier=0)
     state.arrive(ends=set(), in_host=0, length=4, tier=0)
     state.jump(read_s=4.0, tier=0)

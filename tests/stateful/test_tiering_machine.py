@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from tests.tiering.rig import Rig, content, prefix
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.tiering import CascadeMode, JobMetadata, promotions
+from kvoffload.tiering import CascadeMode, JobMetadata
 
 CHAINS = ("a", "b")
 LENGTH = 7
@@ -66,7 +65,6 @@ class TieringMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 1, 2]),
         share=st.sampled_from([0.75, 0.5, 1.0, 0.2]),
         below=st.tuples(*[st.tuples(chains, lengths)] * 2),
-        read_at=st.sampled_from([1024, 3, 1]),
     )
     def build(
         self,
@@ -77,10 +75,7 @@ class TieringMachine(RuleBasedStateMachine):
         threshold: int,
         share: float,
         below: tuple[tuple[str, int], tuple[str, int]],
-        read_at: int,
     ) -> None:
-        self.reading = patch.object(promotions, "_READ_AT", read_at)
-        self.reading.start()
         self.rig = Rig(
             num_blocks,
             policies,
@@ -187,7 +182,6 @@ class TieringMachine(RuleBasedStateMachine):
     def _lookup_prefix(self, context: ReqContext, blocks: list[OffloadKey]) -> list[bool | None]:
         name, before = context.req_id, self._num_out_of_patience
         answers = self.manager.lookup_prefix(blocks, context)
-        self.queued -= self._coming()  # a long run is read at once, together with blocks queued for the request before
         self._take_events()
         assert len(answers) == len(blocks) or answers[-1] is False
         assert False not in answers[:-1]
@@ -424,7 +418,6 @@ class TieringMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        self.reading.stop()
         for transfer in self.stores:
             self.manager.complete_store(transfer.keys, transfer.context)
         self.stores.clear()

@@ -14,7 +14,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ from kvoffload.connector.epochs import Epoch
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.testing.clock import ManualClock
 from kvoffload.testing.fake_tier import FakeTier
-from kvoffload.tiering import TieringOffloadingManager, promotions
+from kvoffload.tiering import TieringOffloadingManager
 from kvoffload.tiering.load_policy import BlockWorth
 
 ROUNDS = 80
@@ -128,7 +127,6 @@ class Whole:
         self.engine.slots = self.memory.slices
         self.engine.pool.reuses_newest = chance.random() < 0.5
         self.copies_take, self.jobs_take = chance.choice([1, 2, 5]), chance.choice([1, 2, 8])
-        self.reading = chance.choice([1024, 1, 3])
         self.epochs: list[Epoch] = []
         self.resident: set[OffloadKey] = set()
         self.count = 0
@@ -155,16 +153,15 @@ class Whole:
 
         Returns the counts of actions, for the test's own check.
         """
-        with patch.object(promotions, "_READ_AT", self.reading):
-            for _ in range(ROUNDS):
-                if len(self.engine.waiting) < 8 and self.chance.random() < 0.5:
-                    self._arrive()
-                self._disturb()
-                self._end_jobs()
-                self.clock.advance(self.chance.choice([0.0, 0.01, 0.01, 0.1, 0.3]))
-                self.engine.step()
-                self._judge()
-            self._drain()
+        for _ in range(ROUNDS):
+            if len(self.engine.waiting) < 8 and self.chance.random() < 0.5:
+                self._arrive()
+            self._disturb()
+            self._end_jobs()
+            self.clock.advance(self.chance.choice([0.0, 0.01, 0.01, 0.1, 0.3]))
+            self.engine.step()
+            self._judge()
+        self._drain()
         stats = self.engine.connector.get_stats()
         self.engine.connector.shutdown()
         for tier in self.tiers:

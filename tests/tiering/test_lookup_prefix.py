@@ -13,7 +13,6 @@ from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
-from kvoffload.tiering import JobMetadata, promotions
 from kvoffload.tiering.places import Places
 from kvoffload.tiering.requests import TierRequest
 
@@ -40,14 +39,11 @@ def rigs(rng: random.Random) -> list[Rig]:
     return made
 
 
-def state(rig: Rig, in_parts: bool) -> object:
-    """``in_parts``: a prefix may be read in several jobs, which are in the log one block at a time."""
+def state(rig: Rig) -> object:
     resident = {
         key: block.is_ready for name in "ab" for key in prefix(14, of=name) if (block := rig.primary.slots.get(key))
     }
     log = [(call.name, call.req_id, call.keys) for tier in rig.tiers for call in tier.log]
-    if in_parts:
-        log = [(name, req_id, (key,)) for name, req_id, keys in log for key in keys]
     return (
         resident,
         log,
@@ -56,10 +52,8 @@ def state(rig: Rig, in_parts: bool) -> object:
     )
 
 
-@pytest.mark.parametrize("read_at", [1024, 2])
-@pytest.mark.parametrize("seed", range(by_size(15, 60)))
-def test_answers_and_effects_are_those_of_the_loop(seed: int, read_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "_READ_AT", read_at)
+@pytest.mark.parametrize("seed", range(by_size(30, 120)))
+def test_answers_and_effects_are_those_of_the_loop(seed: int) -> None:
     rng = random.Random(seed)
     left, right = rigs(rng)
     contexts = [ReqContext(f"r{number}") for number in range(4)]
@@ -91,7 +85,7 @@ def test_answers_and_effects_are_those_of_the_loop(seed: int, read_at: int, monk
                 rig.clock.advance(1.0)
             rig.step()
         assert len(answers) == 0 or answers[left] == answers[right]
-        assert state(left, read_at < 1024) == state(right, read_at < 1024)
+        assert state(left) == state(right)
 
 
 def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,48 +103,6 @@ def test_a_prefix_is_reserved_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rig.primary, "prepare_write", reserve)
     assert rig.ask(prefix(40), rig.start("r")) == [None] * 40
     assert evictions == [40]
-
-
-def test_a_long_prefix_is_read_while_slots_of_the_rest_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "_READ_AT", 16)
-    rig = Rig(64)
-    rig.below(prefix(40))
-    request, seen = rig.start("r"), list[int]()
-    prepare_write = rig.primary.prepare_write
-
-    def reserve(*arguments: object) -> object:
-        seen.append(sum(len(job.keys) for job in rig.tier.jobs.values()))
-        return prepare_write(*arguments)
-
-    monkeypatch.setattr(rig.primary, "prepare_write", reserve)
-    assert rig.ask(prefix(40), request) == [None] * 40
-    assert seen == [0, 16, 32]
-    rig.step()
-    jobs = [job.keys for job in rig.tier.jobs.values()]
-    assert [len(keys) for keys in jobs] == [16, 16, 8]
-    assert [key for keys in jobs for key in keys] == prefix(40), "each block once"
-    rig.finish()
-    assert rig.ask(prefix(40), request) == [True] * 40
-
-
-def test_a_job_that_is_refused_during_a_lookup_is_a_miss_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promotions, "_READ_AT", 16)
-    rig = Rig(64)
-    rig.below(prefix(40))
-    request, submit, jobs = rig.start("r"), rig.tier.submit_load, list[JobMetadata]()
-
-    def refuse_the_second(job: JobMetadata) -> None:
-        jobs.append(job)
-        if len(jobs) == 2:
-            raise OSError("broken")
-        submit(job)
-
-    monkeypatch.setattr(rig.tier, "submit_load", refuse_the_second)
-    assert rig.ask(prefix(40), request) == [None] * 16 + [False]
-    rig.step()
-    rig.finish()
-    assert rig.ask(prefix(40), request) == [True] * 16 + [False]
-    rig.manager.check_invariants()
 
 
 def test_a_block_that_the_run_before_it_evicts_is_a_miss() -> None:
@@ -224,23 +176,21 @@ READY, GUEST, ABSENT = keys(0, of="old")[0], keys(0, of="guest")[0], keys(0, of=
 
 
 @pytest.mark.parametrize(
-    ("asked", "read_at"),
+    "asked",
     [
-        (prefix(3), 1024),
-        (prefix(3), 2),
-        ([*prefix(2), *prefix(3)], 1024),
-        ([*prefix(2), READY, *prefix(3)[2:]], 1024),
-        ([*prefix(2), GUEST, *prefix(3)[2:]], 1024),
-        ([*prefix(2), ABSENT], 1024),
-        (prefix(20), 1024),
+        prefix(3),
+        [*prefix(2), *prefix(3)],
+        [*prefix(2), READY, *prefix(3)[2:]],
+        [*prefix(2), GUEST, *prefix(3)[2:]],
+        [*prefix(2), ABSENT],
+        prefix(20),
     ],
-    ids=["all", "read at once", "repeated", "then ready", "then unknown", "then absent", "beyond the share"],
+    ids=["all", "repeated", "then ready", "then unknown", "then absent", "beyond the share"],
 )
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_prefix_ends_with_the_first_block_that_the_policy_has_no_room_for(
-    asked: list[OffloadKey], read_at: int, loops: bool, monkeypatch: pytest.MonkeyPatch
+    asked: list[OffloadKey], loops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promotions, "_READ_AT", read_at)
     POLICIES.register("test-refusing", Refusing)
     try:
         rig = Rig(16, cache_policy="test-refusing")
@@ -268,9 +218,9 @@ class Asked:
         self._num_asked = 0
         survey = Places.survey
 
-        def counted(places: Places, request: TierRequest, keys: list[OffloadKey], *first: int) -> object:
+        def counted(places: Places, request: TierRequest, keys: list[OffloadKey]) -> object:
             self._num_asked += len(keys)
-            return survey(places, request, keys, *first)
+            return survey(places, request, keys)
 
         monkeypatch.setattr(Places, "survey", counted)
 

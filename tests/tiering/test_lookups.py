@@ -16,7 +16,7 @@ from kvoffload.miss import Miss
 from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
-from kvoffload.tiering.places import Places, Survey
+from kvoffload.tiering.places import Places
 from kvoffload.tiering.segments import HERE, Place, Segment, joined
 from kvoffload.tiering.tier_jobs import GuardedTier
 
@@ -44,7 +44,7 @@ def test_a_lookup_takes_in_ended_jobs_and_where_does_not() -> None:
     assert (parts.num_polls, list(parts.waits.promoted)) == (1, keys(1, 2))
 
 
-def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
+def test_a_survey_ends_with_what_is_nowhere() -> None:
     parts = Asking()
     request = parts.request("r")
     for key in keys(10, 11):
@@ -53,13 +53,32 @@ def test_a_survey_ends_with_what_is_nowhere_or_could_not_be_claimed() -> None:
     parts.fake.answers |= dict.fromkeys(keys(2), None)
     here, below, unknown = HERE, Place((0,)), Place((), (0,))
     survey = parts.places.survey
-    assert survey(request, keys(10, 11, 30)) == Survey([Segment(here, 2)], True), "what the device writes is as good"
-    assert survey(request, keys(1, 2, 30)) == Survey([Segment(below, 1), Segment(unknown, 1)], True)
-    assert survey(request, keys(1, 3, 4, 5, 6)) == Survey([Segment(below, 4)], False), "four blocks may be claimed"
-    assert survey(request, keys(1, 2)).num_blocks == 2
-    assert parts.begin(parts.request("has all that may be claimed"), 3, 4, 5, 6) == 4
+    assert survey(request, keys(10, 11, 30)) == [Segment(here, 2)], "what the device writes is as good"
+    assert survey(request, keys(1, 2, 30)) == [Segment(below, 1), Segment(unknown, 1)]
+    assert survey(request, keys(1, 3, 4, 5, 6)) == [Segment(below, 5)]
+    assert parts.begin(parts.request("other"), 3, 4) == 2
     arriving = Place((0,), is_arriving=True)
-    assert survey(request, keys(10, 3, 10, 4)) == Survey([Segment(here, 1), Segment(arriving, 1)], False)
+    assert survey(request, keys(10, 3, 10, 4)) == [Segment(each, 1) for each in (here, arriving, here, arriving)]
+
+
+def test_four_blocks_may_be_claimed() -> None:
+    parts = Asking()
+    request = parts.request("r")
+    for key in keys(10, 11, 12, 13, 14):
+        parts.primary.prepare_store([key], request.context)
+        parts.primary.complete_store([key], request.context)
+
+    def num_claimable(*numbers: int) -> int:
+        return parts.waits.num_claimable(keys(*numbers), parts.places.survey(request, keys(*numbers)))
+
+    assert num_claimable(1, 2, 3, 4, 5, 6) == 4
+    assert num_claimable(10, 11, 12, 13, 14) == 5, "what is ready needs no claim until the request waits"
+    assert num_claimable(10, 11, 12, 13, 14, 1) == 5
+    assert num_claimable(10, 1, 11, 12, 2) == 4
+    assert parts.begin(parts.request("other"), 1, 2) == 2
+    assert num_claimable(1, 10, 3, 2, 11) == 4, "what others claim takes no further room"
+    parts.fake.answers |= dict.fromkeys(keys(6, 7, 8), None)
+    assert num_claimable(6, 7, 8, 3, 4, 5) == 5, "unknown blocks have no claims"
 
 
 class Noting(FakeTier):

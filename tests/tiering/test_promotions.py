@@ -46,9 +46,7 @@ class Parts:
 
     def begin(self, request: TierRequest, *numbers: int) -> int:
         """How many of these blocks are begun."""
-        begun = self.promotions.begin(
-            [(self.tier, len(numbers))], self.waits.of(request), keys(*numbers), 0, len(numbers)
-        )
+        begun = self.promotions.begin(self.tier, self.waits.of(request), keys(*numbers))
         self.check_invariants()
         return begun
 

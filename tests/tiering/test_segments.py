@@ -10,7 +10,7 @@ import pytest
 from tests.tiering.test_waits import lines_run
 
 from kvoffload.tiering.plans import LinkState, SoFar, Speeds, plan
-from kvoffload.tiering.segments import HERE, Place, Segment, cut, marks
+from kvoffload.tiering.segments import HERE, Place, Segment, marks, split
 from kvoffload.tiering.worth import Pace
 
 
@@ -60,4 +60,4 @@ def test_marks_are_what_is_not_begun() -> None:
     assert marks(survey) == [Segment(HERE, 2), Segment(known, 3), Segment(unknown, 4), Segment(known, 1)]
     chosen = [Segment(HERE, 2), Segment(known, 3), Segment(unknown, 4)]
     assert marks(survey, chosen) == [Segment(HERE, 5), Segment(unknown, 4)]
-    assert cut(chosen, 3) == [Segment(known, 2), Segment(unknown, 4)]
+    assert split(chosen, 3)[1] == [Segment(known, 2), Segment(unknown, 4)]

@@ -36,10 +36,8 @@ class Cascades:
         """Blocks that are being stored in host memory, with their requests."""
         self.parked: dict[OffloadKey, list[TierRequest]] = {}
         """Parked blocks, with the requests for which they will be written to tiers. Others only read it."""
-        self._blocks_written = 0
-        self._blocks_failed = 0
-        self._blocks_dropped = 0
-        """Blocks that tiers dropped after they had accepted them."""
+        self.outcomes = Counter({"ok": 0, "failed": 0, "dropped": 0})
+        """Number of blocks whose write has ended, by outcome. Others only read it."""
         self._dropped: Counter[str] = Counter()
         """Blocks beyond a tier's backlog, by the tier's name."""
         self.num_pinned: Counter[GuardedTier] = Counter()
@@ -56,12 +54,6 @@ class Cascades:
     def can_retry(self) -> bool:
         """Return whether a parked block is ready or gone. The writes of the others are pending elsewhere, or hang."""
         return any(not self._is_being_written(key) for key in self.parked)
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        """Return the number of blocks whose write has ended, by outcome."""
-        dropped = self._blocks_dropped + self._dropped.total()
-        return {"ok": self._blocks_written, "failed": self._blocks_failed, "dropped": dropped}
 
     def get_stats(self) -> Stats:
         return {("tier_dropped_blocks", name): count for name, count in self._dropped.items()}
@@ -82,6 +74,7 @@ class Cascades:
             if len(taken) < len(missing):
                 dropped = missing[len(taken) :]
                 self._dropped[tier.name] += len(dropped)
+                self.outcomes["dropped"] += len(dropped)
                 not_taken += dropped
             if not taken:
                 continue
@@ -101,9 +94,9 @@ class Cascades:
         """Release the pins of jobs that have ended."""
         keys: list[OffloadKey] = []
         for job in jobs:
-            self._blocks_written += len(job.succeeded)
-            self._blocks_failed += len(job.failed) - job.num_dropped
-            self._blocks_dropped += job.num_dropped
+            self.outcomes["ok"] += len(job.succeeded)
+            self.outcomes["failed"] += len(job.failed) - job.num_dropped
+            self.outcomes["dropped"] += job.num_dropped
             self.num_pinned[job.tier] -= len(job.keys)
             keys += job.keys
         self._primary.complete_read(keys)

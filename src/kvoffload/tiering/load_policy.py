@@ -121,11 +121,10 @@ class LoadPlanner:
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)
-        compute_s, growth_s = self._at_positions(speeds.block_compute_s, tokens, context.tokens_before)
         speeds = replace(
             speeds,
-            block_compute_s=compute_s,
-            growth_s=growth_s,
+            block_compute_s=self._prefill.relative_cost(context.tokens_before) * speeds.block_compute_s,
+            growth_s=self._prefill.rise * tokens * speeds.block_compute_s,
             turn_s=self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind),
             before_turn=context.tokens_ahead is not None,
         )
@@ -158,13 +157,6 @@ class LoadPlanner:
             links = [link if link.queue_s < AHEAD_S else replace(link, pace=_NEVER, reason="busy") for link in links]
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
 
-    def _at_positions(self, block_compute_s: float, tokens: int, before: int) -> tuple[float, float]:
-        """Return the time to compute the first block of ``tokens`` tokens after ``before`` tokens, and the extra time
-        for each further block. On average, a block takes ``block_compute_s``."""
-        if not (rise := self._prefill.rise):
-            return block_compute_s, 0.0
-        return self._prefill.relative_cost(before) * block_compute_s, rise * tokens * block_compute_s
-
     def _state_of(self, link: Link, share: float) -> LinkState:
         speed, queue_s = link.speed, link.queue_s()
         is_slow = self._slowness(link) > 1 - LEAST_GAIN
@@ -177,6 +169,7 @@ class LoadPlanner:
             portion_s=PORTION_S if speed is None else self._portion_s(speed),
             answer_s=link.answers.seconds,
             found_share=link.answers.found_share,
+            name=link.name,
         )
 
     def _portion_s(self, speed: Pace) -> float:

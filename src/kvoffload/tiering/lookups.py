@@ -8,18 +8,17 @@ slots, and start the reads. Between two calls, the only state is the wait. Sched
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
-from kvoffload.tiering.places import Places, Survey
+from kvoffload.tiering.places import Places
 from kvoffload.tiering.plans import Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import TierRequest, Told, Wait
-from kvoffload.tiering.segments import Place, Segment, cut, marks, waited_tiers
+from kvoffload.tiering.segments import Place, Segment, marks, split, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
 
@@ -113,7 +112,7 @@ class Lookups:
                 news = tier.take_news()
                 self._places.note_news(tier, news)
                 self._waits.news([*self._waits.watched] if news is None else news)
-        self._waits.end_step(self._places.next_unanswered)
+        self._waits.end_step(self._places.is_unanswered)
         self._places.measure()
 
     def _take_in(self, request: TierRequest) -> None:
@@ -172,24 +171,28 @@ class Lookups:
         told = Told([*keys], [], is_kept=True)
         if stop or is_due:
             # Survey.
-            is_weighed = self._planner.weighs(keys[0]) and (wait.plan is None or is_planned)
             survey = self._places.survey(request, keys[:stop])
             # Plan.
             plan: Plan | None = None
-            if not is_weighed:
-                segments = self._planner.sources(survey.segments)
-            elif not is_due and wait.plan is not None and marks(survey.segments) == wait.marks:
-                # Nothing new is known, so the request goes on waiting for the same tiers.
-                held = Place((), waited_tiers(wait.plan.segments))
-                segments = tuple(Segment(held if place.is_below else place, count) for place, count in survey.segments)
+            if not self._planner.weighs(keys[0]) or (wait.plan is not None and not is_planned):
+                segments = self._planner.sources(survey)
             else:
-                plan = self._plan(wait, told.keys, stop, survey, ends)
-                stop, segments = min(stop, plan.stop), plan.segments
+                # Later blocks are not weighed: the request cannot claim them, so they may be evicted while it waits.
+                num_weighed = self._waits.num_claimable(keys, survey)
+                weighed, rest = split(survey, num_weighed)
+                if not is_due and wait.plan is not None and marks(weighed) == wait.marks:
+                    # Nothing new is known, so the request goes on waiting for the same tiers.
+                    held = Place((), waited_tiers(wait.plan.segments))
+                    segments = tuple(Segment(held if place.is_below else place, count) for place, count in weighed)
+                else:
+                    plan = self._plan(wait, told.keys, weighed, ends)
+                    segments = plan.segments
+                if plan is None or plan.stop == num_weighed:
+                    segments += self._planner.sources(rest)
+                else:
+                    stop = plan.stop
             # Reserve.
-            num_failed = self._promotions.outcomes["failed"]
-            self._reserve(wait, told, stop, survey, segments)
-            if num_failed != self._promotions.outcomes["failed"]:
-                self._cut_at_failure(request, told)
+            self._reserve(wait, told, stop, segments)
             if plan is not None:
                 self._probe(wait, keys, plan)
                 if is_due:
@@ -219,31 +222,32 @@ class Lookups:
     # ---------------------------------------------------------------------------------------------------- plan
 
     def _plan(
-        self, wait: Wait, keys: Sequence[OffloadKey], stop: int, survey: Survey, ends: Collection[OffloadKey] | None
+        self, wait: Wait, keys: Sequence[OffloadKey], survey: Sequence[Segment], ends: Collection[OffloadKey] | None
     ) -> Plan:
-        """Plan how many of ``keys`` to load, and the tier of each. Blocks from ``stop`` on are already declined."""
+        """Plan how many of the surveyed blocks to load, and the tier of each. ``survey`` covers the first ``keys``."""
         request = wait.request
         useful = None if ends is None else [at for at, key in enumerate(keys, 1) if key in ends]
         so_far, seen_s = SoFar(len(keys)), self._clock()
-        if wait.deadline_s is not None:
+        if wait.plan is not None and wait.deadline_s is not None:
             self.num_planned_again += 1
-            seen_s = self._waits.seen_s(wait, is_news=marks(survey.segments) != wait.marks)
-            so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.num_paid)
-        plan = self._planner.plan(survey.segments, keys[0], useful, so_far, request.context)
-        self._waits.plan(wait, keys, plan, marks(survey.segments, plan.segments), seen_s)
-        if plan.stop == survey.num_blocks:
-            return plan._replace(stop=stop)
+            seen_s = self._waits.seen_s(wait, is_news=marks(survey) != wait.marks)
+            so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.plan.num_paid)
+        plan = self._planner.plan(survey, keys[0], useful, so_far, request.context)
+        self._waits.plan(wait, keys, plan, marks(survey, plan.segments), seen_s)
+        rest = split(survey, plan.stop)[1]
+        if not rest:
+            return plan
         self.num_ended_early += plan.is_lost
         self._waits.decline(wait, keys, plan.stop)
         for tier, reason, blocks, _ in plan.declined:
             new = [key for at in blocks if request.verdicts.get(key := keys[at]) is not Miss.DECLINED]
             self._planner.count_declined(tier, reason, len(new))
             self._waits.refuse(request, new, Miss.DECLINED)
-        if not survey.place_at(plan.stop).is_unknown or plan.is_lost:
+        if not rest[0].place.is_unknown or plan.is_lost:
             self._waits.refuse(request, [keys[plan.stop]], Miss.DECLINED)
         else:
             at = plan.stop
-            for place, num_blocks in cut(survey.segments, at):
+            for place, num_blocks in rest:
                 if place.is_unknown:
                     self._waits.refuse(request, keys[at : at + num_blocks], Miss.SLOW_ANSWER)
                 at += num_blocks
@@ -281,72 +285,33 @@ class Lookups:
 
     # ------------------------------------------------------------------------------------------------- reserve
 
-    def _cut_at_failure(self, request: TierRequest, told: Told) -> None:
-        """Cut the answers at the first block whose tier rejected its job immediately."""
-        for at, key in enumerate(told.keys[: len(told.answers)]):
-            if request.verdicts.get(key) is Miss.PROMOTION_FAILED and self._primary.slots.get(key) is None:
-                del told.answers[at:]
-                return
-
-    def _reserve(self, wait: Wait, told: Told, stop: int, survey: Survey, segments: Sequence[Segment]) -> None:
-        """Answer the blocks of ``told`` up to ``stop``, and start their reads. Ends earlier at a block that no tier
-        has, or if host memory is full.
-
-        ``segments`` lists the unanswered blocks of ``survey`` with their sources. A survey ends where the request could
-        claim no more blocks; another one continues there.
-        """
+    def _reserve(self, wait: Wait, told: Told, stop: int, segments: Sequence[Segment]) -> None:
+        """Answer the blocks of ``told`` up to ``stop``, whose places are ``segments``, and start their reads. Ends
+        earlier where ``segments`` end, or if host memory is full."""
         keys, answers = told.keys, told.answers
-        while len(answers) < stop:
-            end = min(len(answers) + sum(segment.num_blocks for segment in segments), stop)
-            if not segments or not self._take_all(wait, told, stop, segments):
-                told.is_kept &= survey.is_end and len(answers) == end  # else it waits for room
-                return
-            if survey.is_end and len(answers) == end:
+        while segments and len(answers) < stop:
+            for place, num_blocks in segments:
+                first, end = len(answers), min(len(answers) + num_blocks, stop)
+                if not place.is_below:
+                    answers += self._waits.found(wait, keys[first:end])
+                elif place.tiers:
+                    absent = self._end_of_absent(keys, first, end)
+                    begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys[first:absent])
+                    answers += [None] * begun
+                    if first + begun < absent:
+                        told.is_kept = False  # it waits for room
+                        return
+                else:
+                    self._waits.begin(wait)
+                    answers += [None] * (end - first)
+                    told.waited = tuple({*told.waited, *place.unknown})
+                if len(answers) < end or end == stop:
+                    break
+            else:
                 return
             if len(answers) < stop:
-                survey = self._places.survey(wait.request, keys[len(answers) : stop], len(answers))
-                segments = self._planner.sources(survey.segments)
-
-    def _take_all(self, wait: Wait, told: Told, stop: int, segments: Sequence[Segment]) -> bool:
-        """Answer the blocks of ``segments`` that are still where it says. ``False``: host memory is full."""
-        end = len(told.answers)
-        for is_loaded, group in itertools.groupby(
-            segments, lambda each: each.place.is_below and bool(each.place.tiers)
-        ):
-            if is_loaded:
-                parts = [*group]
-                end = min(end + sum(part.num_blocks for part in parts), stop)
-                if not self._promote(wait, told, end, parts):
-                    return False
-            else:
-                for place, num_blocks in group:
-                    end = min(end + num_blocks, stop)
-                    self._take(wait, told, end, place)
-                    if len(told.answers) < end:
-                        break
-            if len(told.answers) < end or end == stop:
-                break  # a read that started meanwhile has changed the next block's place, or the rest is declined
-        return True
-
-    def _take(self, wait: Wait, told: Told, end: int, place: Place) -> None:
-        """Answer the blocks up to ``end``, which are in one place, without starting reads."""
-        keys, answers = told.keys, told.answers
-        first = len(answers)
-        if place.is_below:
-            self._waits.begin(wait)
-            answers += [None] * (end - first)
-            told.waited = tuple({*told.waited, *place.unknown})
-        else:
-            answers += self._waits.found(wait, keys[first:end])
-
-    def _promote(self, wait: Wait, told: Told, end: int, parts: Sequence[Segment]) -> bool:
-        """Answer the blocks up to ``end`` and start their reads. ``False``: not all of them fit."""
-        first = len(told.answers)
-        absent = self._end_of_absent(told.keys, first, end)
-        sources = [(self._tiers[place.tiers[0]], num_blocks) for place, num_blocks in parts]
-        begun = self._promotions.begin(sources, wait, told.keys, first, absent)
-        told.answers += [None] * (begun - first)
-        return begun == absent
+                # An earlier read has taken the slot of this block, or the block occurs twice.
+                segments = self._planner.sources(self._places.survey(wait.request, keys[len(answers) : stop]))
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
         """Return the index of the first block that host memory has by now or that occurs twice, or ``stop``."""

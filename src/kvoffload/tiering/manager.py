@@ -30,7 +30,6 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
-from kvoffload.tiering.plans import FOREVER
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
@@ -257,24 +256,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def weighed(self, req_context: ReqContext) -> Sequence[Weighed]:
         request = self._requests.get(req_context.req_id)
-        chosen = [] if request is None or request.wait is None else request.wait.chosen
-        found: list[Weighed] = []
-        for tier in dict.fromkeys(each.tier for each in chosen):
-            own = [each for each in chosen if each.tier == tier]
-            names = set.intersection(*({*each.seconds} for each in own))
-            seconds = {self._tiers[name].name: max(each.seconds[name] for each in own) for name in sorted(names)}
-            expected_s = seconds.pop(self._tiers[tier].name, 0.0)
-            computing_s = sum(each.computing_s for each in own)
-            found.append(
-                Weighed(
-                    self._tiers[tier].name,
-                    sum(each.num_blocks for each in own),
-                    expected_s,
-                    seconds,
-                    computing_s if computing_s < FOREVER else None,
-                )
-            )
-        return found
+        return [] if request is None or request.wait is None else request.wait.weighed
 
     def explain(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[Loss | None]:
         # Tiers that may be read come first.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import NamedTuple
 
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
@@ -26,22 +25,6 @@ _RUN = 64
 """The number of blocks in the first call to a tier. A prefix that no tier has costs one such call for each tier."""
 _GROWTH = 16
 """If the tier has answered for all blocks, the next call asks for so many times as many."""
-
-
-class Survey(NamedTuple):
-    """The places of consecutive blocks."""
-
-    segments: list[Segment]
-    is_end: bool
-    """Whether no tier has the next block."""
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(segment.num_blocks for segment in self.segments)
-
-    def place_at(self, index: int) -> Place:
-        """Return the place of the block with this index."""
-        return next(segment.place for segment in self.segments if (index := index - segment.num_blocks) < 0)
 
 
 class Places:
@@ -83,56 +66,21 @@ class Places:
                 missing = [at for at in missing if not answers[at]]
         return answers
 
-    def survey(self, request: TierRequest, keys: Sequence[OffloadKey], first: int = 0) -> Survey:
-        """Return the places of ``keys``, up to the first block that no tier has. ``first``: the index of the first key
-        in the request's question.
-
-        The survey ends where the request could claim no more blocks, because later blocks may be evicted while it
-        waits. Ready blocks before the first one that it waits for need no claims, and unknown blocks have none.
-        """
-        own = len(request.wait.claims) if request.wait is not None else 0
-        most = own + self._waits.room_beside(()) - first
-        return Survey(*self._where(request, keys, most))
-
-    def _where(self, request: TierRequest, keys: Sequence[OffloadKey], most: float = inf) -> tuple[list[Segment], bool]:
-        """Return the places of ``keys``, and whether they end because no tier has the next block.
-
-        They also end after ``most`` blocks, unless all of these are ready or the last one is unknown.
-        """
+    def survey(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[Segment]:
+        """Return the places of ``keys``, up to the first block that no tier has."""
         found: list[Segment] = []
         blocks = self._primary.slots.get_all(keys)
-        absent = b"\1" * len(blocks)
-        if blocks.count(None) < len(blocks):
-            absent = bytes(map(operator.is_, blocks, itertools.repeat(None)))
-        at, are_here, claimed = 0, True, self._waits.claimed
-        own: Collection[OffloadKey] = request.wait.claims if request.wait is not None else ()
-        while at < len(keys) and (are_here or at < most or found[-1].place.is_unknown):
-            # Only a few blocks may be claimed, but an unknown block is mostly followed by more unknown blocks.
-            least = _RUN if found and found[-1].place.is_unknown else 1
-            limit = int(min(len(keys), max(most, at + least)))
-            if absent[at]:
-                are_here = False
-                stop = absent.find(0, at, limit)
-                stop = limit if stop < 0 else stop
-                part = self.below(request, keys[at:stop])
-            else:
-                stop = absent.find(1, at)
-                stop = len(keys) if stop < 0 else stop
-                num_here = 0
-                if are_here:
-                    num_here = next((n for n, block in enumerate(blocks[at:stop]) if block.pins < 0), stop - at)  # type: ignore[union-attr]
-                    are_here = num_here == stop - at
-                if not are_here:
-                    # Blocks that other requests already claim need no further room.
-                    most += sum(key in claimed and key not in own for key in keys[at + num_here : stop])
-                    stop = max(min(stop, int(min(most, len(keys)))), at + num_here + 1)
-                part = self._here(keys[at:stop], blocks[at:stop])
+        absent = bytes(map(operator.is_, blocks, itertools.repeat(None)))
+        at = 0
+        while at < len(keys):
+            stop = absent.find(1 - absent[at], at)
+            stop = len(keys) if stop < 0 else stop
+            part = self.below(request, keys[at:stop]) if absent[at] else self._here(keys[at:stop], blocks[at:stop])
             found += part
-            count = sum([num_blocks for _, num_blocks in part])
-            if count < stop - at:
-                return joined(found), True
+            if sum([num_blocks for _, num_blocks in part]) < stop - at:
+                break
             at = stop
-        return joined(found), False
+        return joined(found)
 
     def _here(self, keys: Sequence[OffloadKey], blocks: Sequence[BlockStatus | None]) -> list[Segment]:
         """Return the places of blocks that host memory has, up to one whose store has lasted too long."""
@@ -232,26 +180,14 @@ class Places:
         for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
             self._end(tier, None)
 
-    def next_unanswered(self, request: TierRequest, told: Told) -> OffloadKey | None:
-        """Return the first block of ``told`` that the request does not claim and still waits for. Looks no further than
-        the first block that no tier has."""
-        if request.wait is None:
-            return told.watched
-        keys = request.wait.unclaimed(told)
-        for part in (keys[:1], keys[1:]):  # a tier mostly has no answer to the first one yet
-            segments, is_end = self._where(request, part)
-            at = 0
-            for place, num_blocks in segments:
-                blocks = self._primary.slots.get_all(part[at : at + num_blocks])
-                coming = (key for key, block in zip(part[at:], blocks) if block is not None and not block.is_ready)
-                if (key := next(coming, None)) is not None:
-                    return key
-                if any(tier in told.waited for tier in place.unknown):
-                    return part[at]
-                at += num_blocks
-            if is_end:
-                return None
-        return None
+    def is_unanswered(self, request: TierRequest, told: Told) -> bool:
+        """Return whether the request still waits for its first block without an answer."""
+        assert told.watched is not None
+        block = self._primary.slots.get(told.watched)
+        if block is not None:
+            return not block.is_ready
+        places = [place for place, _ in self.below(request, [told.watched])]
+        return any(tier in told.waited for place in places for tier in place.unknown)
 
 
 @dataclass(slots=True)

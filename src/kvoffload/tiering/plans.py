@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
+from kvoffload.base import Weighed
 from kvoffload.tiering.segments import HERE, Place, Segment, joined, side_by_side
 from kvoffload.tiering.worth import Choice, Pace, Run, assign, choose
 
@@ -59,6 +60,7 @@ class LinkState:
     """The time in which it answers whether it has a block; ``None``: it has never answered."""
     found_share: float = 0.5
     """The share of answers that were positive."""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +102,6 @@ class SoFar(NamedTuple):
 NOTHING = SoFar()
 
 
-class Chosen(NamedTuple):
-    """The blocks that a plan begins to read from one tier, and the alternatives."""
-
-    tier: int
-    num_blocks: int
-    seconds: dict[int, float]
-    """Seconds until they are in host memory, from this tier and from each other tier that has all of them."""
-    computing_s: float
-
-
 class Plan(NamedTuple):
     """The decision for a range of blocks: how many to load, and from where."""
 
@@ -128,7 +120,8 @@ class Plan(NamedTuple):
     """As in ``SoFar``."""
     is_lost: bool = False
     """Whether it ends a wait before all planned blocks have arrived."""
-    chosen: tuple[Chosen, ...] = ()
+    weighed: tuple[Weighed, ...] = ()
+    """The reads that it begins, and the alternatives."""
     portion_s: float = math.inf
     """Limit on the duration of each read."""
 
@@ -214,7 +207,7 @@ def plan(survey: Sequence[Segment], speeds: Speeds, ends: Sequence[int] | None =
         segments,
         num_paid,
         is_lost,
-        options.chosen(segments),
+        options.weighed(segments),
         budget.portion_s,
     )
 
@@ -350,26 +343,24 @@ class _Options:
                 best = begun
         return _Option(waited, runs, best)
 
-    def chosen(self, segments: Sequence[Segment]) -> tuple[Chosen, ...]:
-        """Return the reads that ``segments`` begin."""
-        counts, others, links = Counter[int](), dict[int, set[int]](), self._speeds.links
-        computing_s, at = dict[int, float](), 0
+    def weighed(self, segments: Sequence[Segment]) -> tuple[Weighed, ...]:
+        """Return the reads that ``segments`` begin, one for each tier, and the alternatives."""
+        having, links, at = dict[int, set[int]](), self._speeds.links, 0
+        counts, computing_s = Counter[int](), Counter[int]()
         for place, source, num_blocks in side_by_side(self._survey, segments):
             at += num_blocks
             if place.is_below and source.tiers:
-                tier = source.tiers[0]
+                (tier,) = source.tiers
                 counts[tier] += num_blocks
-                computing_s[tier] = computing_s.get(tier, 0.0) + self._speeds.computing_s(at - num_blocks, at)
-                others[tier] = others.get(tier, {*place.tiers}) & {*place.tiers}
-        return tuple(
-            Chosen(
-                tier,
-                count,
-                {name: pace.seconds(count) for name in others[tier] if (pace := links[name].pace) is not None},
-                computing_s[tier],
-            )
-            for tier, count in counts.items()
-        )
+                computing_s[tier] += self._speeds.computing_s(at - num_blocks, at)  # type: ignore[assignment]
+                having[tier] = having.get(tier, {*place.tiers}) & {*place.tiers}
+        found: list[Weighed] = []
+        for tier, count in counts.items():
+            paces = {links[each].name: pace for each in having[tier] if (pace := links[each].pace) is not None}
+            seconds = {name: pace.seconds(count) for name, pace in paces.items()}
+            own_s, compute_s = seconds.pop(links[tier].name, 0.0), computing_s[tier]
+            found.append(Weighed(links[tier].name, count, own_s, seconds, compute_s if compute_s < FOREVER else None))
+        return tuple(found)
 
     def sources(self, option: _Option, stop: int) -> tuple[Segment, ...]:
         """Return the first ``stop`` blocks, with one source for each run."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
-from itertools import compress
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
@@ -17,9 +16,6 @@ from kvoffload.tiering.requests import TierRequest, Wait
 from kvoffload.tiering.segments import HERE, Place
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
-
-_READ_AT = 1024
-"""This many blocks of a long prefix are read while slots for the rest are being reserved."""
 
 OnReserved = Callable[[int, Collection[OffloadKey]], None]
 """Called after each reservation with its number of blocks and the keys that it evicted."""
@@ -49,7 +45,7 @@ class Promotions:
         self.probe_context = ReqContext("kvoffload:probe")
         self._probed: set[GuardedTier] = set()
         """The tiers that know ``probe_context``."""
-        self.queue: dict[tuple[int, str], TierJob] = {}
+        self.queue: dict[tuple[int, int], TierJob] = {}
         """Jobs to submit, by tier and request. Other code only reads it."""
         self._job_of: dict[OffloadKey, TierJob] = {}
         """The job of every block that is being promoted, queued or in progress."""
@@ -70,26 +66,21 @@ class Promotions:
 
     # ---------------------------------------------------------------------------------------------------- begin
 
-    def begin(
-        self, sources: Sequence[tuple[GuardedTier, int]], wait: Wait, keys: Sequence[OffloadKey], start: int, stop: int
-    ) -> int:
-        """Reserve slots for the head of ``keys[start:stop]``, as many as fit, and queue their reads, with the given
-        number of blocks from each of ``sources`` in turn. The request waits for each of these blocks. Returns the end
-        of the reserved head. The reason why the next block was rejected becomes its verdict."""
-        turns = [tier for tier, num_blocks in sources for _ in range(num_blocks)] if len(sources) > 1 else []
-        request = wait.request
-        hits = wait.hits
-        at, most = start, _READ_AT
-        while at < stop:
+    def begin(self, tier: GuardedTier, wait: Wait, keys: Sequence[OffloadKey]) -> int:
+        """Reserve slots for the head of ``keys``, as many as fit, and queue their reads from ``tier``. The request
+        waits for each of these blocks. Returns their number. The reason why the next block was rejected becomes its
+        verdict."""
+        request, hits = wait.request, wait.hits
+        begun, most = 0, len(keys)
+        while begun < len(keys):
             room = self._waits.room_beside(hits)
             if room <= 0:
-                self._refuse(request, keys[at], Miss.PROMOTION_SHARE)
+                self._refuse(request, keys[begun], Miss.PROMOTION_SHARE)
                 break
             # Blocks that are certain to find a slot are reserved in one call, and the others one by one.
-            count = max(1, min(self._certain_room(hits), room, stop - at, most))
-            portion = keys[at : at + count]
+            portion = keys[begun : begun + max(1, min(self._certain_room(hits), room, most))]
             slots = self._reserve(portion, request.context, hits)
-            if slots is None and count > 1:
+            if slots is None and len(portion) > 1:
                 most = 1  # a transfer from before a reset still uses the slot of one of them
                 continue
             if slots is None:
@@ -98,17 +89,9 @@ class Promotions:
             self._waits.begin(wait)
             hits = ()
             self._waits.promote(portion, wait)
-            if turns:
-                tiers = turns[at - start : at - start + count]
-                for tier in dict.fromkeys(tiers):
-                    own = [each is tier for each in tiers]
-                    self._queue(tier, [*compress(portion, own)], [*compress(slots, own)], wait)
-            else:
-                self._queue(sources[0][0], portion, slots, wait)
-            at += count
-            if count == _READ_AT and at < stop:
-                self.submit(request.context)
-        return at
+            self._queue(tier, portion, slots, wait)
+            begun += len(portion)
+        return begun
 
     def probe(self, tier: GuardedTier, keys: Sequence[OffloadKey], asking: Wait) -> None:
         """Promote ``keys``, for which no request waits, if there is room in addition to the hits of ``asking``."""
@@ -123,11 +106,9 @@ class Promotions:
 
     def _queue(self, tier: GuardedTier, keys: Sequence[OffloadKey], slots: list[int], wait: Wait | None) -> None:
         context = self.probe_context if wait is None else wait.request.context
-        name = tier.index, context.req_id
+        name = tier.index, id(context)  # an engine may use a request's id again
         job = self.queue.get(name)
-        if job is None or job.req_context is not context:
-            if job is not None:
-                self._submit(name)
+        if job is None:
             job = self.queue[name] = TierJob(tier, context, is_promotion=True)
         assert isinstance(job.keys, list)
         job.keys += keys  # copying the list for each block of a long prefix would take seconds
@@ -168,7 +149,7 @@ class Promotions:
         for name in [name for name, job in self.queue.items() if context is None or job.req_context is context]:
             self._submit(name)
 
-    def _submit(self, name: tuple[int, str]) -> None:
+    def _submit(self, name: tuple[int, int]) -> None:
         queued = self.queue.pop(name)
         tier, context, keys, slots = queued.tier, queued.req_context, queued.keys, queued.slots
         size = self._planner.portion_blocks(tier.index, queued.portion_s, len(keys))

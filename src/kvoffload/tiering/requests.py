@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import OffloadKey, ReqContext, Weighed
 from kvoffload.miss import Miss
-from kvoffload.tiering.plans import Chosen, Plan
+from kvoffload.tiering.plans import Plan
 from kvoffload.tiering.segments import Segment
 from kvoffload.tiering.tier_jobs import GuardedTier
 
@@ -84,7 +84,7 @@ class Wait:
     """Number of claimed blocks that are not ready, plus the number of open ``Told``."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while it waited for them, with their tiers."""
-    chosen: list[Chosen] = field(default_factory=list)
+    weighed: list[Weighed] = field(default_factory=list)
     """The reads that its plans began."""
     lost: set[OffloadKey] = field(default_factory=set)
     """Blocks that arrived for it and were evicted again. Promoting them again would cause a loop."""
@@ -96,8 +96,6 @@ class Wait:
     """The blocks for which the plan was made."""
     marks: Sequence[Segment] = ()
     """The known places of those blocks that are not in flight."""
-    num_paid: int = 0
-    """Number of leading blocks of the plan that do not pay for a wait (``SoFar``)."""
     planned_s: float = 0.0
     """The time at which it began to wait by a plan."""
     expected_s: float = 0.0

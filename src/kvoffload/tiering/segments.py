@@ -47,14 +47,16 @@ class Segment(NamedTuple):
     num_blocks: int
 
 
-def cut(segments: Sequence[Segment], num_blocks: int) -> list[Segment]:
-    """Return the segments without the first ``num_blocks`` blocks."""
-    left: list[Segment] = []
-    for place, count in segments:
+def split(segments: Sequence[Segment], num_blocks: int) -> tuple[list[Segment], list[Segment]]:
+    """Return the segments of the first ``num_blocks`` blocks, and those of the others."""
+    head: list[Segment] = []
+    for at, (place, count) in enumerate(segments):
         if count > num_blocks:
-            left.append(Segment(place, count - max(num_blocks, 0)))
-        num_blocks -= min(count, num_blocks)
-    return left
+            tail = [Segment(place, count - num_blocks), *segments[at + 1 :]]
+            return ([*head, Segment(place, num_blocks)] if num_blocks else head), tail
+        head.append(Segment(place, count))
+        num_blocks -= count
+    return head, []
 
 
 def waited_tiers(segments: Sequence[Segment]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
 from kvoffload.tiering.plans import Plan
 from kvoffload.tiering.requests import TierRequest, Told, Wait
-from kvoffload.tiering.segments import Segment
+from kvoffload.tiering.segments import HERE, Segment
 
 
 class Waits:
@@ -98,6 +98,19 @@ class Waits:
         begins to wait."""
         return max(0, self.most_claimed - len(self._claims) - sum(key not in self._claims for key in hits))
 
+    def num_claimable(self, keys: Sequence[OffloadKey], survey: Iterable[Segment]) -> int:
+        """Return how many of the surveyed blocks, the first of ``keys``, one request could claim now. Unknown blocks
+        have no claims, and leading blocks that are ready need none."""
+        room, at = self.room_beside(()), 0
+        for place, num_blocks in survey:
+            if not place.is_unknown:
+                new = [n for n in range(num_blocks) if place.is_below or keys[at + n] not in self._claims]
+                if len(new) > room and (at or place != HERE):
+                    return at + new[room]
+                room = max(room - len(new), 0)
+            at += num_blocks
+        return at
+
     # ------------------------------------------------------------------------------------- a request's answers
 
     def begin(self, wait: Wait) -> None:
@@ -135,7 +148,7 @@ class Waits:
         self._plan_anew(wait)
 
     def _plan_anew(self, wait: Wait) -> None:
-        wait.plan, wait.planned, wait.marks, wait.num_paid = None, (), (), 0
+        wait.plan, wait.planned, wait.marks = None, (), ()
         wait.deadline_s, wait.due_s = None, inf
         wait.declined.clear()
         wait.is_dirty = True
@@ -260,10 +273,8 @@ class Waits:
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """Record a plan made for ``keys``. ``marks`` are the places of blocks that are not in flight. The plan's times
         count from ``seen_s``."""
-        if wait.plan is None:
-            wait.num_paid = plan.num_paid
         wait.plan, wait.planned, wait.marks = plan, keys, marks
-        wait.chosen += plan.chosen
+        wait.weighed += plan.weighed
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
         elif wait.declined:
@@ -423,23 +434,18 @@ class Waits:
         self.end(request)
         request.budget_s = 0.0
 
-    def end_step(self, next_unanswered: Callable[[TierRequest, Told], OffloadKey | None]) -> None:
-        """End the waits that have lasted as long as their requests' budgets. ``next_unanswered`` returns the first
-        block that a request still waits for. It is needed because an engine may not ask for many steps, but time counts
-        only until the answer arrives."""
+    def end_step(self, is_unanswered: Callable[[TierRequest, Told], bool]) -> None:
+        """End the waits that have lasted as long as their requests' budgets. ``is_unanswered`` returns whether a
+        request still waits for its watched block. It is needed because an engine may not ask for many steps, but time
+        counts only until the answer arrives."""
         self._asking.clear()
         now_s = self._looked_s = self._clock()
         if not self._waiting:
             return
         for wait in [*self._with_news]:
             for told in wait.told.values():
-                if told.is_awaited:
-                    key = next_unanswered(wait.request, told)
-                    if key != told.watched:
-                        self._unwatch(wait, told)
-                        if key is not None:
-                            told.watched = key
-                            self._watch(wait, told)
+                if told.is_awaited and not is_unanswered(wait.request, told):
+                    self._unwatch(wait, told)
         self._with_news.clear()
         if now_s < self._due_s:
             return
