@@ -204,11 +204,10 @@ class Lookups:
 
     def _is_due(self, wait: Wait) -> bool:
         """Return whether the wait needs another plan: its deadline has passed, or one of its reads is late."""
-        if self._clock() < wait.due_s or not wait.is_awaiting:
+        if wait.elapsed_s(self._clock()) < wait.due_s or not wait.is_awaiting:
             return False
         assert wait.plan is not None
-        assert wait.deadline_s is not None
-        if self._clock() >= wait.deadline_s or self._planner.is_late(wait.plan):
+        if wait.is_late(self._clock()) or self._planner.is_late(wait.plan):
             return True
         self._look_again(wait)
         return False
@@ -217,7 +216,8 @@ class Lookups:
         """Keep the wait's plan for now, and check it again later."""
         assert wait.plan is not None
         assert wait.deadline_s is not None
-        self._waits.look_again(wait, min(self._planner.due_s(wait.plan), wait.deadline_s - self._clock()))
+        left_s = wait.deadline_s - wait.elapsed_s(self._clock())
+        self._waits.look_again(wait, min(self._planner.due_s(wait.plan), left_s))
 
     # ---------------------------------------------------------------------------------------------------- plan
 
@@ -231,7 +231,8 @@ class Lookups:
         if wait.plan is not None and wait.deadline_s is not None:
             self.num_planned_again += 1
             seen_s = self._waits.seen_s(wait, is_news=marks(survey) != wait.marks)
-            so_far = SoFar(len(keys), seen_s - wait.began_s, wait.deadline_s - seen_s, wait.plan.num_paid)
+            spent_s = seen_s - wait.began_s
+            so_far = SoFar(len(keys), spent_s, wait.deadline_s - spent_s, wait.plan.num_paid)
         plan = self._planner.plan(survey, keys[0], useful, so_far, request.context)
         self._waits.plan(wait, keys, plan, marks(survey, plan.segments), seen_s)
         rest = split(survey, plan.stop)[1]

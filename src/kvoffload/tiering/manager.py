@@ -148,8 +148,7 @@ class TieringOffloadingManager(OffloadingManager):
         # The blocks are pinned, so claims are no longer needed.
         request = self._request(req_context)
         if (wait := request.wait) is not None:
-            end_s = self._clock() if wait.answered_s is None else wait.answered_s
-            self._planner.count_wait(wait.expected_s, end_s - wait.planned_s)
+            self._planner.count_wait(wait.expected_s, wait.elapsed_s(self._clock()) - wait.planned_s)
         self._waits.end(request)
         return spec
 

@@ -97,14 +97,14 @@ class Wait:
     marks: Sequence[Segment] = ()
     """The known places of those blocks that are not in flight."""
     planned_s: float = 0.0
-    """The time at which it began to wait by a plan."""
+    """Its ``elapsed_s`` when it began to wait by a plan."""
     expected_s: float = 0.0
     """The expected duration of that wait."""
     deadline_s: float | None = None
-    """The time at which it takes the blocks that have arrived, unless they have earned it more time; ``None``: it has
-    no plan."""
+    """The ``elapsed_s`` at which it takes the blocks that have arrived, unless they have earned it more time; ``None``:
+    it has no plan."""
     due_s: float = inf
-    """The time at which to check whether its reads are late."""
+    """The ``elapsed_s`` at which to check whether its reads are late."""
 
     def __repr__(self) -> str:
         return f"Wait({self.request.context.req_id!r}, awaited={self.num_awaited}, claims={len(self.claims)})"
@@ -114,11 +114,13 @@ class Wait:
         """Whether the wait has begun (with its first ``None``) and not ended."""
         return self.request.wait is self
 
-    def waited_s(self, now_s: float) -> float:
-        """Return the number of seconds that it has waited for answers."""
-        if not self.has_begun or self.is_ahead:
-            return 0.0
+    def elapsed_s(self, now_s: float) -> float:
+        """Return the number of seconds that it has waited for answers, even before its turn."""
         return (now_s if self.answered_s is None else self.answered_s) - self.began_s
+
+    def waited_s(self, now_s: float) -> float:
+        """Return the number of seconds of its request's budget that it has used."""
+        return self.elapsed_s(now_s) if self.has_begun and not self.is_ahead else 0.0
 
     @property
     def hits(self) -> Collection[OffloadKey]:
@@ -137,8 +139,7 @@ class Wait:
 
     def is_late(self, now_s: float) -> bool:
         """Return whether it has waited for answers beyond its deadline."""
-        waited_until_s = now_s if self.answered_s is None else self.answered_s
-        return self.deadline_s is not None and waited_until_s >= self.deadline_s
+        return self.deadline_s is not None and self.elapsed_s(now_s) >= self.deadline_s
 
     def is_planned(self, keys: Sequence[OffloadKey]) -> bool:
         """Return whether a plan was made for these blocks or some of them, because the engine's own cache grows and

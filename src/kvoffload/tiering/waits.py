@@ -284,13 +284,13 @@ class Waits:
         if wait.plan is None:
             return
         if wait.deadline_s is None:
-            wait.planned_s, wait.expected_s = self._clock(), wait.plan.wait_s
-        wait.deadline_s = seen_s + wait.plan.deadline_s
-        wait.due_s = seen_s  # at the next question, because its reads begin when the step ends
+            wait.planned_s, wait.expected_s = wait.elapsed_s(self._clock()), wait.plan.wait_s
+        wait.due_s = seen_s - wait.began_s  # at the next question, because its reads begin when the step ends
+        wait.deadline_s = wait.due_s + wait.plan.deadline_s
 
     def look_again(self, wait: Wait, seconds: float) -> None:
         """Make no new plan before ``seconds`` have passed or an answer has come."""
-        wait.due_s = self._clock() + seconds
+        wait.due_s = wait.elapsed_s(self._clock()) + seconds
 
     def seen_s(self, wait: Wait, *, is_news: bool) -> float:
         """Return the time until which tiers have kept the request waiting, usually the current time. With ``is_news``,
@@ -320,12 +320,8 @@ class Waits:
         if not count:
             return
         if wait.answered_s is not None:
-            paused_s, wait.answered_s = now_s - wait.answered_s, None
-            wait.began_s += paused_s
-            wait.planned_s += paused_s
-            if wait.deadline_s is not None:
-                wait.deadline_s += paused_s
-                wait.due_s += paused_s
+            wait.began_s += now_s - wait.answered_s
+            wait.answered_s = None
         wait.num_awaited += count
         if not wait.num_awaited:
             wait.answered_s = max(now_s, wait.began_s)  # its last block may have arrived earlier
