@@ -140,9 +140,13 @@ class StoreTier(SecondaryTierManager):
         )
         self._reads = StoreHealth(tier_type, "read", self._runner, clock)
         self._writes = StoreHealth(tier_type, "write", self._runner, clock)
-        self._questions = Questions(store, self._index, self._runner, self._reads)
+        is_asked = not self._index.is_exact
+        self._questions = Questions(store, self._index, self._runner, self._reads) if is_asked else None
         self._losses = StoreLosses(tier_type, store, self._index, lost, server_evicts=limits.server_evicts, clock=clock)
-        self._scan = StoreScan(tier_type, store, self._index, self._runner, clock, self._note_found)
+        is_scanned = is_asked or enable_events
+        self._scan: StoreScan | None = None
+        if is_scanned:
+            self._scan = StoreScan(tier_type, store, self._index, self._runner, clock, self._note_found)
         self._transfers = StoreTransfers(
             tier_type,
             primary_kv_view,
@@ -162,7 +166,7 @@ class StoreTier(SecondaryTierManager):
         self._num_lookups = {"hit": 0, "miss": 0, "pending": 0}
         self._is_shut_down = False
         self._log = RateLimitedLog(_log, clock=clock)
-        if enable_events or not self._index.is_exact:
+        if self._scan is not None:
             self._scan.begin()
 
     def __repr__(self) -> str:
@@ -176,12 +180,13 @@ class StoreTier(SecondaryTierManager):
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         answers: list[bool | None] = [False]
         if self._reads.breaker.is_closed:
-            is_complete = self._exclusive and self._scan.is_complete
-            if self._questions.is_asking_all(keys) and not is_complete and not self._runner.ended:
+            is_complete = self._exclusive and self._scan is not None and self._scan.is_complete
+            is_asked = self._questions is not None and self._questions.is_asking_all(keys)
+            if is_asked and not is_complete and not self._runner.ended:
                 self._num_lookups["pending"] += len(keys)
                 return [None] * len(keys)
             answers = self._index.lookup_prefix(keys, is_complete)
-            if None in answers:
+            if self._questions is not None and None in answers:
                 self._ask(keys, answers, req_context)
                 if self._runner.ended and None in answers:
                     # The store may have answered since the last step. Otherwise the request would wait for one more
@@ -197,13 +202,17 @@ class StoreTier(SecondaryTierManager):
     def lookup_each(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         if not self._reads.breaker.is_closed:
             return [False] * len(keys)
-        answers = self._index.lookup_each(keys, self._exclusive and self._scan.is_complete)
-        ask = self._questions.ask
-        return [ask(key, req_context) if answer is None else answer for key, answer in zip(keys, answers)]
+        is_complete = self._exclusive and self._scan is not None and self._scan.is_complete
+        answers = self._index.lookup_each(keys, is_complete)
+        if self._questions is not None and None in answers:
+            ask = self._questions.ask
+            answers = [ask(key, req_context) if answer is None else answer for key, answer in zip(keys, answers)]
+        return answers
 
     def _ask(self, keys: Sequence[OffloadKey], answers: list[bool | None], req_context: ReqContext) -> None:
         """Ask the store about the unknown ``keys``, and update ``answers``. A key beyond the limit is answered with
         ``False``, which ends the list."""
+        assert self._questions is not None
         for at, answer in enumerate(answers):
             if answer is None:
                 answers[at] = self._questions.ask(keys[at], req_context)
@@ -220,12 +229,13 @@ class StoreTier(SecondaryTierManager):
     def _note_found(self, keys: Collection[OffloadKey]) -> None:
         """Record that the scan has found ``keys``, so that the store's answers about them no longer matter."""
         self._note_news(keys)
-        self._questions.forget(keys)
+        if self._questions is not None:
+            self._questions.forget(keys)
 
     def _note_news(self, keys: Collection[OffloadKey] | None) -> None:
         """Record that more may be known about the ``keys`` that requests are asking for; ``None`` means about all of
         them."""
-        if self._news is not None:
+        if self._news is not None and self._questions is not None:
             self._news += self._questions.asked_of(keys)
 
     # -------------------------------------------------------------------------------------------------- transfers
@@ -242,9 +252,9 @@ class StoreTier(SecondaryTierManager):
         self._losses.begin_step()
         self._take_results()
         self._transfers.submit_stores()
-        if gone := self._scan.step():
+        if self._scan is not None and (gone := self._scan.step()):
             self._losses.record(gone, "removed")
-        if self._questions.are_pending:
+        if self._questions is not None and self._questions.are_pending:
             self._questions.submit()
         if self._touched and self._clock() >= self._next_touch_s:
             self._submit_touches()
@@ -256,13 +266,13 @@ class StoreTier(SecondaryTierManager):
         return self._transfers.take_results()
 
     def has_pending_work(self) -> bool:
-        return self._transfers.is_pending or self._questions.are_pending
+        return self._transfers.is_pending or (self._questions is not None and self._questions.are_pending)
 
     def call_on_progress(self, call: Callable[[], None]) -> None:
         self._runner.on_ended = call
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._index.lost_events:
+        if self._index.lost_events and self._scan is not None:
             self._scan.begin()
         return self._index.take_events()
 
@@ -291,7 +301,8 @@ class StoreTier(SecondaryTierManager):
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._drain_timeout_s)
         self._poll()
-        self._scan.stop()
+        if self._scan is not None:
+            self._scan.stop()
         self._transfers.release()
         if not num_hung:
             num_hung = int(not close_store(self._store, self.tier_type, self._drain_timeout_s))
@@ -345,7 +356,8 @@ class StoreTier(SecondaryTierManager):
     def _poll(self) -> None:
         """Process the results of the I/O threads. Cheap if they are idle."""
         self._take_results()
-        self._scan.take_in()
+        if self._scan is not None:
+            self._scan.take_in()
 
     def _take_results(self) -> None:
         # Losses before results, because a block whose loss is known must not be announced as present. A loss that is
