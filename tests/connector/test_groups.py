@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,10 @@ from tests.sizes import by_size
 from kvoffload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import NO_BLOCK
+from kvoffload.connector import groups as search
 from kvoffload.connector.groups import (
     GroupGeometry,
     by_position,
-    find_hit,
     geometry_of,
     hit_unit_tokens,
     possible_hit,
@@ -33,6 +34,12 @@ def geometry(*groups: KVGroupLayout, factor: int = 1, hash_tokens: int = 1) -> t
     base = min(group.block_tokens for group in groups)
     config = OffloadingConfig(cpu_bytes_to_use=1, block_size=base * factor)
     return geometry_of(EngineLayout(groups, hash_tokens, "test"), config)
+
+
+def find_hit(*args: Any) -> int | None:
+    """Return the hit, or ``None`` if an answer for it is missing."""
+    hit, is_deferred = search.find_hit(*args)
+    return None if is_deferred else hit
 
 
 def full(tokens: int = 4, lookahead: int = 0) -> KVGroupLayout:

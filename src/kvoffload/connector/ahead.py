@@ -134,12 +134,12 @@ class ReadAhead:
                         break
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
-                    hit_tokens, is_here = self._hits.look_ahead(request)
+                    hit_tokens, is_coming = self._hits.search(request, 0)
                     place.is_reading = hit_tokens > 0
                     if not place.only_reads:
                         self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
                     self._left -= sum(len(own.keys) for own in request.groups)
-                    if is_here and place.only_reads:
+                    if place.only_reads and not is_coming:
                         self.leave(request)
             ahead += place.num_tokens
 

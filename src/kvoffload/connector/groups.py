@@ -304,12 +304,12 @@ def find_hit(
     look_up: AskBlocks,
     computed_tokens: int,
     max_tokens: int,
-) -> int | None:
-    """Return the longest good hit in tokens, including the ``computed_tokens`` that are already on the GPU.
+) -> tuple[int, bool]:
+    """Return the longest good hit in tokens, including the ``computed_tokens`` that are already on the GPU, and whether
+    a block of it is "not yet": ask again in a later step.
 
-    ``keys[g]`` lists the keys of the request's full blocks in group g. The hit is at most ``max_tokens``. Returns
-    ``computed_tokens`` if no block can be added, and ``None`` if a block of the longest hit is "not yet": ask again in
-    a later step.
+    ``keys[g]`` lists the keys of the request's full blocks in group g. The hit is at most ``max_tokens``. It is
+    ``computed_tokens`` if no block can be added.
     """
     answers = [_GroupAnswers(group, own, look_up, max(len(own), 1)) for group, own in zip(groups, keys, strict=True)]
     return _longest_hit(answers, keys, computed_tokens, max_tokens, is_pure=False)
@@ -329,8 +329,10 @@ def possible_hit(
     ``OffloadingManager.lookup_prefix``) are ``None`` without states and without a hit.
     """
     answers = [_GroupAnswers(group, own, where, _FIRST_PART) for group, own in zip(groups, keys, strict=True)]
-    hit = _longest_hit(answers, keys, computed_tokens, max_tokens, is_pure=True)
-    if hit is None or hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
+    hit, is_deferred = _longest_hit(answers, keys, computed_tokens, max_tokens, is_pure=True)
+    if is_deferred:
+        return None, None
+    if hit <= computed_tokens or all(group.kind is not _SINGLE_STATE for group in groups):
         return hit, None
     # The last block of full attention of this hit, and of each shorter one whose states are present. Windows count as
     # present.
@@ -357,7 +359,7 @@ def _longest_hit(
     max_tokens: int,
     *,
     is_pure: bool,
-) -> int | None:
+) -> tuple[int, bool]:
     """Return the hit as ``find_hit`` does. ``is_pure``: questions start no reads, so all states are asked for in one
     call."""
     unit = hit_unit_tokens(tuple(each.group for each in answers))
@@ -394,6 +396,5 @@ def _longest_hit(
             else:
                 hit = shrink(hit, each)
     if hit <= computed_tokens:
-        return computed_tokens
-    is_deferred = any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers)
-    return None if is_deferred else hit
+        return computed_tokens, False
+    return hit, any(each.any_deferred(each.group.blocks_to_find(computed_tokens, hit)) for each in answers)

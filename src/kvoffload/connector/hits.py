@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 from kvoffload.base import (
     Direction,
@@ -15,7 +14,6 @@ from kvoffload.base import (
     NextUse,
     OffloadingManager,
     OffloadKey,
-    get_offload_group_idx,
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import NO_BLOCK
@@ -85,7 +83,6 @@ class Hits:
         if request.context.reads_cache and not request.is_prefilled_elsewhere:
             # A request may have one load or several stores in flight, but never both. So a preempted request waits for
             # its old transfers.
-            found = None
             num_tokens = request.of_engine.num_tokens
             since_s, *before = self._waiting.get(request, (self._clock(), -1, -1))
             is_same = before == [computed_tokens, num_tokens]
@@ -95,11 +92,12 @@ class Hits:
             # waits and lets them go first.
             gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
             is_ready &= not gives_way
-            if is_ready and not (is_same and self._manager.is_waiting(request.context)):
-                found = self._search(request, computed_tokens, self._manager.lookup_prefix)
-                if found is not None and found > computed_tokens and self._awaits_load(request, computed_tokens, found):
-                    found = None
-            if found is None:
+            if is_ready and is_same and self._manager.is_waiting(request.context):
+                is_ready = False
+            elif is_ready:
+                tokens, is_deferred = self.search(request, computed_tokens)
+                is_ready = not is_deferred and not self._awaits_load(request, computed_tokens, tokens)
+            if not is_ready:
                 self._counts["lookups_deferred",] += 1
                 self._waiting[request] = since_s, computed_tokens, num_tokens
                 if self._observer is not None:
@@ -108,7 +106,6 @@ class Hits:
                         request, "own transfers" if request.job_ids else "another load" if is_shared else "tiers"
                     )
                 return None
-            tokens = found
             prefix.sources = prefix.sources or self._manager.sources(request.context)
             if self._waiting.pop(request, None) is not None:
                 prefix.wait_s += self._clock() - since_s
@@ -133,26 +130,8 @@ class Hits:
         """Return whether the engine has asked for the request, and waits for the answer."""
         return request in self._waiting
 
-    def look_ahead(self, request: Request) -> tuple[int, bool]:
-        """Look up the blocks of a request whose turn has not come. Return the tokens that it will probably load, and
-        whether all of them are in host memory."""
-        coming: list[int] = []
-
-        def look_up(keys: Sequence[OffloadKey], *args: Any, **options: Any) -> Sequence[bool | None]:
-            answers = self._manager.lookup_prefix(keys, *args, **options)
-            num_blocks = len(answers) - (False in answers)
-            coming.append(num_blocks * self._geometry[get_offload_group_idx(keys[0])].block_tokens)
-            return answers
-
-        found = self._search(request, 0, look_up)
-        if found is None:
-            return coming[0] if coming else 0, False  # full attention is looked up first
-        return found, True
-
-    def _search(
-        self, request: Request, computed_tokens: int, look_up: Callable[..., Sequence[bool | None]]
-    ) -> int | None:
-        """Return the longest hit that the request may load, or ``None`` while a lookup has no answer.
+    def search(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+        """Return the longest hit that the request may load, and whether a lookup of its blocks has no answer yet.
 
         Lookups read the blocks that they find from the tiers. So if a hit also needs windows or states, no attention is
         looked up after the last window or state that exists anywhere. The manager learns at which blocks a part of the
@@ -162,12 +141,12 @@ class Hits:
         reserved for it, even against the next load, and wait forever if the two do not fit.
         """
         if request.prefix.load_failed:
-            return computed_tokens
+            return computed_tokens, False
         request.context.tokens_before = computed_tokens
         request.extend_keys()
         most = min(request.of_engine.num_tokens - 1, computed_tokens + request.max_load_tokens)
         keys = [own.keys for own in request.groups]
-        ask = functools.partial(look_up, req_context=request.context)
+        ask = functools.partial(self._manager.lookup_prefix, req_context=request.context)
         if self._is_hybrid:
             where: AskBlocks = functools.partial(self._manager.where, req_context=request.context)
             tokens, ends = possible_hit(self._geometry, keys, where, computed_tokens, most)
@@ -183,6 +162,8 @@ class Hits:
         load, so that requests with a shared prefix never form a queue.
         """
         prefix = request.prefix
+        if hit_tokens <= computed_tokens:
+            return False
         if prefix.awaited_job_id is None and self._loading:
             for own in request.groups:
                 blocks = own.group.blocks_for_hit(computed_tokens, hit_tokens)
