@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tests.engines.vllm.harness import installed_sources
+from tests.engines.vllm.surface import missing
 from tests.engines.vllm.test_environment import unknown_names
 from tests.engines.vllm.test_fields import in_neither_list, unknown_readers
 from tests.engines.vllm.test_updates import unknown_calls
 
-from kvoffload.engines.vllm.surface import missing
 from kvoffload.engines.vllm.versions import installed_version, release_of
 
 
 def main() -> None:
     sources, version = installed_sources(), installed_version()
     changes: dict[str, Iterable[str]] = {
-        "missing or different: kvoffload refuses to start": missing(sources, release_of(version)),
+        "missing or different": missing(sources, release_of(version)),
         "new options, which count if they are set": in_neither_list(sources),
         "new variables, which count if they are set": unknown_names(sources),
         "new calls of workers, around which weights are compared": unknown_calls(sources),

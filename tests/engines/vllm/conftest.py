@@ -18,8 +18,7 @@ from tests.engines.models import SEED, SmallModel, write_falcon_h1, write_gemma3
 from tests.engines.vllm.drafts import Speculation, write_drafts
 from tests.engines.vllm.harness import HAS_VLLM, installed_sources, run_child, states_baseline
 from tests.engines.vllm.server import Server
-
-from kvoffload.engines.vllm.sources import Sources
+from tests.engines.vllm.sources import Sources
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

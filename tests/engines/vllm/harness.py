@@ -15,8 +15,7 @@ from typing import Any
 
 from tests.engines.greedy import Baseline, Prompt
 from tests.engines.vllm.prompts import BLOCK_TOKENS, ONE_BLOCK_A_STEP
-
-from kvoffload.engines.vllm.sources import Sources
+from tests.engines.vllm.sources import Sources
 
 ROOT = Path(__file__).parents[3]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -15,12 +15,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
 from kvoffload.engines.facts import COUNTS, UnclearError
 from kvoffload.engines.variables import counted
 from kvoffload.engines.vllm import environment as module
 from kvoffload.engines.vllm.environment import VARIABLES, environment, kernels, plugins, unknown_variables
-from kvoffload.engines.vllm.sources import Sources
+from tests.engines.vllm.sources import Sources
 
 SET_BY_ALL = {"VLLM_USE_DEEP_GEMM_E8M0"}
 """The variables that vLLM sets while it reads a model's configuration, in the process from which all others descend."""

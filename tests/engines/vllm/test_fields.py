@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-
 from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.vllm.fields import FIELDS
-from kvoffload.engines.vllm.sources import Sources
+from tests.engines.vllm.sources import Sources
 
 FOLLOWED = {
     COUNTS,

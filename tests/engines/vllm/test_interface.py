@@ -7,9 +7,9 @@ import ast
 from pathlib import Path
 
 import pytest
+from tests.engines.vllm.sources import Sources
+from tests.engines.vllm.surface import SINCE, missing
 
-from kvoffload.engines.vllm.sources import Sources
-from kvoffload.engines.vllm.surface import SINCE, missing
 from kvoffload.engines.vllm.versions import NEWEST, vllm_release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -10,8 +10,8 @@ import ast
 import re
 from pathlib import Path
 
-from kvoffload.engines.vllm.sources import imports_of_vllm
-from kvoffload.engines.vllm.surface import PRIVATE
+from tests.engines.vllm.sources import imports_of_vllm
+from tests.engines.vllm.surface import PRIVATE
 
 ROOT = Path(__file__).parents[3]
 ADAPTER = ROOT / "src" / "kvoffload" / "engines" / "vllm"

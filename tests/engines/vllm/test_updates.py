@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.models import SmallModel
+from tests.engines.vllm.sources import Sources
 from tests.engines.vllm.steps import BLOCK, PAGE_BYTES, Steps, aborted
 
 from kvoffload.engines.vllm.checksums import weights_state
-from kvoffload.engines.vllm.sources import Sources
 from kvoffload.engines.vllm.updates import HARMLESS, UPDATES, Device, unwatch, watch
 
 COMPARED = """

@@ -20,7 +20,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.config_file import ENVIRONMENT, file_in_environment
-from kvoffload.engines.vllm.versions import installed_version, release_of, vllm_release
+from kvoffload.engines.vllm.versions import NEWEST, differences, differs, installed_version, release_of, vllm_release
 
 if TYPE_CHECKING:
     from kvoffload.engines.vllm.connector import KVOffloadConnector
@@ -36,9 +36,15 @@ _FAILURE_POLICY = "recompute"
 
 def __getattr__(name: str) -> Any:
     if name == NAME:
-        vllm_release()  # before importing anything that other versions of vLLM may lack
-        from kvoffload.engines.vllm.connector import KVOffloadConnector
-
+        is_tested = vllm_release() <= NEWEST  # before importing anything that other versions of vLLM may lack
+        try:
+            from kvoffload.engines.vllm.connector import KVOffloadConnector
+        except ImportError as exc:
+            if is_tested:
+                raise
+            raise differs(exc) from exc
+        if not is_tested and (found := differences(KVOffloadConnector)):
+            raise differs("; ".join(found))
         return KVOffloadConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -8,17 +8,15 @@ module loads neither vLLM nor torch.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import inspect
 import re
-from pathlib import Path
 from typing import Any
 
-from kvoffload.engines.vllm.sources import Sources
 from kvoffload.errors import ConfigError
 
 OLDEST, NEWEST = (0, 32), (0, 33)
-"""Major and minor version. The tests run with all of them. Later versions start if they provide everything that the
-adapter uses (``surface.py``)."""
+"""Major and minor version. The tests run with all of them. Later versions start with a warning, unless ``differences``
+finds some."""
 
 _0_33 = (0, 33)
 
@@ -52,24 +50,29 @@ def installed_version() -> str:
 
 @functools.cache
 def vllm_release() -> tuple[int, int]:
-    """Return ``release_of`` the vLLM in this process. Raises ``ConfigError`` for a version that is newer than all
-    tested ones and lacks something that the adapter uses."""
-    version = installed_version()
-    release = release_of(version)
-    if release > NEWEST:
-        from kvoffload.engines.vllm.surface import missing
+    """Return ``release_of`` the vLLM in this process."""
+    return release_of(installed_version())
 
-        package = importlib.util.find_spec("vllm")
-        assert package is not None
-        assert package.submodule_search_locations
-        lacks = missing(Sources(Path(package.submodule_search_locations[0]).parent), release)
-        if lacks:
-            more = f" and {len(lacks) - 3} more" if len(lacks) > 3 else ""
-            raise ConfigError(
-                f"kvoffload works with {_range()}, and vLLM {version} differs in {'; '.join(lacks[:3])}{more}: install "
-                "one of those versions, or a newer kvoffload."
-            )
-    return release
+
+def differences(connector: Any) -> list[str]:
+    """Return the hooks of ``connector`` that this vLLM calls with other parameters, and the new ones that it requires.
+    vLLM would fail at such a call while it serves."""
+    found = [f"{name} is new" for name in sorted(connector.__abstractmethods__)]
+    for name, own in vars(connector).items():
+        theirs = getattr(super(connector, connector), name, None)
+        if name != "__init__" and inspect.isfunction(own) and inspect.isfunction(theirs):
+            parameters = list(inspect.signature(theirs).parameters)
+            if parameters != list(inspect.signature(own).parameters):
+                found.append(f"{name}({', '.join(parameters)})")
+    return found
+
+
+def differs(reason: object) -> ConfigError:
+    """Return the error for a vLLM that is newer than all tested versions and does not fit kvoffload."""
+    return ConfigError(
+        f"kvoffload works with {_range()}, and vLLM {installed_version()} differs: {reason}. Install one of those "
+        "versions, or a newer kvoffload."
+    )
 
 
 def untried_version() -> str | None:
@@ -77,8 +80,8 @@ def untried_version() -> str | None:
     if vllm_release() <= NEWEST:
         return None
     return (
-        f"kvoffload was tried with {_range()}, and this is vLLM {installed_version()}: it provides everything that "
-        "kvoffload uses, but its answers have not been compared"
+        f"kvoffload was tried with {_range()}, and this is vLLM {installed_version()}: nobody has compared its "
+        "answers, and it may lack something that kvoffload uses"
     )
 
 

@@ -3,8 +3,7 @@
 importing them.
 
 The names that the adapter imports follow from its own files. This module lists all other names; add to it if you use
-more. ``versions.py`` runs the check at the start of an untested vLLM, and ``test_interface.py`` runs it for the tested
-versions.
+more. ``test_interface.py`` runs the check for the vLLM of the lane, and ``scripts/try-vllm`` for a new one.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvoffload.engines.vllm.sources import Method, Sources, imports_of_vllm, methods_of
+from tests.engines.vllm.sources import Method, Sources, imports_of_vllm, methods_of
 
-_HERE = Path(__file__).parent
+_ADAPTER = Path(__file__).parents[3] / "src" / "kvoffload" / "engines" / "vllm"
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -207,7 +206,7 @@ def missing(sources: Sources, release: tuple[int, int]) -> list[str]:
 
 
 def _missing_imports(sources: Sources) -> Iterator[str]:
-    for module, name in {pair for path in _HERE.glob("*.py") for pair in imports_of_vllm(path)}:
+    for module, name in {pair for path in _ADAPTER.glob("*.py") for pair in imports_of_vllm(path)}:
         if name not in sources.top_level_names(module):
             yield f"{module}.{name}"
 
@@ -245,7 +244,7 @@ def _new_fields(sources: Sources) -> Iterator[str]:
 
 def _other_hooks(sources: Sources) -> Iterator[str]:
     for file, name, bases, own_names in _OVERRIDES:
-        tree = ast.parse((_HERE / file).read_text())
+        tree = ast.parse((_ADAPTER / file).read_text())
         own = methods_of(next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name))
         theirs: dict[str, tuple[str, Method]] = {}
         for module, base in bases:
