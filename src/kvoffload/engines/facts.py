@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the parts of an engine's configuration that change the bytes of a block. The rule is closed: every value counts
-unless a table lists it as harmless.
+"""Find the parts of an engine's configuration that change the bytes of a block. The rule is closed: every value that is
+not the default counts unless a table lists it as harmless.
 
 This module loads neither an engine nor torch.
 """
@@ -18,12 +18,8 @@ from typing import Any, cast
 
 from kvoffload.errors import KVOffloadError
 
-COUNTS = "changes bytes"
-"""The reason in a ``Table`` for fields that count."""
-
 Table = Mapping[str, Mapping[str, str]]
-"""Maps the name of a class to reasons, and each reason to the names of its fields. ``COUNTS`` lists the fields that
-change bytes. Any other reason explains why its fields do not."""
+"""Maps the name of a class to reasons, and each reason to the names of the harmless fields to which it applies."""
 
 _NOT_OF_A_MODEL = frozenset({"transformers_version", "_name_or_path", "_commit_hash", "_auto_class"})
 """The entries that transformers adds to a model's configuration: its path and its reader. No other entry is
@@ -35,10 +31,10 @@ class UnclearError(KVOffloadError, ValueError):
 
 
 def facts_of(part: Any, table: Table, prefix: str = "") -> dict[str, str]:
-    """Return the fields of ``part`` that count, as text, by ``prefix`` and name.
+    """Return the fields of ``part`` that count, as text, by ``prefix`` and name: those that ``table`` does not list and
+    that differ from their default.
 
-    A field counts if ``table`` says that it changes bytes, or if the table does not list it and it differs from its
-    default. Raises ``UnclearError`` for a value that another process could not distinguish from others.
+    Raises ``UnclearError`` for a value that another process could not distinguish from others.
     """
     facts = {}
     for name, value in _counted(part, table):
@@ -53,18 +49,6 @@ def text_of(value: Any) -> str:
     """Return ``value``, a plain value or a model's configuration, as text that is the same in each process. Raises
     ``UnclearError`` if that is impossible."""
     return _text(value, {})
-
-
-def unknown_fields(part: Any, table: Table, prefix: str = "") -> list[str]:
-    """Return the fields that count because the table does not list them, including fields of the parts within
-    ``part``."""
-    names = []
-    for name, value in _counted(part, table):
-        if _reason(type(part), name, table) is None:
-            names.append(prefix + name)
-        elif dataclasses.is_dataclass(value) and not hasattr(value, "to_dict"):
-            names += unknown_fields(value, table, f"{prefix}{name}.")
-    return names
 
 
 def ropes_in(config: Any, is_rope: bool = False) -> Iterator[Mapping[str, Any]]:
@@ -86,19 +70,12 @@ def rope_types_in(config: Any) -> set[str]:
     return {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
 
 
-def _reason(kind: type, name: str, table: Table) -> str | None:
-    for each in kind.__mro__:
-        for reason, names in table.get(each.__name__, {}).items():
-            if name in names.split():
-                return reason
-    return None
-
-
 def _counted(part: Any, table: Table) -> Iterator[tuple[str, Any]]:
+    rows = [names.split() for kind in type(part).__mro__ for names in table.get(kind.__name__, {}).values()]
+    harmless = {name for names in rows for name in names}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name, None)
-        reason = _reason(type(part), field.name, table)
-        if reason == COUNTS or (reason is None and not _is_default(field, value, table)):
+        if field.name not in harmless and not _is_default(field, value, table):
             yield field.name, value
 
 

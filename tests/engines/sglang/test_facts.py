@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.engines.sglang.counted import COUNTED
 
-from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.sglang import updates
 from kvoffload.engines.sglang.facts import (
     ENVIRONMENT_IS_HARMLESS,
@@ -25,20 +25,15 @@ from kvoffload.engines.variables import counted
 
 
 def test_where_weights_may_come_from_counts() -> None:
-    assert set(WEIGHTS_FROM_ELSEWHERE) <= set(FIELDS["ServerArgs"][COUNTS].split())
+    assert set(WEIGHTS_FROM_ELSEWHERE) <= set(COUNTED.split())
 
 
 @pytest.mark.sglang
 def test_the_tables_name_every_setting_once() -> None:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.server_args import ServerArgs
 
-    for kind, fields in (
-        ("ServerArgs", msgspec.structs.fields(ServerArgs)),
-        ("HiCacheStorageConfig", dataclasses.fields(HiCacheStorageConfig)),
-    ):
-        listed = [name for names in FIELDS[kind].values() for name in names.split()]
-        assert sorted(listed) == sorted(field.name for field in fields)
+    listed = [name for names in (COUNTED, *FIELDS["ServerArgs"].values()) for name in names.split()]
+    assert sorted(listed) == sorted(field.name for field in msgspec.structs.fields(ServerArgs))
 
 
 @pytest.mark.sglang

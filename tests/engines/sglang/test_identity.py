@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.engines.sglang.counted import COUNTED
 
-from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.sglang.facts import FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.identity import (
     architecture_of,
@@ -24,18 +24,12 @@ from kvoffload.engines.sglang.identity import (
 from kvoffload.engines.weights import Files
 from kvoffload.errors import ConfigError
 
-SERVER_CHANGES, STORAGE_CHANGES = (set(FIELDS[each][COUNTS].split()) for each in ("ServerArgs", "HiCacheStorageConfig"))
-
-
-def names_of(kind: str) -> list[str]:
-    return [name for names in FIELDS[kind].values() for name in names.split()]
-
-
+HARMLESS = [name for names in FIELDS["ServerArgs"].values() for name in names.split()]
 Args = msgspec.defstruct(
     "ServerArgs",
     [
         (name, Any, {"load_format": "auto", "kv_cache_dtype": "auto", "weight_version": "default"}.get(name))
-        for name in names_of("ServerArgs")
+        for name in (*COUNTED.split(), *HARMLESS)
     ],
 )
 """A replacement for ``ServerArgs`` with its names. The sglang lane compares the names."""
@@ -71,7 +65,7 @@ def test_settings_that_change_bytes_count_and_harmless_ones_do_not() -> None:
         return server_facts(Args(), resolved(**values))
 
     assert counts() == counts(port=1, chunked_prefill_size=2, weight_version="x")
-    settings = SERVER_CHANGES - {"quantization_param_path"}
+    settings = set(COUNTED.split()) - {"quantization_param_path"}
     before, after = counts(), counts(**dict.fromkeys(settings, "another"))
     assert {name for name in after if after[name] != before.get(name)} == settings
 
@@ -114,8 +108,8 @@ def test_pages_whose_scales_lie_elsewhere_are_refused(dtype: str) -> None:
 
 def storage(without: str = "", **more: Any) -> Any:
     """Return a replacement for ``HiCacheStorageConfig``."""
-    names = [name for name in names_of("HiCacheStorageConfig") if name != without]
-    fields = [(name, Any, dataclasses.field(default=0)) for name in [*names, "newer"]]
+    names = [name for name in ("tp_rank", "pp_rank", "dp_rank", "is_mla_model", "newer") if name != without]
+    fields = [(name, Any, dataclasses.field(default=0)) for name in names]
     return dataclasses.make_dataclass("HiCacheStorageConfig", fields)(**more)
 
 
@@ -125,7 +119,7 @@ def test_two_ranks_never_share_and_replicas_do() -> None:
     assert ranks_of(storage(newer=0)) != ranks_of(storage(newer=1))
 
 
-@pytest.mark.parametrize("name", sorted(STORAGE_CHANGES))
+@pytest.mark.parametrize("name", ["tp_rank", "is_mla_model"])
 def test_a_rank_that_cannot_be_read_is_refused(name: str) -> None:
     """A renamed ``tp_rank`` would give two ranks the same namespace."""
     with pytest.raises(ConfigError, match=f"storage configuration.*it has no {name}"):

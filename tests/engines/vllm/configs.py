@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engines.vllm.counted import COUNTED_FIELDS
 from tests.engines.vllm.harness import HAS_VLLM
 
 from kvoffload.engines.vllm import identity, layout, rejections, slices, versions, weights
@@ -70,13 +71,17 @@ def know_plain_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def _plain_class(name: str) -> Any:
-    row = FIELDS[name]
-    fields = [(each, Any, None) for reason in row for each in row[reason].split()]
-    return dataclasses.make_dataclass(name, fields, eq=False, repr=False)
+    return dataclasses.make_dataclass(name, _fields_of(name), eq=False, repr=False)
+
+
+def _fields_of(name: str) -> list[tuple[str, Any, None]]:
+    """Return the fields of vLLM's class ``name`` that someone has judged."""
+    rows = COUNTED_FIELDS.get(name, ""), *FIELDS.get(name, {}).values()
+    return [(field, Any, None) for row in rows for field in row.split()]
 
 
 def stub(name: str, **values: Any) -> Any:
-    """Return an object with all fields of ``FIELDS`` for vLLM's class ``name``. They are ``None`` unless ``values``
+    """Return an object with the fields of vLLM's class ``name``. They are ``None`` unless ``values``
     contains them.
 
     Other entries of ``values`` become attributes.
@@ -244,11 +249,9 @@ _BASES = {
 
 @functools.cache
 def _plain_spec(name: str) -> Any:
-    """Return a dataclass with the fields of vLLM's class ``name``, by ``FIELDS``."""
+    """Return a dataclass with the fields of vLLM's class ``name``."""
     base = [_plain_spec(_BASES[name])] if name in _BASES else []
-    row = FIELDS.get(name, {})
-    fields = [(field, Any, None) for reason in row for field in row[reason].split()]
-    return dataclasses.make_dataclass(name, fields, bases=tuple(base))
+    return dataclasses.make_dataclass(name, _fields_of(name), bases=tuple(base))
 
 
 class _Mode(Enum):

@@ -33,14 +33,13 @@ from tests.engines.vllm.configs import (
     stub,
     vllm_config,
 )
+from tests.engines.vllm.counted import COUNTED_FIELDS
 
 from kvoffload.config import parse_config
-from kvoffload.engines.facts import COUNTS
 from kvoffload.engines.vllm import adapters as adapters_module
 from kvoffload.engines.vllm import identity
 from kvoffload.engines.vllm.adapters import adapters_of
 from kvoffload.engines.vllm.fields import FIELDS
-from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.layout import layout_of
 from kvoffload.engines.vllm.rejections import check_engine
 from kvoffload.errors import ConfigError
@@ -541,13 +540,14 @@ PARTS = {
 def test_each_field_does_what_the_table_says(kind: str) -> None:
     """Except for fields that, according to the table, are handled by code."""
     identity = layout_of(vllm_config(), kv_cache_config(attention()), parse_config(NAMED)).identity
-    for reason, names in FIELDS[kind].items():
+    rows = {"changes bytes": COUNTED_FIELDS.get(kind, "")} | FIELDS[kind]
+    for reason, names in rows.items():
         for name in names.split():
             if "(" in reason or name in ("model", "dtype", "hf_config", "hf_text_config", "multimodal_config"):
                 continue
             changed = vllm_config(**{f"{PARTS[kind]}__{name}": "changed"})
             other = layout_of(changed, kv_cache_config(attention()), parse_config(NAMED)).identity
-            assert (other != identity) is (reason == COUNTS), name
+            assert (other != identity) is (reason == "changes bytes"), name
 
 
 # ------------------------------------------------------------------------------------------- hosts and environment
@@ -809,11 +809,3 @@ def test_a_value_without_a_text_is_refused_where_blocks_outlive_the_process() ->
     layout_of(vllm_config(), odd, parse_config(alone))
     identities = [layout_of(config, kv_cache_config(attention()), parse_config(alone)).identity for _ in range(2)]
     assert identities[0] != identities[1], "nothing finds such blocks"
-
-
-def test_what_kvoffload_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = vllm_config()
-    assert unknown_options(config, parse_config(NAMED)) == []
-    config.cache_config = of_newer_vllm(config.cache_config, 2)
-    monkeypatch.setenv("VLLM_INVENTED", "1")
-    assert unknown_options(config, parse_config(NAMED)) == ["cache_config.invented", "VLLM_INVENTED"]

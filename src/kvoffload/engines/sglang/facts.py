@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List SGLang's settings that change the bytes of a page, and settings that do not, with the reason. A setting that no
-table lists counts if it differs from its default.
+"""List SGLang's settings that do not change the bytes of a page, with the reason. All other settings count if they
+differ from their default.
 
-``tests/engines/sglang/test_facts.py`` reads SGLang's classes, and fails for a name that is missing in this module or no
+``tests/engines/sglang/test_facts.py`` reads SGLang's classes, and fails for a name that nobody has judged or that no
 longer exists. If two kernels compute the same in a different order, bytes differ by rounding, as they do from batch to
 batch. Such a choice counts only if it may also choose a precision or a layout.
 """
@@ -11,55 +11,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvoffload.engines.facts import COUNTS, Table
+from kvoffload.engines.facts import Table
 
 FIELDS: Final[Table] = {
     "ServerArgs": {
-        COUNTS: """
-            device disaggregation_mode encoder_only language_only language_model_only decoupled_spec_role model_path
-            load_format model_loader_extra_config trust_remote_code is_embedding revision model_impl
-            model_config_parser json_model_override_args dtype quantization quantization_param_path kv_cache_dtype
-            qsa_indexer_dtype modelopt_quant modelopt_checkpoint_restore_path quantize_and_serve rl_quant_profile
-            custom_weight_loader remote_instance_weight_loader_seed_instance_ip
-            remote_instance_weight_loader_seed_instance_service_port modelexpress_config decrypted_config_file
-            decrypted_draft_config_file checkpoint_engine_wait_weights_before_ready weight_cache_mode
-            enable_tf32_matmul enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay enable_mis
-            attention_backend decode_attention_backend enable_lean_attention enable_nvidia_megakernel
-            enable_amd_monokernel prefill_attention_backend prefill_kv_cache_dequant_dtype fp8_gemm_runner_backend
-            fp4_gemm_runner_backend bf16_gemm_backend dsa_prefill_backend dsv4_prefill_backend dsa_triton_union
-            dsa_decode_backend dsv4_attn_backend dsa_paged_mqa_logits_backend dsa_topk_backend
-            triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
-            flashinfer_mla_disable_ragged enable_fused_qk_norm_rope enable_precise_embedding_interpolation
-            enable_deepseek_v4_fp4_indexer enable_dsa_fused_indexer mamba_backend mamba_ssm_dtype
-            enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_radix_cache_strategy
-            uses_mamba_radix_cache mamba_track_interval enable_int8_mamba_checkpoint linear_attn_backend
-            linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend
-            enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec enable_torch_compile
-            enable_scattered_sconv boundary_reduction enable_quant_communications moe_a2a_backend
-            enable_w4a4_mxfp4_megamoe deepep_v2_mode moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode
-            fuseep_mode deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type ep_dispatch_algorithm
-            elastic_ep_backend enable_waterfill disable_flashinfer_cutlass_moe_fp4_allgather
-            disable_shared_experts_fusion enforce_shared_experts_fusion enable_paged_experts
-            paged_experts_num_resident kt_weight_path kt_method kt_num_gpu_experts kt_max_deferred_experts_per_token
-            ple_offload_dir dllm_algorithm dllm_algorithm_config dllm_fdfo enable_deterministic_inference
-            rl_on_policy_target lora_paths lora_target_modules lora_backend experts_shared_outer_loras
-            lora_use_virtual_experts lora_strict_loading enable_page_major_kv_layout enable_unified_memory
-            enable_session_radix_cache radix_cache_backend hicache_mem_layout enable_unified_cache_external_linker
-            unified_cache_external_linker_backend unified_cache_external_linker_config enable_linker_mla_dedup
-            enable_hisparse hisparse_config enable_lmcache lmcache_config_file enable_flexkv flexkv_config_file
-            enable_multimodal mm_attention_backend enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
-            trust_mm_content_hashes enable_mm_global_cache image_processor_backend mm_global_cache_backend
-            disable_fast_image_processor kv_canary kv_canary_real_data debug_tensor_dump_input_file forward_hooks
-            enable_prefill_cp cp_strategy enable_cp_tp_group_sharing enable_dsa_cache_layer_split
-            enable_cp_decode_attn_tp enable_kv_cache_sharding page_size c128_page_size swa_prefix_tails
-            disable_hybrid_swa_memory prefill_only_disable_kv_cache enable_streaming_session speculative_algorithm
-            uno_lora_path speculative_draft_model_path speculative_boundary_reduction
-            speculative_draft_model_revision speculative_draft_load_format speculative_num_steps
-            speculative_eagle_topk speculative_dflash_block_size speculative_dspark_block_size speculative_token_map
-            speculative_attention_mode speculative_draft_attention_backend speculative_dsa_topk_backend
-            speculative_draft_kv_cache_dtype speculative_draft_window_size speculative_draft_sink_size
-            speculative_moe_runner_backend speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe
-            speculative_draft_model_quantization enable_multi_layer_eagle""",
         "It counts by a rule of its own: model_facts": "context_length weight_version",
         "SGLang's storage configuration names ranks, and counts": """
             tp_size pp_size dcp_size dp_size attn_dp_size attn_cp_size""",
@@ -179,14 +134,6 @@ FIELDS: Final[Table] = {
             remote_instance_weight_loader_backend remote_instance_weight_loader_start_seed_via_transfer_engine
             engine_info_bootstrap_port download_dir model_checksum delete_ckpt_after_loading weight_cache_socket
             weight_cache_timeout _speculative_draft_quantization_explicitly_set""",
-    },
-    "HiCacheStorageConfig": {
-        COUNTS: """
-            tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size dcp_rank dcp_size is_mla_model
-            is_page_first_layout model_name tp_lcm_size should_split_heads logical_page_size""",
-        "All ranks of data parallelism compute the same": "dp_rank",
-        "It reports what is done": "enable_storage_metrics",
-        "It has kvoffload's options, and when SGLang reads pages; its interface_v1 counts by itself": "extra_config",
     },
 }
 """``ServerArgs`` as SGLang has resolved them."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.engines.facts import COUNTS, UnclearError, facts_of, ropes_in
+from kvoffload.engines.facts import UnclearError, facts_of, ropes_in
 from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.rejections import ADAPTER, KV_DTYPE, LONG_ROPE, SCALES, UNREADABLE, WEIGHTS
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
@@ -44,25 +44,34 @@ _OF_THE_FILE = ("transformers_version", "_name_or_path")
 _PLACES = ("model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision", "model_name")
 """Where a model is, and its name, which is its path unless a user sets ``--served-model-name``."""
 
+_NOT_OF_RANKS = ("dp_rank", "enable_storage_metrics", "extra_config")
+"""Fields of ``HiCacheStorageConfig`` without effect on pages: all ranks of data parallelism compute the same, and
+``interface_v1`` of ``extra_config`` counts by itself."""
+
 _UNPROVEN_KV_DTYPES = ("mxfp8", "nvfp4", "fp4_mx_block16")
 
 
 def ranks_of(config: Any) -> dict[str, Any]:
     """Return the ranks that determine this process's part of each page, from SGLang's ``HiCacheStorageConfig``. Raises
     ``ConfigError`` if the configuration lacks them."""
-    return {name: getattr(config, name) for name in _facts_of(config, "storage configuration")}
+    try:
+        names = [field.name for field in dataclasses.fields(config) if field.name not in _NOT_OF_RANKS]
+        if missing := {"tp_rank", "is_mla_model"}.difference(names):
+            raise LookupError(f"it has no {min(missing)}")
+    except (TypeError, LookupError) as exc:
+        raise _unreadable("storage configuration", exc) from exc
+    return {name: getattr(config, name) for name in names}
 
 
 def server_facts(args: Any, resolved: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of SGLang's ``ServerArgs`` that count, with their ``resolved`` values."""
     try:
-        record = _record_of(args, resolved)
-    except (TypeError, LookupError) as exc:
+        facts = facts_of(_record_of(args, resolved), FIELDS)
+        kv_dtype, path = resolved["kv_cache_dtype"], resolved["quantization_param_path"]
+    except (TypeError, LookupError, UnclearError) as exc:
         raise _unreadable("server arguments", exc) from exc
-    facts = _facts_of(record, "server arguments")
-    if resolved["kv_cache_dtype"] in _UNPROVEN_KV_DTYPES:
-        raise KV_DTYPE.error(f"it is {resolved['kv_cache_dtype']}")
-    path = resolved["quantization_param_path"]
+    if kv_dtype in _UNPROVEN_KV_DTYPES:
+        raise KV_DTYPE.error(f"it is {kv_dtype}")
     if path is not None:
         try:
             facts["quantization_param_path"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -173,19 +182,6 @@ def _models_of(resolved: Mapping[str, Any]) -> Iterator[tuple[str, str, str | No
     if (path := resolved["speculative_draft_model_path"]) is not None:
         load = resolved["speculative_draft_load_format"] or resolved["load_format"]
         yield "draft", path, resolved["speculative_draft_model_revision"], load
-
-
-def _facts_of(record: Any, what: str) -> dict[str, str]:
-    """Return the fields of ``record`` that count. Raises ``ConfigError`` if one does not exist or is not a plain
-    value."""
-    try:
-        names = {field.name for field in dataclasses.fields(record)}
-        for name in FIELDS[type(record).__name__][COUNTS].split():
-            if name not in names:
-                raise LookupError(f"it has no {name}")
-        return facts_of(record, FIELDS)
-    except (TypeError, LookupError, UnclearError) as exc:
-        raise _unreadable(what, exc) from exc
 
 
 def _unreadable(what: str, exc: Exception) -> ConfigError:

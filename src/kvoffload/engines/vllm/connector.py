@@ -46,7 +46,6 @@ from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.events import EventTranslator
 from kvoffload.engines.vllm.held_blocks import HeldBlocks, are_written_early
-from kvoffload.engines.vllm.identity import unknown_options
 from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonicalize_heads
 from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_layout
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters
@@ -374,12 +373,6 @@ def _check_region(spec: OffloadingSpec) -> None:
 
 def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
     logger.info("kvoffload's tiers serve engines with the same options and weights")
-    unknown = unknown_options(vllm_config, config)
-    if unknown:
-        logger.warning(
-            "kvoffload does not know these options of vLLM, so its tiers serve only engines with the same values: %s",
-            ", ".join(unknown),
-        )
     if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
         logger.warning(
             "kvoffload neither stores nor loads for requests with images, videos or sounds, because a client may name "

@@ -15,33 +15,10 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 
-from kvoffload.engines.facts import COUNTS, UnclearError
+from kvoffload.engines.facts import UnclearError
 from kvoffload.engines.variables import SERVICES, counted
 
-VARIABLES: Mapping[str, str] = {
-    COUNTS: (
-        "VLLM_FLOAT32_MATMUL_PRECISION VLLM_BATCH_INVARIANT VLLM_USE_MODELSCOPE VLLM_CPU_INT4_W4A8 "
-        "VLLM_VIDEO_LOADER_BACKEND VLLM_MEDIA_CONNECTOR VLLM_TEST_FORCE_LOAD_FORMAT VLLM_PLUGINS "
-        "VLLM_DISABLED_KERNELS VLLM_USE_HW_AGNOSTIC VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD "
-        "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD VLLM_ROCM_USE_AITER VLLM_ROCM_USE_AITER_LINEAR "
-        "VLLM_ROCM_USE_AITER_LINEAR_HIPBMM VLLM_ROCM_USE_AITER_MOE VLLM_ROCM_USE_AITER_MOE_SITUV2 "
-        "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4 "
-        "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4 VLLM_ROCM_USE_AITER_MLA VLLM_ROCM_USE_AITER_MHA "
-        "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM VLLM_ROCM_USE_AITER_TRITON_SPARSE_MLA VLLM_ROCM_USE_AITER_FP8BMM "
-        "VLLM_ROCM_USE_AITER_FP4BMM VLLM_ROCM_USE_AITER_UNIFIED_ATTENTION VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS "
-        "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS VLLM_ROCM_MONO_DECODE VLLM_ROCM_USE_AITER_TRITON_GEMM "
-        "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT VLLM_ROCM_QUICK_REDUCE_QUANTIZATION "
-        "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16 VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB "
-        "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB "
-        "VLLM_ROCM_FP8_MFMA_PAGE_ATTN VLLM_MODEL_REDIRECT_PATH VLLM_MARLIN_INPUT_DTYPE "
-        "VLLM_HUMMING_ONLINE_QUANT_CONFIG VLLM_HUMMING_INPUT_QUANT_CONFIG VLLM_HUMMING_USE_F16_ACCUM "
-        "VLLM_DEEPEPLL_NVFP4_DISPATCH VLLM_USE_DEEP_GEMM VLLM_MOE_USE_DEEP_GEMM VLLM_USE_DEEP_GEMM_E8M0 "
-        "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_B12X_MOE_FP4_FORCE_A16 "
-        "VLLM_USE_FLASHINFER_MOE_INT4 VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE "
-        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY VLLM_SSM_CONV_STATE_LAYOUT VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION "
-        "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION VLLM_XPU_INC_WNA16_BACKEND VLLM_USE_RUST_FRONTEND "
-        "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE"
-    ),
+HARMLESS: Mapping[str, str] = {
     "how vLLM was built and installed": (
         "VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION MAX_JOBS NVCC_THREADS VLLM_USE_PRECOMPILED "
         "VLLM_USE_PRECOMPILED_RUST VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT "
@@ -148,9 +125,8 @@ VARIABLES: Mapping[str, str] = {
         "VLLM_MORIIO_TRANSFER_TIMEOUT_S VLLM_SNAPSHOT_TIMEOUT_S"
     ),
 }
-"""Reasons, each with variables from vLLM's ``envs.py`` (0.32 and 0.33) and variables that vLLM itself sets. A variable
-that is not listed counts as soon as it is set. Variables that vLLM sets in only some of its processes must not
-count."""
+"""Reasons, each with variables from vLLM's ``envs.py`` (0.32 and 0.33) and variables that vLLM itself sets. All other
+variables count as soon as they are set. Variables that vLLM sets in only some of its processes must be listed."""
 
 _SET_BY_VLLM = ("AITER_SITUV2_A8W4", "AITER_SITUV2_A4W4")
 """Variables of libraries that vLLM sets from ``VLLM_ROCM_USE_AITER_MOE_SITUV2``, which counts, in some processes."""
@@ -167,21 +143,13 @@ _WHO_ASKS = ("import_utils.py", "flashinfer.py", "b12x.py", "hpc.py")
 def environment() -> dict[str, str]:
     """Return the variables that are set and count. Values are hashed, because stores write them to files that others
     may read."""
-    known = dict(_counted())
-    texts = {name: hashlib.sha256(os.fsencode(os.environ[name])).hexdigest()[:32] for name in known}
-    return {"environment": json.dumps(texts, sort_keys=True)}
-
-
-def unknown_variables() -> list[str]:
-    """Return the variables that count because no table lists them."""
-    return [name for name, reason in _counted() if reason is None]
-
-
-def _counted() -> list[tuple[str, str | None]]:
-    reasons = {name: reason for reason, names in VARIABLES.items() for name in names.split()}
-    ours = [name for name in sorted(os.environ) if name.startswith("VLLM_") and not SERVICES.fullmatch(name)]
-    found = [(name, reasons.get(name)) for name in ours if reasons.get(name, COUNTS) == COUNTS]
-    return found + [(name, None) for name in counted(os.environ) if name not in _SET_BY_VLLM]
+    harmless = {name for names in HARMLESS.values() for name in names.split()}
+    own = [name for name in os.environ if name.startswith("VLLM_") and not SERVICES.fullmatch(name)]
+    names = [*own, *(name for name in counted(os.environ) if name not in _SET_BY_VLLM)]
+    digests = {
+        name: hashlib.sha256(os.fsencode(os.environ[name])).hexdigest()[:32] for name in names if name not in harmless
+    }
+    return {"environment": json.dumps(digests, sort_keys=True)}
 
 
 @functools.cache

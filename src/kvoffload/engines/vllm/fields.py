@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of vLLM's configuration (0.32 and 0.33), and whether it changes the bytes of a block.
+"""The fields of vLLM's configuration (0.32 and 0.33) that do not change the bytes of a block, with the reasons.
 
-A field that is not listed counts as soon as it differs from its default. ``test_fields`` reads the dataclasses of the
-installed vLLM, and fails for a field that is not listed. *Bytes* means the meaning of KV: a field that changes only
-rounding (kernels, batches, compiled graphs, the number of ranks) does not count, because engines of other sizes share
-blocks.
+All other fields count as soon as they differ from their default. ``test_fields`` reads the dataclasses of the installed
+vLLM, and fails for a field that nobody has judged. *Bytes* means the meaning of KV: a field that changes only rounding
+(kernels, batches, compiled graphs, the number of ranks) does not count, because engines of other sizes share blocks.
 """
 
 from __future__ import annotations
 
-from kvoffload.engines.facts import COUNTS, Table
+from kvoffload.engines.facts import Table
 
 _ROUNDING = "another kernel or order for the same computation"
 _SCHEDULING = "which tokens are computed together, and when"
@@ -25,8 +24,6 @@ _DERIVED = "derived from fields that count"
 
 FIELDS: Table = {
     "VllmConfig": {
-        COUNTS: "model_config cache_config parallel_config device_config load_config attention_config mamba_config "
-        "kernel_config diffusion_config compilation_config ec_transfer_config ec_manager_config additional_config",
         "counts in the keys of adapters (adapters.py), or in the namespace (identity.py)": "lora_config",
         "counts where the drafter has KV (identity.py)": "speculative_config",
         "rejected, or the weights have a name (weights.py)": "weight_transfer_config",
@@ -38,8 +35,6 @@ FIELDS: Table = {
         _SERVING: "kv_transfer_config instance_id shutdown_timeout",
     },
     "ModelConfig": {
-        COUNTS: "runner convert dtype hf_config hf_text_config code_revision quantization "
-        "quantization_config disable_sliding_window model_class_overrides model_impl multimodal_config",
         "counts beside a weights_version; else the content of the files does (identity.py)": "model model_weights "
         "revision",
         "counts where positions depend on it (identity.py)": "max_model_len",
@@ -57,12 +52,7 @@ FIELDS: Table = {
         "enable_nccl_comm_suspend enable_cumem_allocator renderer_num_workers",
         _SERVING: "allowed_local_media_path allowed_media_domains served_model_name hf_token",
     },
-    "QuantizationConfigArgs": {COUNTS: "linear moe ignore targets"},
-    "QuantSpec": {COUNTS: "weight activation"},
     "MultiModalConfig": {
-        COUNTS: "language_model_only media_io_kwargs mm_processor_kwargs mm_device_do_normalize mm_hasher_algorithm "
-        "mm_encoder_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path video_pruning_rate video_pruning_method "
-        "allow_missing_mm_embeddings",
         "hashed into the key": "enable_mm_embeds",
         _TOKENS: "interleave_mm_strings",
         _ROUNDING: "mm_encoder_attn_backend mm_encoder_tp_mode",
@@ -71,8 +61,6 @@ FIELDS: Table = {
         _WATCHING: "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
     },
     "CacheConfig": {
-        COUNTS: "kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype use_replayssm "
-        "replayssm_buffer_len use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay",
         "counts by the name that is the same in all processes (identity.py)": "cache_dtype",
         "refused with tiers that outlive the process (layout.py)": "calculate_kv_scales",
         "counts as hash_algorithm and layout (identity.py)": "prefix_caching_hash_algo kv_cache_layout",
@@ -87,7 +75,6 @@ FIELDS: Table = {
         "simple_cpu_offload_num_blocks",
     },
     "ParallelConfig": {
-        COUNTS: "worker_cls worker_extension_cls all2all_backend",
         _RANKS: "pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size world_size rank "
         "decode_context_parallel_size dcp_kv_cache_interleave_size cp_kv_cache_interleave_size "
         "_allow_auto_resolve_cp_interleave_size",
@@ -108,36 +95,24 @@ FIELDS: Table = {
         "fault_tolerance_config",
     },
     "KernelConfig": {
-        # Backends of quantized layers choose the precision of activations.
-        COUNTS: "moe_backend linear_backend linear_backend_per_quant monokernel",
         _ROUNDING: "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
         "enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend",
     },
-    "DeviceConfig": {COUNTS: "device_type", _MEMORY: "device"},
+    "DeviceConfig": {_MEMORY: "device"},
     "LoadConfig": {
-        COUNTS: "load_format model_loader_extra_config ignore_patterns",
         _MEMORY: "download_dir safetensors_load_strategy safetensors_prefetch_num_threads "
         "safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location",
     },
     "AttentionConfig": {
-        # With quantized KV, some of these choose the precision of queries.
-        COUNTS: "backend backend_per_kind disable_flashinfer_q_quantization use_prefill_query_quantization "
-        "flash_attn_version use_trtllm_attention mla_prefill_backend trtllm_ragged_backend "
-        "minimax_m3_msa_decode_backend sparse_mla_force_mqa indexer_kv_dtype hisparse_config use_non_causal "
-        "indexer_sparse_logits minimax_m3_indexer_cp",
         _ROUNDING: "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph "
         "flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
         "tokenspeed_mla_min_split_kv indexer_tp_shard_min_rows",
         _MEMORY: "sparse_mla_prefill_workspace_factor",
     },
-    "HiSparseConfig": {COUNTS: "device_buffer_size eager_host_mirror"},
     "MambaConfig": {
-        COUNTS: "backend enable_stochastic_rounding stochastic_rounding_philox_rounds",
         _ROUNDING: "ssu_algorithm",
     },
-    "DiffusionConfig": {COUNTS: "canvas_length max_denoising_steps"},
     "CompilationConfig": {
-        COUNTS: "inductor_passes pass_config",
         _ROUNDING: "mode backend custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder "
         "cudagraph_mm_encoder encoder_cudagraph_token_budgets encoder_cudagraph_max_vision_items_per_batch "
         "encoder_cudagraph_max_frames_per_batch compile_sizes compile_ranges_endpoints inductor_compile_config "
@@ -150,27 +125,20 @@ FIELDS: Table = {
         "encoder_compilation_time static_forward_context static_all_moe_layers",
     },
     "PassConfig": {
-        # On ROCm these pack values in another order.
-        COUNTS: "fuse_rope_kvcache fuse_qk_norm_rope_kvcache",
         _ROUNDING: "fuse_norm_quant fuse_act_quant fuse_attn_quant fuse_allreduce_rms "
         "enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla eliminate_noops fuse_act_padding "
         "fuse_mla_dual_rms_norm rope_kvcache_fusion_max_token_num fi_allreduce_fusion_max_size_mb",
     },
     "ECTransferConfig": {
-        COUNTS: "ec_connector ec_connector_module_path",
         _SERVING: "engine_id ec_buffer_device ec_buffer_size ec_role ec_rank ec_parallel_size ec_ip ec_port "
         "ec_connector_extra_config mm_encoder_output_widths",
     },
-    "EncoderCacheManagerConfig": {COUNTS: "encoder_cache_manager_cls", _MEMORY: "manager_config"},
+    "EncoderCacheManagerConfig": {_MEMORY: "manager_config"},
     "LoRAConfig": {
-        COUNTS: "lora_dtype target_modules default_mm_loras enable_tower_connector_lora enable_mixed_moe_lora_format "
-        "enable_moe_shared_loras",
         _MEMORY: "max_lora_rank max_loras fully_sharded_loras max_cpu_loras max_lora_cls_labels",
         _ROUNDING: "specialize_active_lora",
     },
     "SpeculativeConfig": {
-        COUNTS: "method kv_cache_dtype draft_model_config draft_load_config attention_backend parallel_drafting "
-        "index_share_for_mtp_iteration use_heterogeneous_vocab disable_lookahead_block_hashes moe_backend",
         "its result is draft_model_config": "model quantization revision code_revision max_model_len "
         "target_model_config target_parallel_config",
         _RANKS: "draft_tensor_parallel_size tensor_parallel_size draft_parallel_config",
@@ -185,29 +153,14 @@ FIELDS: Table = {
     },
     # The KV cache's spec of a layer.
     "KVCacheSpec": {
-        COUNTS: "block_size dcp_sharded is_draft",
         "the worker's views end before padding": "block_stride_alignment page_size_padded",
     },
     "AttentionSpec": {
-        COUNTS: "num_kv_heads head_size dtype head_size_v kv_quant_mode num_head_slots state_content_bytes "
-        "tokens_per_state",
         _RANKS: "max_tp_shards",
     },
-    "FullAttentionSpec": {COUNTS: "sliding_window attention_chunk_size non_causal"},
-    "MLAAttentionSpec": {
-        COUNTS: "cache_dtype_str alignment model_version cache_role is_index_group_leader storage_block_size "
-        "non_causal_multi_token_decode topk_buffer_width",
-    },
-    "RSWASpec": {COUNTS: "rswa_window"},
-    "ChunkedLocalAttentionSpec": {COUNTS: "attention_chunk_size"},
-    "SlidingWindowSpec": {COUNTS: "sliding_window", "how long blocks are kept": "extra_retained_tokens"},
-    "SlidingWindowMLASpec": {COUNTS: "cache_dtype_str alignment model_version bounded_replay"},
-    "SinkFullAttentionSpec": {COUNTS: "sink_len"},
+    "SlidingWindowSpec": {"how long blocks are kept": "extra_retained_tokens"},
     "MambaSpec": {
-        COUNTS: "shapes dtypes mamba_type mamba_cache_mode num_heads tokens_per_state tp_replicated",
         "how many states are kept": "num_speculative_blocks num_prefill_checkpoint_blocks prefill_checkpoint_alignment",
     },
-    "HiSparseHotSpec": {COUNTS: "page_size blocks_per_request"},
-    "HiSparseResidentSpec": {COUNTS: "page_size"},
     "UniformTypeKVCacheSpecs": {"the scheduler sees its first spec alone (identity.py)": "kv_cache_specs"},
 }

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.facts import UnclearError, facts_of, rope_types_in, unknown_fields
-from kvoffload.engines.vllm.environment import environment, kernels, plugins, unknown_variables
+from kvoffload.engines.facts import UnclearError, facts_of, rope_types_in
+from kvoffload.engines.vllm.environment import environment, kernels, plugins
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.slices import offloaded_groups, spec_of_layer, stage_sizes
 from kvoffload.engines.vllm.versions import installed_version
@@ -73,12 +73,6 @@ def _paths(vllm_config: Any) -> str:
     drafter = drafter_with_kv(vllm_config)
     models = [vllm_config.model_config, *([] if drafter is None else [drafter.draft_model_config])]
     return json.dumps([[str(model.model), model.revision] for model in models])
-
-
-def unknown_options(vllm_config: Any, config: OffloadingConfig) -> list[str]:
-    """Return the options of vLLM and the variables that count because this version of kvoffload does not know them."""
-    options = [name for prefix, part in _parts(vllm_config, config) for name in unknown_fields(part, FIELDS, prefix)]
-    return options + unknown_variables()
 
 
 def _facts(vllm_config: Any, kv_cache_config: Any, config: OffloadingConfig, is_rank_free: bool) -> dict[str, str]:
