@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,66 +120,6 @@ class Reads:
             return read(path, stat)
 
         monkeypatch.setattr(weights, "_read", counted)
-
-
-def test_a_hash_is_cached_until_the_file_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
-    reads = Reads(monkeypatch)
-    large, small = tmp_path / "model.safetensors", tmp_path / "norms.safetensors"
-    write_tensors(large, {"a": 65 * MIB})
-    write_tensors(small, {"a": MIB})
-    first = fingerprint(tmp_path)
-    assert fingerprint(tmp_path) == first
-    assert sorted(reads.paths) == [large, small, small], "threads read the files in any order"
-    for change in (
-        lambda: write_at(large, 40 * MIB, b"new!"),
-        lambda: (shutil.copy(large, tmp_path / "copy"), os.replace(tmp_path / "copy", large)),
-        lambda: os.utime(large, (1, 1)),
-    ):
-        change()
-        reads.paths.clear()
-        assert fingerprint(tmp_path) != first
-        assert large in reads.paths
-
-
-def test_the_hash_of_a_file_that_was_just_written_is_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be written again within one tick of the clock of files."""
-    reads = Reads(monkeypatch)
-    write_tensors(tmp_path / "model.safetensors", {"a": 65 * MIB})
-    os.utime(tmp_path / "model.safetensors", (1, 1))
-    for _ in range(2):
-        fingerprint(tmp_path)
-    assert len(reads.paths) == 2
-
-
-@pytest.mark.parametrize("damage", [b"", b"1 2 3", b"\xff\xfe", None], ids=repr)
-def test_a_cache_that_cannot_be_read_or_written_costs_a_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
-) -> None:
-    monkeypatch.setattr(weights, "_SETTLED_S", -1.0)
-    reads = Reads(monkeypatch)
-    write_tensors(tmp_path / "model.safetensors", {"a": 65 * MIB})
-    if damage is None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "model.safetensors"))
-    first = fingerprint(tmp_path)
-    if damage is not None:
-        (entry,) = (cache_of(tmp_path) / "kvoffload" / "weights").iterdir()
-        entry.write_bytes(damage)
-    assert fingerprint(tmp_path) == first
-    assert len(reads.paths) == 2
-
-
-def cache_of(tmp_path: Path) -> Path:
-    return tmp_path.parent / f"{tmp_path.name}-cache"
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_of(tmp_path)))
-    yield
-    shutil.rmtree(cache_of(tmp_path), ignore_errors=True)
 
 
 def test_of_the_hub_s_blobs_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,12 @@ The content that an engine loads may differ from the content that kvoffload hash
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -56,11 +53,6 @@ STARTUP_S = 0.5
 
 _THREADS = 2
 _READ_BYTES = 1 << 20
-_LEAST_CACHED_BYTES = 64 << 20
-"""Smaller files are hashed again at each start."""
-_SETTLED_S = 2.0
-"""The hash of a file is cached only if the file changed longer ago, because another change could leave its times as
-they are."""
 
 _Stat = tuple[int, int, int, int, int]
 """Device, inode, size, and the times in ns of the last change of the content and of the inode."""
@@ -149,8 +141,7 @@ class Files:
     def name(self) -> str:
         """Return a hash of the files' paths and content.
 
-        Reads all files, except for blobs of the Hub and files that an earlier call on this host has read. Raises
-        ``OSError`` if a file cannot be read, or has changed.
+        Reads all files, except for blobs of the Hub. Raises ``OSError`` if a file cannot be read, or has changed.
         """
         with ThreadPoolExecutor(_THREADS) as threads:
             hashes = list(threads.map(self._hash_of, self.stats))
@@ -166,7 +157,7 @@ class Files:
             blob = Path(os.readlink(path))
             if blob.parent.name == "blobs" and _is_hash(blob.name):
                 return blob.name
-        return _cached(stat) or _read(path, stat)
+        return _read(path, stat)
 
 
 def fingerprint(directory: Path, patterns: Sequence[str] = WEIGHT_FILES) -> str:
@@ -217,40 +208,10 @@ def _is_hash(text: str) -> bool:
 
 
 def _read(path: Path, stat: _Stat) -> str:
-    is_settled = time.time() - max(stat[3:]) / 1e9 > _SETTLED_S
     digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         while num_read := file.readinto(buffer):
             digest.update(memoryview(buffer)[:num_read])
         if _stat_of(os.fstat(file.fileno())) != stat:
             raise OSError(f"{path} has changed")
-    if is_settled and stat[2] >= _LEAST_CACHED_BYTES:
-        _cache(stat, digest.hexdigest())
     return digest.hexdigest()
-
-
-def _entry_of(stat: _Stat) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "kvoffload" / "weights" / "-".join(map(str, stat[:2]))
-
-
-def _cached(stat: _Stat) -> str | None:
-    """Return the hash that ``_cache`` stored for a file with the same ``stat``."""
-    with contextlib.suppress(OSError, ValueError):
-        *known, content = _entry_of(stat).read_text().split()
-        if known == list(map(str, stat)) and _is_hash(content):
-            return content
-    return None
-
-
-def _cache(stat: _Stat, content: str) -> None:
-    entry = _entry_of(stat)
-    if not entry.is_absolute():  # this user has no home
-        return
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
-            file.write(" ".join(map(str, (*stat, content))))
-        os.replace(file.name, entry)
-    except OSError as exc:
-        logger.debug("kvoffload cannot cache the hash of a file: %s", exc)
