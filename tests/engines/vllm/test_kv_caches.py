@@ -60,8 +60,8 @@ def fill_distinct(views: list[torch.Tensor]) -> None:
         view.copy_(torch.arange(view.numel(), dtype=view.dtype).view(view.shape) + number * 10_000)
 
 
-def layers(views: list[torch.Tensor], page_bytes: int | None = None) -> list[LayerCache]:
-    return [LayerCache(f"layer{n}", (view,), page_bytes) for n, view in enumerate(views)]
+def layers(views: list[torch.Tensor]) -> list[LayerCache]:
+    return [LayerCache(f"layer{n}", (view,)) for n, view in enumerate(views)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def layers(views: list[torch.Tensor], page_bytes: int | None = None) -> list[Lay
 def test_blocks_carry_all_their_bytes_and_no_others(order: str, num_refs: int) -> None:
     views = layer_views(order)
     fill_distinct(views)
-    caches = canonicalize([layers(views, PAGE_BYTES)], NUM_BLOCKS)
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
 
     assert sum(ref.page_size_bytes for ref in caches.group_data_refs[0]) == 3 * PAGE_BYTES
     if order != "BHLNC":  # there the layers interleave head by head, and do not come out as neighbours in order
@@ -115,7 +115,7 @@ def test_views_are_bytes_of_the_same_memory() -> None:
 def test_padding_is_left_out() -> None:
     views = layer_views("LBHNC", pad=7)
     fill_distinct(views)
-    caches = canonicalize([layers(views, PAGE_BYTES)], NUM_BLOCKS)
+    caches = canonicalize([layers(views)], NUM_BLOCKS)
     assert [entry.page_size_bytes for entry in caches.tensors] == [PAGE_BYTES] * 3
     assert caches.tensors[0].tensor.stride(0) == PAGE_BYTES + 7 * 4
 
@@ -179,18 +179,17 @@ def test_neighbours_in_one_block_only_are_not_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "page_bytes", "words"),
+    ("tensor", "words"),
     [
-        (torch.zeros(7, 4), None, "cannot tell the dimension"),
-        (torch.zeros(3, NUM_BLOCKS, 4), None, "cannot tell the dimension"),
-        (torch.zeros(NUM_BLOCKS, 4), 12, "configuration says 12"),
-        (torch.zeros(4).expand(NUM_BLOCKS, 4), None, "overlap"),
-        (torch.zeros(NUM_BLOCKS, 4).as_strided((NUM_BLOCKS, 4), (2, 1)), None, "overlap"),
+        (torch.zeros(7, 4), "cannot tell the dimension"),
+        (torch.zeros(3, NUM_BLOCKS, 4), "cannot tell the dimension"),
+        (torch.zeros(4).expand(NUM_BLOCKS, 4), "overlap"),
+        (torch.zeros(NUM_BLOCKS, 4).as_strided((NUM_BLOCKS, 4), (2, 1)), "overlap"),
     ],
 )
-def test_what_is_not_understood_is_refused(tensor: torch.Tensor, page_bytes: int | None, words: str) -> None:
+def test_what_is_not_understood_is_refused(tensor: torch.Tensor, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
-        canonicalize([[LayerCache("layer0", (tensor,), page_bytes)]], NUM_BLOCKS)
+        canonicalize([layers([tensor])], NUM_BLOCKS)
 
 
 def test_two_blocks_may_mean_two_things() -> None:

@@ -32,8 +32,6 @@ class LayerCache:
     tensors: tuple[torch.Tensor, ...]
     """Usually one tensor, of shape (num_blocks, ...) or, with keys apart from values, (2, num_blocks, ...). num_blocks
     may also be multiplied by a whole number, if a tensor counts smaller kernel blocks."""
-    page_bytes: int | None = None
-    """The size of one GPU block of the layer, without padding; ``None`` if the engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,10 @@ def canonicalize(groups: Sequence[Sequence[LayerCache]], num_blocks: int) -> Can
     blocks on disk outlive this process. A layer that shares the memory of an earlier layer of its group is left out.
     Raises ``LayoutError`` for unknown layouts.
     """
-    runs = (_joined([run for layer in layers for run in _runs_of_layer(layer, num_blocks)]) for layers in groups)
+    runs = (
+        _joined([run for layer in layers for each in layer.tensors for run in _runs_of(layer.name, each, num_blocks)])
+        for layers in groups
+    )
     return _caches([[(run, None) for run in each] for each in runs], num_blocks)
 
 
@@ -180,18 +181,7 @@ def _view(run: _Run, num_blocks: int) -> torch.Tensor:
     return empty.set_(run.storage, run.offset, (num_blocks, run.num_bytes), (run.stride, 1))
 
 
-def _runs_of_layer(layer: LayerCache, num_blocks: int) -> list[_Run]:
-    runs = [run for tensor in layer.tensors for run in _runs_of_tensor(layer.name, tensor, num_blocks)]
-    page_bytes = sum(run.num_bytes for run in runs)
-    if layer.page_bytes is not None and page_bytes != layer.page_bytes:
-        raise LayoutError(
-            f"A GPU block of layer {layer.name} has {page_bytes} bytes of KV cache where the engine's configuration "
-            f"says {layer.page_bytes}; kvoffload does not know this layout."
-        )
-    return runs
-
-
-def _runs_of_tensor(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Run]:
+def _runs_of(name: str, tensor: torch.Tensor, num_blocks: int) -> Iterator[_Run]:
     dim = _block_dim(name, tensor, num_blocks)
     if tensor.shape[dim] != num_blocks:
         shape, strides = list(tensor.shape), list(tensor.stride())
