@@ -39,6 +39,7 @@ from kvoffload.engines.vllm.rejections import (
     WHILE_STARTING,
     WITH_KV_CACHE,
     Setup,
+    check_memory,
 )
 from kvoffload.errors import ConfigError, KVOffloadError, Problems, text_of
 
@@ -136,6 +137,10 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         rows.remove(ONE_PIECE)
         verdict.unjudged.append(f"{ONE_PIECE.setup}, because this vLLM runs on CPUs, where latent attention needs AMX")
     problems = problems_of(rows, Setup(vllm_config, config))
+    memory = Problems()
+    with memory:
+        check_memory(vllm_config, config)
+    problems += memory.found
     try:
         _let_vllm_continue()
         with _one_process():

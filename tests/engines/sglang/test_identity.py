@@ -83,7 +83,7 @@ def test_a_setting_of_a_newer_sglang_counts_unless_it_is_at_its_default() -> Non
 @pytest.mark.parametrize("record", [object(), msgspec.defstruct("ServerArgs", [("model_path", str, "")])()])
 def test_settings_that_cannot_be_read_are_refused(record: Any) -> None:
     with pytest.raises(ConfigError, match="server arguments"):
-        server_facts(record, resolved())
+        server_facts(record, {"model_path": ""})
 
 
 def test_scales_of_pages_count_by_the_content_of_their_file(tmp_path: Path) -> None:

@@ -319,6 +319,7 @@ def speculative(**changes: Any) -> Any:
     """vLLM's ``SpeculativeConfig`` in plain words."""
     draft = model_config(2)
     draft.model = "draft"
+    draft.get_total_num_hidden_layers = lambda: 1
     values = {"method": "eagle", "parallel_drafting": False, "draft_model_config": draft, "drop": True, "modules": 1}
     config = stub("SpeculativeConfig", **values | changes)
     config.use_eagle_block_drop = lambda: config.drop

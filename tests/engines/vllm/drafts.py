@@ -9,8 +9,9 @@ EAGLE-3. Attention selects positions anywhere in the context, so a wrong block o
 drafts. The tokens are the target's in any case.
 
 A second target has a layer with a sliding window before that layer, so that vLLM makes several KV groups. The window
-layer's effect is small: it changes tokens, but the same drafters are still right once in eight times. Another drafter
-has more KV heads than the target, and contains each of the target's heads twice.
+layer's effect is small: it changes tokens, but the same drafters are still right once in eight times. A third target
+has such a layer with full attention, for two stages of a pipeline. Another drafter has more KV heads than the target,
+and contains each of the target's heads twice.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Speculation:
 
 
 def write_drafts(directory: Path) -> dict[str, Speculation]:
-    """Write the models and return them by method. All targets answer alike, except the one with windows."""
+    """Write the models and return them by method. All targets with one layer answer alike."""
     import torch
 
     generator = torch.Generator().manual_seed(_SEED)
@@ -127,6 +128,7 @@ def write_drafts(directory: Path) -> dict[str, Speculation]:
     quiet = _layer(generator)
     quiet["self_attn.o_proj.weight"] *= _QUIET
     quiet["mlp.down_proj.weight"] *= 0.1
+    no_layers = {name: weight for name, weight in whole.items() if "layers" not in name}
     windows = _write(
         directory / "windows",
         _config(
@@ -136,14 +138,22 @@ def write_drafts(directory: Path) -> dict[str, Speculation]:
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=WINDOW,
         ),
-        {name: weight for name, weight in whole.items() if "layers" not in name}
-        | _under("model.layers.0.", quiet)
-        | _under("model.layers.1.", layer),
+        no_layers | _under("model.layers.0.", quiet) | _under("model.layers.1.", layer),
+    )
+    biases = {name: bias for name, bias in biased.items() if name.endswith(".bias")}
+    stages = _write(
+        directory / "stages",
+        _config("MiMoForCausalLM", "qwen2", num_hidden_layers=2, num_nextn_predict_layers=1),
+        no_layers
+        | _under("model.layers.0.", quiet | biases)
+        | _under("model.layers.1.", biased)
+        | _under("model.mtp_layers.0.", module),
     )
     drafts = {"num_speculative_tokens": NUM_DRAFTS}
     return {
         "eagle, other heads": Speculation(target, {"method": "eagle", "model": eagle_heads, **drafts}, HEADS),
         "eagle, windows": Speculation(windows, {"method": "eagle", "model": eagle, **drafts}),
+        "mtp, stages": Speculation(stages, {"method": "mtp", **drafts}),
         "eagle": Speculation(target, {"method": "eagle", "model": eagle, **drafts}),
         "eagle3": Speculation(target, {"method": "eagle3", "model": eagle3, **drafts}),
         "mtp": Speculation(mtp, {"method": "mtp", **drafts}),

@@ -254,3 +254,24 @@ class EarlyWriter(Worker):
 
     def _store(self, jobs: Iterable[TransferJob]) -> None:
         self.waiting |= {job.job_id: job for job in jobs}
+
+
+class FirstStage(Worker):
+    """A stage of a pipeline before the one with the drafter. If there are drafts, vLLM's V1 model runner does not tell
+    its connector that the forward pass has begun, so stores begin with the next step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._late: list[TransferJob] = []
+
+    def execute(self, output: Any, *args: Any) -> dict[str, list[int]]:
+        late, self._late = self._late, []
+        super()._store(late)
+        return super().execute(output, *args)
+
+    def _store(self, jobs: Iterable[TransferJob]) -> None:
+        self._late += jobs
+
+    def _begin_step(self, output: Any, requests: dict[str, Any]) -> None:
+        super()._store(output.kv_connector_metadata.meta.final_stores)
+        self._take_tables(output, requests)

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.engines.vllm.harness import CONNECTOR
-from tests.engines.vllm.scripted import SCRIPTED, EarlyWriter, ScriptedManager, ScriptedSpec, Worker
+from tests.engines.vllm.scripted import SCRIPTED, EarlyWriter, FirstStage, ScriptedManager, ScriptedSpec, Worker
 
 from kvoffload.base import TransferResult, make_offload_key
 from kvoffload.connector import ConnectorMeta, TransferJob, WorkerReport
@@ -111,12 +111,14 @@ class Steps:
         v2_model_runner: bool = False,
         context_ranks: int = 1,
         replicas: int = 1,
+        stages: int = 1,
         **options: Any,
     ) -> None:
         """``groups`` of ``attention()``; one of full attention by default. ``slots``: a ``ScriptedManager`` of so many
         blocks (``manager``). ``v2_model_runner``: which vLLM's CPU platform lacks, so that its worker is an
         ``EarlyWriter``. ``context_ranks``: of decode context parallelism, and ``replicas``, ranks that hold the same;
-        all of them report a transfer. ``options`` of the connector, instead of 1 MiB of host memory."""
+        all of them report a transfer. ``stages``: two for a pipeline over a layer each, whose last stage also has a
+        drafter's layer. ``options`` of the connector, instead of 1 MiB of host memory."""
         from vllm.config import KVEventsConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -128,7 +130,8 @@ class Steps:
 
         groups = groups or (attention(),)
         if slots is not None:
-            options = SCRIPTED | {"cpu_bytes_to_use": slots * PAGE_BYTES * context_ranks} | options
+            num_bytes = slots * PAGE_BYTES * context_ranks * stages**2
+            options = SCRIPTED | {"cpu_bytes_to_use": num_bytes} | options
         config = EngineArgs(
             model=model,
             dtype="float32",
@@ -142,9 +145,11 @@ class Steps:
         config.cache_config.num_gpu_blocks = num_gpu_blocks
         # vLLM's CPU platform turns these to its own taste.
         config.cache_config.block_size = BLOCK
-        self._num_ranks = context_ranks * replicas
-        config.parallel_config.distributed_executor_backend = "uni" if self._num_ranks == 1 else "mp"
-        config.parallel_config.world_size = config.parallel_config.tensor_parallel_size = self._num_ranks
+        of_stage = context_ranks * replicas
+        config.parallel_config.distributed_executor_backend = "uni" if of_stage * stages == 1 else "mp"
+        config.parallel_config.tensor_parallel_size = of_stage
+        config.parallel_config.pipeline_parallel_size = stages
+        config.parallel_config.world_size = of_stage * stages
         config.parallel_config.decode_context_parallel_size = context_ranks
         config.scheduler_config.async_scheduling = asynchronous
         config.scheduler_config.enable_chunked_prefill = True
@@ -183,11 +188,15 @@ class Steps:
         worker = EarlyWriter if v2_model_runner else Worker
         left_out = [index for index, spec in enumerate(groups) if not spec.prefix_cacheable]
         self.worker = worker(self.block_tokens, self.lookahead_tokens, self._state_groups, left_out)
-        self.worker.reads = {
-            group: functools.partial(first_read, spec)
-            for group, spec in enumerate(groups)
-            if group not in (*self._state_groups, *left_out)
-        }
+        self.workers = [*(FirstStage(self.block_tokens, 0) for _ in range(stages - 1)), *[self.worker] * of_stage]
+        """By rank."""
+        for each in self.workers:
+            each.reads = {
+                group: functools.partial(first_read, spec)
+                for group, spec in enumerate(groups)
+                if group not in (*self._state_groups, *left_out)
+            }
+            each.steps_under_way = self._depth
         self.manager: ScriptedManager | None = ScriptedSpec.latest if slots is not None else None
         self.metas: list[ConnectorMeta] = []
         """The messages to the workers, by step."""
@@ -195,7 +204,6 @@ class Steps:
         """The KV events that vLLM would publish."""
         self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
         self.failing = self.worker.failing
-        self.worker.steps_under_way = self._depth
 
     def add(self, request_id: str, tokens: list[int], new_tokens: int, **sampling: Any) -> Any:
         request = self.request(request_id, tokens, new_tokens, **sampling)
@@ -217,10 +225,15 @@ class Steps:
         output = self.scheduler.schedule()
         meta: ConnectorMeta = output.kv_connector_metadata.meta
         self.metas.append(meta)
-        sampled = self.worker.execute(output, self.scheduler.requests, token, accept)
+        by_worker = {
+            worker: worker.execute(output, self.scheduler.requests, token, accept)
+            for worker in dict.fromkeys(self.workers)
+        }
+        ended = {worker: worker.take_ended() for worker in by_worker}
+        jobs = [(rank, job) for rank, worker in enumerate(self.workers) for job in ended[worker]]
         awaited = [job for job in meta.loads if job.within_step]
         undefined = {job.job_id for job in awaited if job.source is None or job.request_id in self.failing}
-        self._in_flight.append((output, sampled, self.worker.take_ended(), frozenset(undefined)))
+        self._in_flight.append((output, by_worker[self.worker], jobs, frozenset(undefined)))
         self.check()
         while len(self._in_flight) > self._depth:
             self.deliver()
@@ -240,8 +253,7 @@ class Steps:
         report = WorkerReport(
             tuple(
                 (rank, TransferResult(job.job_id, job.request_id not in self.failing | lost, seconds=1e-6))
-                for job in jobs
-                for rank in range(self._num_ranks)
+                for rank, job in jobs
             ),
             undefined,
         )
@@ -316,6 +328,9 @@ class Steps:
             if state is None:
                 continue
             found.append(block)
+            for stage in self.workers[:-1] if self.workers[0] is not self.worker else ():
+                contents = [tuple(tokens[: block * size + offset + 1]) for offset in range(size)]
+                assert stage.slots[state.block_id] == contents, f"block {block} of the first stage"
             if group in self._state_groups:
                 content, end = self.worker.slots[state.block_id][0], (block + 1) * size
                 assert content == tuple(tokens[:end]), f"the state at {end} tokens: {content}"

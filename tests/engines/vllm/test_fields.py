@@ -16,7 +16,7 @@ from kvoffload.engines.vllm.fields import FIELDS
 COUNTS = "changes bytes"
 FOLLOWED = {
     COUNTS,
-    "counts where adapters may be in tiers (identity.py)",
+    "counts in the keys of adapters (adapters.py), or in the namespace (identity.py)",
     "counts where the drafter has KV (identity.py)",
 }
 """Reasons of fields whose own fields are looked at."""

@@ -11,6 +11,7 @@ from tests.engines.models import write_falcon_h1, write_gemma3, write_llama
 
 from kvoffload.cli import main
 from kvoffload.cli.judge import Verdict, judge
+from kvoffload.cpu.memory_limits import memory_bytes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -93,6 +94,16 @@ def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(models: Path, tmp_p
 def test_states_without_a_prefix_cache_are_rejected(models: Path, tmp_path: Path) -> None:
     (problem,) = verdict(models, tmp_path, "hybrid", "--no-enable-prefix-caching").problems
     assert "recurrent states without vLLM's prefix cache" in problem
+
+
+def test_engines_that_do_not_fit_into_this_machine_together_are_rejected(models: Path, tmp_path: Path) -> None:
+    total = memory_bytes()
+    assert total is not None
+    file, one = tmp_path / "offload.json", str(models / "dense")
+    file.write_text(json.dumps({"cpu_bytes_to_use": total * 2 // 3}))
+    assert judge(file, one, []).problems == []
+    problems = judge(file, one, ["--data-parallel-size", "2"]).problems
+    assert any("2 engines on this machine" in each for each in problems), problems
 
 
 def test_an_argument_that_vllm_does_not_know_is_named(models: Path, tmp_path: Path) -> None:

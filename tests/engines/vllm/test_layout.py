@@ -168,14 +168,6 @@ def of_stages(stages: int, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.vllm
-def test_a_drafter_with_kv_is_refused_over_stages() -> None:
-    check_engine(of_stages(5))
-    check_engine(of_stages(2, speculative_config=speculative(method="ngram")))
-    with pytest.raises(ConfigError, match="2 stages and 'eagle'"):
-        check_engine(of_stages(2, speculative_config=speculative()))
-
-
 def of_stage(num_layers: int, *more_groups: Any) -> Any:
     """The KV cache of a rank with ``num_layers`` of one group; pages of 4 KiB per layer."""
     caches = kv_cache_config(attention(), *more_groups)
@@ -187,15 +179,31 @@ def of_stage(num_layers: int, *more_groups: Any) -> Any:
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("stages", "partition", "sizes"),
-    [(5, None, (2, 2, 3, 3, 2)), (2, "5,7", (5, 7)), (2, "7,5", (7, 5)), (3, None, (4, 4, 4))],
+    ("stages", "partition", "method", "sizes"),
+    [
+        (5, None, "ngram", (2, 2, 3, 3, 2)),
+        (2, "5,7", None, (5, 7)),
+        (2, "7,5", None, (7, 5)),
+        (3, None, None, (4, 4, 4)),
+        (3, None, "eagle", (4, 4, 5)),  # the last stage has the drafter's layer
+        (2, "7,5", "mtp", (7, 6)),
+        (2, "7,5", "draft_model", (7, 6)),
+        (2, "6,6", "eagle3", (6, 7)),
+    ],
 )
 def test_each_slice_is_as_large_as_the_largest_stage_s(
-    stages: int, partition: str | None, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    stages: int,
+    partition: str | None,
+    method: str | None,
+    sizes: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if partition is not None:
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-    config = of_stages(stages)
+    config = of_stages(stages, speculative_config=None if method is None else speculative(method=method))
+    check_engine(config)
+    for rank, size in enumerate(sizes):
+        check_kv_cache(config, of_stage(size), rank)
     layouts = [
         layout_of(config, of_stage(size), parse_config(EXTRA), rank, is_worker=True) for rank, size in enumerate(sizes)
     ]
@@ -211,6 +219,29 @@ def test_unequal_stages_of_layers_that_differ_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"stages have 2, 2, 3, 3, 2 layers.*a divisor of"):
             check_kv_cache(config, caches)
     check_kv_cache(of_stages(3), of_stage(4, sliding(64)))  # equal stages
+
+
+@pytest.mark.vllm
+def test_over_stages_a_drafter_needs_the_kv_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the last stage, whose size the other stages must know."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "6,5,1")
+    config = of_stages(3, speculative_config=speculative())
+    check_kv_cache(config, of_stage(2), rank=2)
+    unlike = of_stage(2)
+    target, drafter = unlike.kv_cache_groups[0].kv_cache_spec, attention(num_kv_heads=4)
+    unlike.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(
+        block_size=16, kv_cache_specs={"layers.11": target, "draft": drafter}
+    )
+    for caches in (unlike, of_stage(1), of_stage(2, sliding(64))):
+        with pytest.raises(ConfigError, match="stages have 6, 5, 2 layers"):
+            check_kv_cache(config, caches, rank=2)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "7,5")
+    equal = of_stages(2, speculative_config=speculative())
+    equal.speculative_config.draft_model_config.get_total_num_hidden_layers = lambda: 2
+    with pytest.raises(ConfigError, match="stages have 7, 7 layers"):
+        check_kv_cache(equal, of_stage(7, sliding(64)))
 
 
 @BOTH

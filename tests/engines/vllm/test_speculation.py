@@ -15,6 +15,7 @@ from tests.engines.models import HEAD_DIM
 from tests.engines.vllm.drafts import KV_HEADS, Speculation
 from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.prompts import BLOCK_TOKENS, crowd, long_prompts
+from tests.engines.vllm.test_topologies import TWO_CORES, TWO_STAGES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -71,6 +72,33 @@ def test_a_drafter_finds_its_kv_again(method: str, drafts: dict[str, Speculation
     # more or fewer drafts are accepted, also on the device, depending on the order of the requests.
     assert rates["restored"] >= min(rates["computed"], rates["on the device"]) - 0.02
     assert rates["spoiled"] < 0.5 * rates["restored"]
+    assert {value for name, value in seen["idle"].items() if name != "used_blocks"} == {0}
+
+
+def test_over_a_pipeline_the_last_stage_keeps_the_drafters_layer(drafts: dict[str, Speculation]) -> None:
+    """Compare first tokens; see ``first_stage.py``. The steps of ``test_speculation_steps.py`` show the rest.
+
+    vLLM's first runner does not start with EAGLE: it gives the drafter's layer the name of one of the target's.
+    """
+    mtp = drafts["mtp, stages"]
+    baseline = run_child("baseline", model=mtp.target, family="long")
+    seen = run_child(
+        "return_once",
+        model=mtp.target,
+        speculative_config=mtp.config,
+        extra={"cpu_bytes_to_use": "64MiB"},
+        new_tokens=1,
+        environment=TWO_CORES,
+        worker_extension_cls="tests.engines.vllm.first_stage.Extension",
+        **TWO_STAGES,
+    )
+    for name in ("first", "again"):
+        assert seen[name] == {prompt: baseline[prompt]["tokens"][:1] for prompt in seen[name]}
+    assert {prompt: full_hit(PROMPTS[prompt], lookahead=1) for prompt in seen["again"]} == seen["again_cached"]
+    metrics = seen["metrics"]
+    assert metrics["primary_blocks"] == (64 << 20) // (2 * 2 * LAYER_BYTES), "slices of the larger stage"
+    assert metrics["store_bytes"] == metrics["primary_blocks_stored"] * 3 * LAYER_BYTES
+    assert metrics["load_bytes"] == sum(seen["again_cached"].values()) // BLOCK_TOKENS * 3 * LAYER_BYTES
     assert {value for name, value in seen["idle"].items() if name != "used_blocks"} == {0}
 
 

@@ -21,7 +21,7 @@ from kvoffload.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-METHODS = ["eagle", "draft_model", "ngram"]
+METHODS = ["eagle", "draft_model", "ngram", "mtp, stages"]
 SCHEDULING = [False, True]
 
 
@@ -40,6 +40,7 @@ def steps(request: pytest.FixtureRequest, drafts: dict[str, Speculation]) -> Ite
         speculative_config=speculation.config,
         slots=64,
         max_tokens_per_step=16,
+        stages=2 if method == "mtp, stages" else 1,
     )
     yield steps
     steps.close()
@@ -161,5 +162,5 @@ def test_mtp_with_several_modules_is_refused(drafts: dict[str, Speculation], tmp
     config = json.loads((target / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="several MTP modules at once"):
+    with pytest.raises(ConfigError, match="several MTP modules"):
         Steps(str(tmp_path), False, speculative_config={"method": "mtp", "num_speculative_tokens": 2})

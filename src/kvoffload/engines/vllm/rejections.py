@@ -20,7 +20,7 @@ from kvoffload.engines.vllm.arguments import CRYPTOGRAPHIC_HASHES, config_of
 from kvoffload.engines.vllm.identity import rope_follows_batch
 from kvoffload.engines.vllm.slices import KINDS, kind_of, layers_are_alike, stage_sizes, window_of
 from kvoffload.engines.vllm.versions import tells_of_sleep
-from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, why_unnamed
+from kvoffload.engines.vllm.weights import DRAFTERS_WITH_KV, drafter_with_kv, why_unnamed
 from kvoffload.engines.weights import outliving_tier
 from kvoffload.errors import Problems
 
@@ -28,7 +28,7 @@ DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator
 """Speculative methods whose drafter keeps no KV. A connector only sees tokens that may be rejected."""
 
 _ACCEPTED = "vLLM's offloading accepts it."
-_NAMES_FILES = "vLLM's file tier accepts it. It separates blocks by model name, ranks and dtype."
+_NAMES_FILES = "vLLM's file tier accepts it, and separates blocks only by model name, ranks and dtype."
 _WITHOUT = "serve this model without kvoffload"
 
 
@@ -92,12 +92,6 @@ def _engines_over_nodes(setup: Setup) -> str | None:
 def _prefill_context(setup: Setup) -> str | None:
     size = setup.engine.parallel_config.prefill_context_parallel_size
     return _if(size > 1, f"prefill_context_parallel_size is {size}")
-
-
-def _drafter_over_stages(setup: Setup) -> str | None:
-    speculative, stages = setup.engine.speculative_config, setup.engine.parallel_config.pipeline_parallel_size
-    has_kv = speculative is not None and speculative.method in DRAFTERS_WITH_KV
-    return _if(has_kv and stages > 1, f"{stages} stages and {has_kv and speculative.method!r}")
 
 
 def _drafter(setup: Setup) -> str | None:
@@ -214,7 +208,8 @@ def _unequal_windows(setup: Setup) -> str | None:
 
 def _unequal_stages(setup: Setup) -> str | None:
     sizes = stage_sizes(setup.engine)
-    is_wrong = len(set(sizes)) > 1 and not layers_are_alike(setup.engine, setup.kv_cache, setup.rank)
+    may_differ = len(set(sizes)) > 1 or (len(sizes) > 1 and drafter_with_kv(setup.engine) is not None)
+    is_wrong = may_differ and not layers_are_alike(setup.engine, setup.kv_cache, setup.rank)
     return _if(is_wrong, f"its stages have {', '.join(map(str, sizes))} layers")
 
 
@@ -236,7 +231,7 @@ FAILURE_POLICY = Rejection(
     applies=_policy,
     reason="vLLM would fail a request whose load fails",
     remedy='set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
-    opened_by="None planned: a failed load is a miss.",
+    opened_by="None is planned, because a failed load must cost only time.",
     peers="vLLM's offloading accepts it, but raises an error in the worker if a load fails.",
 )
 ROLE = Rejection(
@@ -244,7 +239,7 @@ ROLE = Rejection(
     applies=_role,
     reason="kvoffload both stores and loads",
     remedy='set "kv_role": "kv_both" in --kv-transfer-config',
-    opened_by="A use for a server that only stores or only loads.",
+    opened_by="A user who needs a server that only stores or only loads.",
     peers="vLLM's offloading ignores the role.",
 )
 EXPERTS = Rejection(
@@ -252,8 +247,8 @@ EXPERTS = Rejection(
     applies=lambda setup: _if(setup.engine.aux_output_config.enabled),
     reason="a loaded block does not contain the experts that computed it",
     remedy="leave it out, or serve without kvoffload",
-    opened_by="A GPU test. vLLM 0.33 limits hits to tokens whose experts it knows, but only its V2 model runner "
-    "returns experts, and the CPU platform lacks it.",
+    opened_by="A test on a GPU. vLLM 0.33 limits hits to tokens whose experts it knows, but only its V2 model runner "
+    "returns experts, and the CPU platform lacks this runner.",
     peers=_ACCEPTED,
 )
 HASHES = Rejection(
@@ -261,7 +256,7 @@ HASHES = Rejection(
     applies=_hashes,
     reason="a client can create two prompts with one hash, and readers of the tier would get the KV of the wrong one",
     remedy=f"set --prefix-caching-hash-algo to one of {', '.join(CRYPTOGRAPHIC_HASHES)}, or leave out the tier",
-    opened_by="Another cryptographic hash in vLLM.",
+    opened_by="Nothing, unless vLLM adds another cryptographic hash.",
     peers=_ACCEPTED,
 )
 
@@ -273,7 +268,7 @@ ONE_PIECE = Rejection(
     "models in which a token sees later tokens (HRM), and for latent attention on CPUs without AMX",
     remedy="serve this model without kvoffload, or leave out --no-enable-chunked-prefill and "
     "--no-enable-prefix-caching",
-    opened_by="None: there is nothing to load.",
+    opened_by="Nothing, because there is nothing to load.",
     peers="vLLM asks its connectors in this case too, which can cause wrong answers.",
 )
 BEFORE_LOAD = (
@@ -284,7 +279,7 @@ BEFORE_LOAD = (
         applies=_launcher,
         reason="each rank has its own scheduler, and their lookups may get different answers",
         remedy="set --distributed-executor-backend to mp or ray",
-        opened_by="One rank that decides for all of them.",
+        opened_by="One rank would have to decide for all ranks.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -292,7 +287,7 @@ BEFORE_LOAD = (
         applies=_engines_over_nodes,
         reason="no test has shown that their tiers return correct blocks",
         remedy="leave out secondary_tiers, or run each engine without --data-parallel-size",
-        opened_by="A test with two such engines.",
+        opened_by="A test that runs two such engines.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -300,8 +295,8 @@ BEFORE_LOAD = (
         applies=lambda setup: _if(setup.engine.parallel_config.enable_fault_tolerance),
         reason="a worker that fails before it starts the transfers of a step never reports that they ended",
         remedy="leave it out, or serve without kvoffload",
-        opened_by="A list in vLLM of the failed steps. vLLM 0.33 returns reports of failed workers, but only of those "
-        "that got as far as their transfers.",
+        opened_by="vLLM would have to report which steps failed. vLLM 0.33 returns the reports of failed workers only "
+        "if they got as far as their transfers.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -309,15 +304,7 @@ BEFORE_LOAD = (
         applies=_prefill_context,
         reason="its ranks divide the tokens of a block in a way that kvoffload does not know",
         remedy="set prefill_context_parallel_size to 1",
-        opened_by="Slices for its parts of the tokens, and vLLM's scheduler in a test.",
-        peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="pipelines with a drafter that has KV",
-        applies=_drafter_over_stages,
-        reason="only the last stage has the drafter's KV, and no test has shown that it is right after a load",
-        remedy=f"use one of {', '.join(DRAFTERS_WITHOUT_KV)}, or set pipeline_parallel_size to 1",
-        opened_by="The number of the drafter's layers in every process, and a test that compares tokens.",
+        opened_by="Slices for these parts of the tokens, and a test with vLLM's scheduler.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -326,7 +313,7 @@ BEFORE_LOAD = (
         reason="no test has shown that the drafter's KV is right after a load",
         remedy=f"use one of {', '.join(DRAFTERS_WITH_KV + DRAFTERS_WITHOUT_KV)} with sequential drafting by one "
         "module, or serve without kvoffload",
-        opened_by="Tests that compare the number of accepted drafts after a load.",
+        opened_by="Tests that compare how many drafts are accepted after a load.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -334,7 +321,7 @@ BEFORE_LOAD = (
         applies=lambda setup: _if(setup.engine.attention_config.hisparse_config is not None),
         reason="HiSparse keeps KV in host memory itself",
         remedy="leave out its configuration, or serve without kvoffload",
-        opened_by="Offloading of the indexer's groups alone.",
+        opened_by="Offloading only the groups of the indexer, as vLLM does.",
         peers="vLLM's offloading stores only the groups of HiSparse's indexer.",
     ),
     Rejection(
@@ -343,7 +330,7 @@ BEFORE_LOAD = (
         # Xid 31, and a dead engine: vLLM issues 45363 and 45615.
         reason="vLLM frees the GPU's memory while kvoffload may be copying",
         remedy="leave out --enable-sleep-mode, or use a newer vLLM",
-        opened_by="vLLM 0.33.",
+        opened_by="An upgrade to vLLM 0.33.",
         peers="vLLM's offloading accepts it, and may crash.",
     ),
     Rejection(
@@ -351,7 +338,7 @@ BEFORE_LOAD = (
         applies=_sleep_backend,
         reason="kvoffload does not know how the backend treats pinned memory",
         remedy="leave out --sleep-mode-backend, or --enable-sleep-mode",
-        opened_by="A GPU test of the other backends.",
+        opened_by="A test of the other backends on a GPU.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -359,7 +346,7 @@ BEFORE_LOAD = (
         applies=_pooled,
         reason="vLLM cannot skip any token of these prompts",
         remedy=_WITHOUT,
-        opened_by="None: there is nothing to load.",
+        opened_by="Nothing, because there is nothing to load.",
         peers="vLLM turns its own prefix cache off for them, but asks its connectors.",
     ),
     ONE_PIECE,
@@ -368,7 +355,7 @@ BEFORE_LOAD = (
         applies=_rope,
         reason="one longer request changes the rotary frequencies of its whole batch, so equal tokens have unequal KV",
         remedy=f"set --max-model-len to the trained length at most, or {_WITHOUT}",
-        opened_by="Frequencies for each request in transformers.",
+        opened_by="transformers would have to compute the frequencies of each request separately.",
         peers="vLLM's prefix cache and offloading accept it, and may return wrong answers.",
     ),
     Rejection(
@@ -376,7 +363,7 @@ BEFORE_LOAD = (
         applies=lambda setup: _if(setup.engine.model_config.is_diffusion),
         reason="vLLM may end a request whose last tokens have the KV of a draft",
         remedy=_WITHOUT,
-        opened_by="A mark in vLLM on blocks that are final.",
+        opened_by="vLLM would have to say which blocks are final.",
         peers=_ACCEPTED,
     ),
     EXPERTS,
@@ -386,7 +373,7 @@ BEFORE_LOAD = (
         applies=_measured_scales,
         reason="each process measures its own scales, so another process would misread the blocks",
         remedy="leave out the option or the tier",
-        opened_by="Scales in the blocks' names, fixed before the first block.",
+        opened_by="Scales that are fixed before the first block, and are part of its key.",
         peers=_NAMES_FILES,
     ),
     Rejection(
@@ -394,7 +381,7 @@ BEFORE_LOAD = (
         applies=_unnamed_weights,
         reason="the tier would serve their KV to servers with other weights",
         remedy='set weights_version to a name of the weights or to {"file": path}, or leave out the tier',
-        opened_by="Hashes of weights that come from elsewhere than the model's files.",
+        opened_by="A hash of weights that do not come from the model's files.",
         peers=_NAMES_FILES,
     ),
     Rejection(
@@ -402,7 +389,7 @@ BEFORE_LOAD = (
         applies=_numbered_media,
         reason="vLLM then numbers media instead of hashing them, and each server starts with the same numbers",
         remedy="leave out one of these options, or media_never_change",
-        opened_by="Hashes in vLLM for all media.",
+        opened_by="vLLM would have to hash all media. Without media_never_change, kvoffload hashes them itself.",
         peers=_NAMES_FILES,
     ),
     Rejection(
@@ -410,7 +397,7 @@ BEFORE_LOAD = (
         applies=_unknown_layout,
         reason="vLLM would not start with it",
         remedy="choose one of these, or leave out kv_cache_layout",
-        opened_by="A vLLM with this layout.",
+        opened_by="A version of vLLM that has this layout.",
         peers="vLLM's offloading always asks for LBHNC.",
     ),
     Rejection(
@@ -418,7 +405,7 @@ BEFORE_LOAD = (
         applies=_latent_layout,
         reason="no test has shown that other layouts of latent attention are right",
         remedy="leave out kv_cache_layout",
-        opened_by="A GPU test of these layouts.",
+        opened_by="A test of these layouts on a GPU.",
         peers="vLLM's offloading always asks for LBHNC.",
     ),
 )
@@ -429,15 +416,16 @@ NO_GROUP = Rejection(
     applies=lambda setup: _if(not setup.kv_cache.prefix_cacheable_group_ids),
     reason="there is nothing to offload",
     remedy=_WITHOUT,
-    opened_by="None: there is nothing to load.",
+    opened_by="Nothing, because there is nothing to load.",
     peers="vLLM's offloading rejects them too.",
 )
 UNEQUAL_STAGES = Rejection(
-    setup="pipeline stages of unequal size in models whose layers keep different KV",
+    setup="pipeline stages of unequal size, or with a drafter in the last one, if layers keep different KV",
     applies=_unequal_stages,
     reason="a process cannot compute the size of the other stages' blocks",
-    remedy="set pipeline_parallel_size to a divisor of the number of layers",
-    opened_by="The KV cache of each stage in every process. vLLM shows the scheduler only that of rank 0.",
+    remedy="set pipeline_parallel_size to a divisor of the number of layers, and use one of "
+    f"{', '.join(DRAFTERS_WITHOUT_KV)} as the drafter",
+    opened_by="vLLM would have to show every process the KV cache of each stage. It shows the scheduler only rank 0's.",
     peers="vLLM's offloading accepts it. Each worker stores files of its own size.",
 )
 
@@ -447,7 +435,7 @@ WITH_KV_CACHE = (
         applies=_other_layout,
         reason="this model's attention backend lacks it, or VLLM_KV_CACHE_LAYOUT is set",
         remedy="leave out kv_cache_layout, or choose another attention backend",
-        opened_by="An attention backend with this layout.",
+        opened_by="An attention backend that supports this layout.",
         peers="vLLM's offloading uses the layout that it gets.",
     ),
     Rejection(
@@ -455,7 +443,7 @@ WITH_KV_CACHE = (
         applies=_drafter_beside_groups,
         reason="vLLM itself then returns other tokens than without drafts",
         remedy=f"use one of {', '.join(DRAFTERS_WITHOUT_KV)}, or serve without kvoffload",
-        opened_by="A fix in vLLM.",
+        opened_by="A repair in vLLM.",
         peers=_ACCEPTED,
     ),
     NO_GROUP,
@@ -464,15 +452,15 @@ WITH_KV_CACHE = (
         applies=_unknown_groups,
         reason="block hashes do not determine their content",
         remedy=_WITHOUT,
-        opened_by="Hashes in vLLM of all inputs of these groups.",
-        peers="vLLM's offloading asserts that a group has full, windowed, chunked or recurrent attention.",
+        opened_by="vLLM would have to hash all inputs of these groups.",
+        peers="vLLM's offloading rejects them too.",
     ),
     Rejection(
         setup="KV groups with layers of different windows",
         applies=_unequal_windows,
         reason="kvoffload keeps one window for each group",
         remedy=_WITHOUT,
-        opened_by="The largest window of the group, and a test.",
+        opened_by="Using the largest window of the group, and a test.",
         peers="vLLM's offloading uses the window of one layer.",
     ),
     UNEQUAL_STAGES,
@@ -481,7 +469,7 @@ WITH_KV_CACHE = (
         applies=_several_allocations,
         reason="kvoffload expects one size of blocks for all groups",
         remedy=f"{_WITHOUT}, or use a vLLM version that kvoffload was tried with",
-        opened_by="A model with such a KV cache in a supported vLLM.",
+        opened_by="A model that has such a KV cache in a supported version of vLLM.",
         peers="vLLM's offloading reads the size of each group.",
     ),
     Rejection(
@@ -489,15 +477,15 @@ WITH_KV_CACHE = (
         applies=lambda setup: _if(any(spec.mamba_cache_mode != "align" for spec in setup.states)),
         reason="vLLM keeps states only with it",
         remedy="add --enable-prefix-caching",
-        opened_by="None: there is no state to store.",
-        peers="vLLM's offloading asserts this, and names the same option.",
+        opened_by="Nothing, because there is no state to store.",
+        peers="vLLM's offloading rejects it too, and names the same option.",
     ),
     Rejection(
         setup="short convolutions (LFM2)",
         applies=lambda setup: _if(any(spec.mamba_type.name == "SHORT_CONV" for spec in setup.states)),
         reason="no test has shown that they are right after a load",
         remedy=_WITHOUT,
-        opened_by="A model of this kind that vLLM's CPU platform can run, or a GPU test.",
+        opened_by="A test on a GPU, or a model of this kind that vLLM's CPU platform can run.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -505,7 +493,8 @@ WITH_KV_CACHE = (
         applies=lambda setup: _if(setup.states and setup.engine.speculative_config is not None),
         reason="a rejected draft rolls a state back after the step that computed it",
         remedy=f"serve this model without a speculative_config, or {_WITHOUT.removeprefix('serve this model ')}",
-        opened_by="300 equal answers on a GPU. vLLM's CPU platform lacks the kernel that copies states between drafts.",
+        opened_by="A test on a GPU that compares 300 answers. vLLM's CPU platform lacks the kernel that copies states "
+        "between drafts.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -513,7 +502,7 @@ WITH_KV_CACHE = (
         applies=lambda setup: _if(setup.states and setup.engine.cache_config.use_replayssm),
         reason="a block may lack the latest tokens of its state",
         remedy="leave it out, or serve without kvoffload",
-        opened_by="A mark in vLLM on states that are complete.",
+        opened_by="vLLM would have to say which states are complete.",
         peers=_ACCEPTED,
     ),
     Rejection(
@@ -521,7 +510,7 @@ WITH_KV_CACHE = (
         applies=_hashes_between_states,
         reason="vLLM then hashes blocks that end between two states",
         remedy="leave out both options, or serve without kvoffload",
-        opened_by="Hits that end at states only, with a test.",
+        opened_by="Limiting hits to ends of states, and a test.",
         peers="vLLM's offloading accepts it if the hash size divides the block size.",
     ),
 )
@@ -531,21 +520,21 @@ TWO_CONNECTORS = Rejection(
     setup="two of kvoffload's connectors in one engine",
     reason="both would write to one host memory",
     remedy="name KVOffloadConnector once in the MultiConnector",
-    opened_by="None: one connector can use several tiers.",
+    opened_by="Nothing, because one connector can use several tiers.",
     peers=_ACCEPTED,
 )
 NO_SHARED_MEMORY = Rejection(
     setup="ranks that do not share the memory of the scheduler's node",
     reason="the scheduler and the ranks must use the same host memory",
     remedy="put all ranks on one node, with one /dev/shm, or start vLLM on each node with --nnodes",
-    opened_by="An executor other than mp that tells which ranks are on which node, so that each node gets a region.",
+    opened_by="An executor that tells which ranks are on which node, as mp does. Each node then gets its own memory.",
     peers="vLLM's offloading accepts it. Each worker opens the region by its path in /dev/shm.",
 )
 UNCLEAR = Rejection(
     setup="persistent tiers with an option or a platform that kvoffload cannot read",
     reason="other servers could get KV that this server would not compute",
     remedy="leave out the option or the tier",
-    opened_by="A row for this option in kvoffload's table of options.",
+    opened_by="A rule in kvoffload for this option or platform.",
     peers=_NAMES_FILES,
 )
 UNREADABLE_WEIGHTS = Rejection(
@@ -553,21 +542,21 @@ UNREADABLE_WEIGHTS = Rejection(
     reason="kvoffload cannot tell these weights from others",
     remedy='make the files readable, set weights_version to a name of the weights or to {"file": path}, or leave out '
     "the tier",
-    opened_by="None: their content is the only proof.",
+    opened_by="Nothing, because only the content of the files proves what they are.",
     peers=_NAMES_FILES,
 )
 UNKNOWN_TENSORS = Rejection(
     setup="KV tensors in a layout that kvoffload cannot read",
     reason="a wrong guess would give wrong tokens",
     remedy="choose another attention backend, or serve without kvoffload",
-    opened_by="A rule for this layout.",
+    opened_by="A rule in kvoffload for this layout.",
     peers="vLLM's offloading stops with an error.",
 )
 ONE_NODE_TIER = Rejection(
     setup="tiers of other packages that do their own I/O, if an engine spans several nodes",
     reason="such a tier runs only on the scheduler's node",
     remedy="leave the tier out, or run one engine per node",
-    opened_by="A store of that package, which an agent on each node can use.",
+    opened_by="The package would have to provide a store, which kvoffload can use on each node.",
     peers="vLLM's tiers run in each worker.",
 )
 
@@ -590,13 +579,19 @@ def check_engine(vllm_config: Any) -> OffloadingConfig:
     problems = Problems()
     for problem in problems_of(BEFORE_LOAD, Setup(vllm_config, config)):
         problems.add(problem)
-    parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size_local > 1:  # every engine core on this machine uses all of cpu_bytes_to_use
-        mount = SHM if parallel.distributed_executor_backend != "uni" else None
-        with problems:
-            check_all_engines(config.cpu_bytes, parallel.data_parallel_size_local, mount=mount)
+    with problems:
+        check_memory(vllm_config, config)
     problems.raise_found()
     return config
+
+
+def check_memory(vllm_config: Any, config: OffloadingConfig) -> None:
+    """Raise ``CapacityError`` if this machine has too little memory for all of its data-parallel engines. Each of them
+    uses all of ``cpu_bytes_to_use``."""
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size_local > 1:
+        mount = SHM if parallel.distributed_executor_backend != "uni" else None
+        check_all_engines(config.cpu_bytes, parallel.data_parallel_size_local, mount=mount)
 
 
 def check_kv_cache(vllm_config: Any, kv_cache_config: Any, rank: int = 0) -> None:

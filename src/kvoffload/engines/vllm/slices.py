@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import GroupKind, RankSlice
+from kvoffload.engines.vllm.weights import drafter_with_kv
 
 KINDS = {
     "full_attention": GroupKind.FULL_ATTENTION,
@@ -76,15 +77,18 @@ def _held(vllm_config: Any, kv_cache_config: Any) -> list[int]:
 
 
 def stage_sizes(vllm_config: Any) -> list[int]:
-    """Return the number of the model's layers in each stage of the pipeline."""
+    """Return the number of layers in each stage of the pipeline. The last stage also has the layers of a drafter."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
-    if stages == 1:
-        return [num_layers]
-    from vllm.distributed.utils import get_pp_indices
+    sizes = [num_layers]
+    if stages > 1:
+        from vllm.distributed.utils import get_pp_indices
 
-    bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
-    return [end - start for start, end in bounds]
+        bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
+        sizes = [end - start for start, end in bounds]
+    if (drafter := drafter_with_kv(vllm_config)) is not None:
+        sizes[-1] += int(drafter.draft_model_config.get_total_num_hidden_layers())
+    return sizes
 
 
 def page_bytes(vllm_config: Any, kv_cache_config: Any, rank: int) -> int:
@@ -111,7 +115,10 @@ def layers_are_alike(vllm_config: Any, kv_cache_config: Any, rank: int) -> bool:
     num_layers = stage_sizes(vllm_config)[stage_of(vllm_config, rank)]
     groups = kv_cache_config.kv_cache_groups
     names = groups[0].layer_names if len(groups) == 1 else []
-    return bool(names) and not len(names) % num_layers and not _bytes_per_gpu_block(kv_cache_config) % num_layers
+    specs = getattr(groups[0].kv_cache_spec, "kv_cache_specs", {})  # in a worker, if the layers of its group differ
+    is_one_size = len({spec.page_size_bytes for spec in specs.values()}) < 2
+    num_bytes = _bytes_per_gpu_block(kv_cache_config)
+    return bool(names) and is_one_size and not len(names) % num_layers and not num_bytes % num_layers
 
 
 def _bytes_per_gpu_block(kv_cache_config: Any) -> int:
