@@ -474,9 +474,9 @@ def two_ranks(model: str, extra: dict[str, Any], family: str = "long", **options
     return result
 
 
-def return_once(model: str, extra: dict[str, Any], **options: Any) -> dict[str, Any]:
+def return_once(model: str, extra: dict[str, Any], new_tokens: int | None = None, **options: Any) -> dict[str, Any]:
     """Serve some long prompts, and all of them again after the device has evicted them."""
-    prompts = long_prompts(4)
+    prompts = [Prompt(each.name, each.token_ids, new_tokens or each.new_tokens) for each in long_prompts(4)]
     engine = Engine(model, extra=extra, gpu_blocks=200, **options)
     result: dict[str, Any] = {}
     for name in ("first", "again"):
@@ -773,6 +773,64 @@ def weights_without_a_reset(model: str, other: str, extra: dict[str, Any]) -> di
     result["idle"] = idle_state(engine)
     engine.close()
     return result
+
+
+def sleeps(model: str, other: str, extra: dict[str, Any], version_file: str) -> dict[str, Any]:
+    """Follow the recipes for sleep, for a release of KV memory, and for new weights after a sleep."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    CPUWorker.discard = lambda self, tags: None  # it cannot release memory, but ``_lose_kv`` has the same effect
+    prompts = long_prompts(4)
+    Path(version_file).write_text("first")
+    engine = Engine(model, extra=extra | {"weights_version": {"file": version_file}}, gpu_blocks=200)
+    llm, result = engine.llm, dict[str, Any]()
+
+    def ask(name: str) -> None:
+        before = engine.metrics().get("promotions|ok", 0)
+        result[name], cached = engine.answers(prompts)
+        engine.drain()
+        result[f"{name} cached"] = cached
+        result[f"{name} read"] = engine.metrics().get("promotions|ok", 0) - before
+
+    def wake_with(path: str, version: str) -> None:
+        llm.sleep(level=2)
+        _lose_kv(engine)
+        llm.wake_up()
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        Path(version_file).write_text(version)
+        assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    ask("first")
+    llm.sleep(level=1)
+    _lose_kv(engine)
+    llm.wake_up()
+    ask("slept")
+    llm.sleep(level=0)
+    llm.release_kv_cache_memory()
+    _lose_kv(engine)
+    llm.wake_up(tags=["kv_cache"])
+    ask("released")
+    wake_with(other, "second")
+    ask("other weights")
+    llm.sleep(level=1)
+    llm.wake_up()
+    ask("other weights, slept")
+    wake_with(model, "first")
+    ask("first weights again")
+    llm.sleep(level=2)
+    _lose_kv(engine)
+    llm.wake_up()
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": other})  # without a reset
+    ask("without a reset")
+    result["idle"] = idle_state(engine)
+    engine.close()
+    return result
+
+
+def _lose_kv(engine: Engine) -> None:
+    """Overwrite the KV cache, as if its memory had been released."""
+    for cache in engine.core.model_executor.driver_worker.worker.model_runner.kv_caches:
+        cache.uniform_(-3, 3)
 
 
 def _look_at_the_worker(part: Any) -> str:
