@@ -71,8 +71,8 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A promise that no LoRA adapter is ever replaced under the same name and path. Without it, kvoffload hashes
     the files of adapters if there is a persistent tier. Set it if the files are not on the engine's host."""
     media_never_change: bool = False
-    """A promise that a ``uuid`` always names the same image, video or sound. Without it, kvoffload ignores requests
-    with media if there is a persistent tier."""
+    """A promise that a ``uuid`` always names the same image, video or sound. Without it, kvoffload hashes the content
+    of media if there is a persistent tier."""
     reset_tiers: bool = True
     """If false, a reset under the same ``weights_version`` resets only host memory."""
     load_policy: Literal["cost", "always"] = "cost"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -92,7 +92,9 @@ def check_config(
         problems.add("kvoffload can check vLLM's arguments only together with a model: add --model.")
     # A text with a variable that is not set is wrong in other ways, too.
     problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
-    answer = {} if verdict is None else {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged}
+    answer: dict[str, Any] = {}
+    if verdict is not None:
+        answer = {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged, "notes": verdict.notes}
     if problems.found:
         if as_json:
             print_json({"problems": problems.found, **answer})
@@ -118,6 +120,8 @@ def check_config(
         print(f"With several GPUs, or on vLLM's CPU platform, a server rejects this: {exc}")
     if verdict is not None and verdict.judged_by:
         print(f"\nYes, kvoffload works with {model} and these arguments{_judged_by(verdict)}.")
+        for note in verdict.notes:
+            print(note)
     if verdict is not None and verdict.unjudged:
         print(f"Not judged without starting a server: {'; '.join(verdict.unjudged)}.")
     if unchecked:

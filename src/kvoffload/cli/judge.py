@@ -28,6 +28,7 @@ from kvoffload.config import OffloadingConfig
 from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.rejections import problems_of
 from kvoffload.engines.vllm.arguments import config_of
+from kvoffload.engines.vllm.media import note_on_media
 from kvoffload.engines.vllm.rejections import (
     BEFORE_LOAD,
     EXPERTS,
@@ -63,6 +64,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     """All reasons why a server would not start with kvoffload."""
     unjudged: list[str] = []
     """Setups about which only a starting server can decide."""
+    notes: list[str] = []
+    """Sentences about parts of a working setup."""
     judged_by: str = ""
     """The version and platform of the vLLM that read the arguments. Empty if none did."""
 
@@ -136,6 +139,8 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla:
         rows.remove(ONE_PIECE)
         verdict.unjudged.append(f"{ONE_PIECE.setup}, because this vLLM runs on CPUs, where latent attention needs AMX")
+    if (note := note_on_media(vllm_config, config)) is not None:
+        verdict.notes.append(f"{note[0].upper()}{note[1:]}.")
     problems = problems_of(rows, Setup(vllm_config, config))
     memory = Problems()
     with memory:

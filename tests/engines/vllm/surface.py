@@ -106,14 +106,16 @@ _ATTRIBUTES = {
     ("vllm.config.device", "DeviceConfig"): "device_type",
     ("vllm.config.load", "LoadConfig"): "load_format download_dir",
     ("vllm.config.multimodal", "MultiModalConfig"): (
-        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_cache_gb"
+        "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_cache_gb mm_processor_cache_type"
     ),
     ("vllm.engine.arg_utils", "EngineArgs"): "create_engine_config kv_transfer_config kv_offloading_size",
     ("vllm.distributed.kv_events", "BlockStored"): (
         "block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx kv_cache_spec_kind "
         "kv_cache_spec_sliding_window extra_keys locality ownership session_id"
     ),
-    ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position",
+    ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position data modality",
+    ("vllm.multimodal.inputs", "MultiModalFieldElem"): "data",
+    ("vllm.multimodal.inputs", "PlaceholderRange"): "offset length is_embed",
     ("vllm.lora.request", "LoRARequest"): (
         "adapter_id name lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"
     ),

@@ -19,8 +19,9 @@ from kvoffload.connector import TransferJob
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.engines.vllm import adapters as adapters_module
 from kvoffload.engines.vllm import loaded_adapters
-from kvoffload.engines.vllm.adapters import Adapters, Loaded, MaskedHashes, NamedRequest
+from kvoffload.engines.vllm.adapters import Adapters, Loaded, NamedRequest
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters, Read
+from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 
 HASHES = [bytes([n]) * 32 for n in range(4)]
 
@@ -76,12 +77,17 @@ def test_hashes_of_a_request_without_an_adapter_are_vllms() -> None:
     assert Adapters("facts").of(plain) is plain
 
 
-def test_masked_hashes_are_a_sequence() -> None:
-    masked = MaskedHashes(HASHES, lambda each: each[::-1] + b"x")
-    assert len(masked) == 4
-    assert masked[1] == HASHES[1] + b"x"
-    assert masked[3::4] == [HASHES[3] + b"x"]
-    assert list(masked) == [each + b"x" for each in HASHES]
+def test_seeded_hashes_are_a_sequence() -> None:
+    seeded = SeededHashes(HASHES, lambda index: b"" if index == 0 else b"a" if index < 3 else b"b")
+    assert len(seeded) == 4
+    assert seeded[0] == HASHES[0]
+    assert list(seeded) == seeded[:] == [seeded[index] for index in range(4)]
+    assert seeded[3::4] == [seeded[3]] == [seeded[-1]]
+    assert len({*seeded, *HASHES}) == 7
+    other = SeededHashes(HASHES, lambda index: b"b")
+    assert [mine == theirs for mine, theirs in zip(seeded, other, strict=True)] == [False, False, False, True]
+    with pytest.raises(IndexError):
+        seeded[4]
 
 
 def test_an_adapter_loaded_in_place_gets_misses_and_then_its_own_hits(tmp_path: Path) -> None:

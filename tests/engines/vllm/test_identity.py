@@ -710,25 +710,6 @@ def test_plug_ins_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.vllm
-def test_requests_with_media_are_left_out_where_blocks_outlive_the_process_and_nobody_vouches_for_names() -> None:
-    """A client's ``uuid`` may look like vLLM's own hash of a medium, and vLLM hashes one together with options."""
-    from kvoffload.engines.vllm.connector import _left_out
-
-    plain, medium = (
-        SimpleNamespace(mm_features=features, lora_request=None, resumable=False, prompt_embeds=None)
-        for features in ([], [SimpleNamespace(identifier="0a" * 32)])
-    )
-    tier = {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "memory"}]}
-    for extra, is_left_out in (
-        (NAMED, True),
-        (NAMED | {"media_never_change": True}, False),
-        ({"cpu_bytes_to_use": "1MiB"}, False),
-        (tier, False),
-    ):
-        leaves_out = _left_out(parse_config(extra), torch.float32)
-        assert (leaves_out(plain), leaves_out(medium)) == (False, is_left_out)
-
-
 def test_media_that_vllm_numbers_are_refused_where_others_would_find_them() -> None:
     """vLLM hashes them only for its own caches, and each server starts to count from the beginning."""
     media = {"model_config__multimodal_config": stub("MultiModalConfig", mm_processor_cache_gb=0)}

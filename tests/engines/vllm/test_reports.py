@@ -139,7 +139,7 @@ def test_events_name_vllms_own_hashes_where_keys_contain_an_adapter(describe: bo
     translator = EventTranslator(LAYOUT, factor=2, describe=describe)
     lora = SimpleNamespace(adapter_id=7, name="tuned", lora_name="tuned", lora_path="/adapters/7")
     asked = request("a", 4, lora)
-    translator.track(asked, masked)
+    translator.track(asked, SimpleNamespace(block_hashes=[*map(masked, asked.block_hashes)]))
     translator.track(request("b", 4))
     ours = [make_offload_key(masked(f"a-{n}".encode()), 0) for n in (1, 3)]
     events = translator.translate([stored(*ours, key("b", 1))])

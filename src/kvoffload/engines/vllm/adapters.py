@@ -19,11 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of
 from kvoffload.engines.vllm.fields import FIELDS
+from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 from kvoffload.engines.weights import Files, in_background, outliving_tier
 
 logger = logging.getLogger(__name__)
@@ -70,25 +71,6 @@ class _Content(NamedTuple):
     """``Files.name``, or empty if nobody needs it."""
 
 
-class MaskedHashes(Sequence[bytes]):
-    """The block hashes of a request, each hashed with the seed of the request's adapter."""
-
-    def __init__(self, hashes: Sequence[bytes], mask: Callable[[bytes], bytes]) -> None:
-        self._hashes, self._mask = hashes, mask
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, slice):
-            return [*map(self._mask, self._hashes[index])]
-        return self._mask(self._hashes[index])
-
-
 class NamedRequest:
     """A request of vLLM with an adapter, as the connector sees it: other block hashes, and all else of vLLM's."""
 
@@ -113,13 +95,8 @@ class NamedRequest:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         hashes: Sequence[bytes] = self.of_vllm.block_hashes
-        return MaskedHashes(hashes, self.mask) if self.seed else hashes
-
-    def mask(self, block_hash: bytes) -> bytes:
-        """Return the hash in keys of a block with vLLM's ``block_hash``."""
-        if not self.seed:
-            return bytes(block_hash)
-        return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=self.seed).digest()
+        seed = self.seed
+        return SeededHashes(hashes, lambda _: seed) if seed else hashes
 
 
 class Adapter:

@@ -50,6 +50,7 @@ from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonical
 from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_layout
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters
 from kvoffload.engines.vllm.log import log_with_vllm
+from kvoffload.engines.vllm.media import Media, media_of, note_on_media
 from kvoffload.engines.vllm.rejections import (
     NO_SHARED_MEMORY,
     TWO_CONNECTORS,
@@ -191,6 +192,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 encodings_are_shared=vllm_config.ec_transfer_config is not None,
                 weights_name=weights_name,
                 adapters=adapters_of(vllm_config, config),
+                media=media_of(vllm_config, config, layout.hash_block_tokens, hash_lookahead_tokens(vllm_config)),
             )
             _check_region(spec)
             watch(vllm_config, self._scheduler)
@@ -373,11 +375,8 @@ def _check_region(spec: OffloadingSpec) -> None:
 
 def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
     logger.info("kvoffload's tiers serve engines with the same options and weights")
-    if vllm_config.model_config.multimodal_config is not None and not config.media_never_change:
-        logger.warning(
-            "kvoffload neither stores nor loads for requests with images, videos or sounds, because a client may name "
-            "one by the uuid of another: set media_never_change if none does, or leave out persistent tiers"
-        )
+    if (note := note_on_media(vllm_config, config)) is not None:
+        logger.info("%s", note)
 
 
 def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
@@ -387,9 +386,7 @@ def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], b
     """
     if outliving_tier(config) is None:
         return lambda request: False
-    return lambda request: (
-        (bool(request.mm_features) and not config.media_never_change) or _has_unclear_embeddings(request, dtype)
-    )
+    return lambda request: _has_unclear_embeddings(request, dtype)
 
 
 def _has_unclear_embeddings(request: Any, dtype: torch.dtype) -> bool:
@@ -429,6 +426,7 @@ class _SchedulerSide:
         encodings_are_shared: bool = False,
         weights_name: Known = str,
         adapters: Adapters | None = None,
+        media: Media | None = None,
     ) -> None:
         """``leaves_out`` tells whether the keys of a request identify its blocks too poorly.
 
@@ -439,12 +437,15 @@ class _SchedulerSide:
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
         self._adapters = adapters or Adapters(reads_files=False)
+        self._media = media or Media()
         self._device = Device(encodings_are_shared)
         self.core = OffloadingConnectorScheduler(
             manager,
             layout,
             config,
-            leaves_out=lambda request: self._adapters.leaves_out(request) or leaves_out(request),
+            leaves_out=lambda request: (
+                self._adapters.leaves_out(request) or self._media.leaves_out(request) or leaves_out(request)
+            ),
             watch=_spans() if layout.traces_enabled else None,
             weights_name=weights_name,
         )
@@ -489,10 +490,14 @@ class _SchedulerSide:
 
     def _track(self, request: Any) -> Any:
         """Return ``request`` as the connector sees it. From now on events can describe its blocks."""
-        own = self._adapters.of(request)
+        own = self._own(request)
         if self._publishes_events:
-            self._events.track(request, own.mask if own is not request and own.seed else bytes)
+            self._events.track(request, own if own.block_hashes is not request.block_hashes else None)
         return own
+
+    def _own(self, request: Any) -> Any:
+        """Return ``request`` as the connector sees it."""
+        return self._adapters.of(self._media.of(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.core.is_closed and self._device.is_empty():
@@ -511,14 +516,14 @@ class _SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         self._refused_waiting = False
-        own = self._adapters.of(request)
+        own = self._own(request)
         if num_external_tokens:
             self._adapters.begins_with_load(own)
         self.core.update_state_after_alloc(own, self._steps.block_ids(block_ids), num_external_tokens)
 
     def hit_sources(self, request: Any) -> dict[Any, int]:
         sources: dict[Any, int] = {}
-        for tier, tokens in self.core.hit_tokens_by_tier(self._adapters.of(request)).items():
+        for tier, tokens in self.core.hit_tokens_by_tier(self._own(request)).items():
             place = self._places.get(tier, Place("STORAGE"))
             source = hit_source(place)
             sources[source] = sources.get(source, 0) + tokens
@@ -570,9 +575,10 @@ class _SchedulerSide:
 
     def request_finished(self, request: Any) -> None:
         self._events.finish(request)
-        own = self._adapters.of(request)
+        own = self._own(request)
         self.core.request_finished(own)
         self._adapters.finish(own)
+        self._media.finish(request)
         self._is_reported = False
 
     def take_events(self) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,8 +48,9 @@ class _Tracked:
     """A request, or the remaining data of a finished one."""
 
     request: Any
-    mask: Callable[[bytes], bytes] = bytes
-    """Returns the hash in a key of a block with vLLM's hash. They differ if the request has an adapter."""
+    own: Any
+    """The request as the connector sees it: its block hashes are those of keys. They differ from vLLM's if the request
+    has an adapter or media."""
     hashes: list[bytes] = field(default_factory=list)
     """Its block hashes, in the form of keys. ``_holders`` finds the request by them."""
     newest: bytes = b""
@@ -57,8 +58,8 @@ class _Tracked:
 
     def still_has(self, block_hash: bytes, hash_index: int) -> bool:
         """Return whether the block is still the request's: the next input of a session may have replaced a token."""
-        hashes = self.request.block_hashes
-        return hash_index < len(hashes) and self.mask(hashes[hash_index]) == block_hash
+        hashes = self.own.block_hashes
+        return hash_index < len(hashes) and hashes[hash_index] == block_hash
 
 
 class EventTranslator:
@@ -86,7 +87,7 @@ class EventTranslator:
         ]
         self._holders: dict[bytes, dict[_Tracked, int]] = {}
         """For each hash, the requests that have it, and its index in them. Any of them can describe it."""
-        self._has_masked = False
+        self._has_own = False
         """Whether hashes in keys may differ from vLLM's."""
         self._of_vllm: dict[bytes, tuple[bytes, int]] = {}
         """vLLM's hash of each announced block whose key contains a different hash, and the number of its
@@ -99,31 +100,32 @@ class EventTranslator:
 
     # ------------------------------------------------------------------------------------------ tracked requests
 
-    def track(self, request: Any, mask: Callable[[bytes], bytes] = bytes) -> None:
+    def track(self, request: Any, own: Any = None) -> None:
         """Track a request from its arrival on, because a lookup may promote its blocks before vLLM admits it.
 
-        ``mask``: see ``_Tracked``. If the request is already tracked, this only adds its new hashes.
+        ``own``: see ``_Tracked``; ``None`` if its hashes are vLLM's. If the request is already tracked, this only adds
+        its new hashes.
         """
-        self._has_masked |= mask is not bytes
-        if not self._describe and mask is bytes:
+        self._has_own |= own is not None
+        if not self._describe and own is None:
             return
         tracked = self._live.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:  # vLLM uses the id again without having reported an end
                 self.finish(tracked.request)
-            tracked = self._live[request.request_id] = _Tracked(request, mask)
+            tracked = self._live[request.request_id] = _Tracked(request, own or request)
         self._add_hashes(tracked)
 
     def _add_hashes(self, tracked: _Tracked) -> None:
-        hashes, known, mask = tracked.request.block_hashes, tracked.hashes, tracked.mask
+        hashes, own, known = tracked.request.block_hashes, tracked.own.block_hashes, tracked.hashes
         if len(hashes) == len(known) and (not known or hashes[-1] == tracked.newest):
             return  # hashes are chained, so all of them are equal
         # The next input of a session replaces the session's last token, and so changes the hash of the block that this
         # token had filled. Hashes are chained, so all hashes before an equal one are equal.
-        while known and (len(known) > len(hashes) or known[-1] != mask(hashes[len(known) - 1])):
+        while known and (len(known) > len(hashes) or known[-1] != own[len(known) - 1]):
             self._forget_hash(known.pop(), tracked)
         for index in range(len(known), len(hashes)):
-            known.append(mask(hashes[index]))
+            known.append(bytes(own[index]))
             self._holders.setdefault(known[-1], {})[tracked] = index
         tracked.newest = hashes[-1] if known else b""
 
@@ -133,11 +135,12 @@ class EventTranslator:
             return
         if tracked is not None and tracked.request is not request:
             return  # another request has the id, and this one was finished earlier
-        self.track(request, bytes if tracked is None else tracked.mask)
+        self.track(request, None if tracked is None or tracked.own is request else tracked.own)
         tracked = self._live.pop(request.request_id)
         if request.prompt_embeds is not None:
             self._hash_prompt_embeds(tracked)
         tracked.request = _without_inputs(request)
+        tracked.own = SimpleNamespace(block_hashes=tracked.hashes)
         self._finished.append(tracked)
         self._num_finished_hashes += len(tracked.hashes)
         while self._tracks_too_many():
@@ -231,7 +234,7 @@ class EventTranslator:
                 if not self._announced.add(event.medium, key):
                     continue
                 is_described = self._describe and self._hashes_per_block[group] > 0
-                found = self._holder(key) if is_described or self._has_masked else None
+                found = self._holder(key) if is_described or self._has_own else None
                 if found is not None and is_described:
                     yield self._described(event.medium, key, group, *found)
                     continue
@@ -243,8 +246,8 @@ class EventTranslator:
 
     def _note(self, key: OffloadKey, tracked: _Tracked, hash_index: int) -> None:
         """Remember vLLM's hash of a block of ``tracked`` that is announced, if its key has another hash."""
-        if tracked.mask is not bytes:
-            own_hash, block_hash = get_offload_block_hash(key), bytes(tracked.request.block_hashes[hash_index])
+        own_hash, block_hash = get_offload_block_hash(key), bytes(tracked.request.block_hashes[hash_index])
+        if own_hash != block_hash:
             self._of_vllm[own_hash] = block_hash, self._of_vllm.get(own_hash, (block_hash, 0))[1] + 1
 
     def _external(self, key: OffloadKey, is_removed: bool = False) -> Any:
@@ -276,7 +279,7 @@ class EventTranslator:
         hashes, lora = request.block_hashes, request.lora_request
         first = hash_index + 1 - self._hashes_per_block[group]
         ends = range(first + step - 1, hash_index + 1, step)
-        inner = [make_offload_key(tracked.mask(hashes[end]), group) for end in ends[:-1]]
+        inner = [make_offload_key(tracked.hashes[end], group) for end in ends[:-1]]
         num_known = self._announced.describe(tier, key, inner)
         first, ends = first + num_known * step, ends[num_known:]
         for each, end in zip([*inner[num_known:], key], ends, strict=True):
