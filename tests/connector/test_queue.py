@@ -14,7 +14,7 @@ from tests.connector.queue_rig import BT, Prompt, QueueRig, throughput
 from tests.sizes import by_size
 
 from kvoffload.base import ReqContext
-from kvoffload.connector.ahead import MOST_BLOCKS
+from kvoffload.connector.ahead import MOST_BLOCKS, REST_STEPS
 from kvoffload.connector.engine import EngineStep, ScheduledRequest
 
 
@@ -274,9 +274,23 @@ def test_a_request_whose_answers_hold_is_not_looked_up_again(monkeypatch: pytest
     step = EngineStep((ScheduledRequest("other", ([*range(17)],), 0, 16 * BT, True),))
     looked.clear()
     rig.scheduler.build_connector_meta(step)
-    rig.scheduler.build_connector_meta(EngineStep())
+    for _ in range(REST_STEPS):
+        rig.scheduler.build_connector_meta(EngineStep())
     assert len(looked) >= 1, "its first block is on its way"
     rig.check()
+
+
+def test_requests_that_find_nothing_cost_little_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(1.0, None)])
+    for n in range(10):
+        rig.scheduler.on_new_request(Prompt(f"r{n}", f"d{n}", 16 * BT))
+    asked, is_waiting = list[str](), type(rig.manager).is_waiting
+    monkeypatch.setattr(
+        type(rig.manager), "is_waiting", lambda self, each: asked.append(each.req_id) or is_waiting(self, each)
+    )
+    for _ in range(4 * REST_STEPS):
+        rig.scheduler.build_connector_meta(EngineStep())
+    assert 10 <= len(asked) <= 10 * 5
 
 
 def test_time_in_the_queue_costs_no_budget_and_time_after_the_turn_does() -> None:

@@ -17,6 +17,9 @@ MOST_BLOCKS = 2048
 steps, so no blocks are looked up in those steps."""
 MOST_REQUESTS = 64
 """The number of requests at the head of the queue whose blocks may be looked up in a step."""
+REST_STEPS = 8
+"""The number of steps in which a request that has found nothing is not looked up again. Otherwise, a long queue without
+hits costs more time than all other work of a step."""
 _NEVER = 1 << 40
 """The tokens ahead of a request that only has its blocks read: all of them arrive before the engine needs them."""
 
@@ -32,11 +35,13 @@ class _Place:
     number: int
     request: Request = field(compare=False)
     is_reading: bool = field(default=False, compare=False)
-    """Whether blocks were found for it when it was last looked up."""
+    """Whether blocks were found for it when it was last looked up, or are awaited."""
     until_s: float = field(default=0.0, compare=False)
     """When a request that only has its blocks read gets its turn at the latest."""
     num_tokens: int = field(default=0, compare=False)
     """The tokens that it will probably compute."""
+    rests_until: int = field(default=0, compare=False)
+    """The step before which it is not looked up."""
 
 
 class ReadAhead:
@@ -62,6 +67,7 @@ class ReadAhead:
         self._num_arrived = 0
         self._num_tokens = 0
         """The tokens that the engine will probably compute for the requests in the queue."""
+        self._num_steps = 0
         self._left = 0
         """Blocks that may still be looked up in this step. Below zero after a long request."""
 
@@ -120,22 +126,26 @@ class ReadAhead:
         ones.
         """
         ahead = step_tokens + queued_tokens
+        self._num_steps += 1
         self._left = min(self._left + MOST_BLOCKS, MOST_BLOCKS)
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
-            if self._may_look(place):
+            if place.rests_until <= self._num_steps and self._may_look(place):
                 # Its turn comes at the end of a step.
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
                 request.context.tokens_behind = self._tokens_behind(place)
-                if not self._manager.is_waiting(request.context):
+                if self._manager.is_waiting(request.context):
+                    if not place.is_reading:
+                        place.rests_until = self._num_steps + REST_STEPS
+                else:
                     must_look = place.only_reads and place.is_reading
                     if self._left <= 0 or not (must_look or self._manager.reads_ahead()):
                         break
                     if request.epoch is not (epoch := epochs.use()):
                         request.enter(epoch)
                     hit_tokens, is_coming = self._hits.search(request, 0)
-                    place.is_reading = hit_tokens > 0
+                    place.is_reading = hit_tokens > 0 or is_coming
                     if not place.only_reads:
                         self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
                     self._left -= sum(len(own.keys) for own in request.groups)
