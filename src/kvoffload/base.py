@@ -333,9 +333,9 @@ class OffloadingManager(ABC):
         tier can begin to read, and host memory has room for its blocks."""
         return False
 
-    def is_waiting(self, req_context: ReqContext) -> bool:
-        """Return whether the request waits (perhaps for its turn) and nothing has happened to the blocks that it waits
-        for. If so, its last lookups would get the same answers again."""
+    def is_unchanged(self, req_context: ReqContext) -> bool:
+        """Return whether the request's last lookups would get the same answers again and start no further reads: it
+        waits, perhaps for its turn, and nothing has happened to its blocks. Ready blocks among them stay."""
         return False
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

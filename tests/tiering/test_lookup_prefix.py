@@ -13,8 +13,6 @@ from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
-from kvoffload.tiering.places import Places
-from kvoffload.tiering.requests import TierRequest
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -211,49 +209,26 @@ def test_a_prefix_ends_with_the_first_block_that_the_policy_has_no_room_for(
     assert rig.wait_for_prefix(prefix(3), request) == 3, "it is asked for again, and there is room"
 
 
-class Asked:
-    """Counts the blocks that were looked at since ``count`` was last called, in host memory and below."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._num_asked = 0
-        survey = Places.survey
-
-        def counted(places: Places, request: TierRequest, keys: list[OffloadKey]) -> object:
-            self._num_asked += len(keys)
-            return survey(places, request, keys)
-
-        monkeypatch.setattr(Places, "survey", counted)
-
-    def count(self) -> int:
-        asked, self._num_asked = self._num_asked, 0
-        return asked
-
-
-def test_a_request_that_waits_does_not_ask_again_for_what_has_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_waits_is_unchanged_until_an_event_concerns_it() -> None:
     rig = Rig(64)
     rig.below(prefix(40))
     request, other = rig.start("r"), rig.start("other")
-    asked = Asked(monkeypatch)
+    unchanged = rig.manager.is_unchanged
+    assert not unchanged(request)
     assert rig.ask(prefix(40), request) == [None] * 40
-    assert asked.count() == 40
     for _ in range(20):
         rig.step()
         rig.store(keys(*range(3), of="q"), other, finish=False)  # actions of other requests do not count as a change
-        assert rig.ask(prefix(40), request) == [None] * 40
-    assert rig.ask(prefix(30), request) == [None] * 30, "a part of it"
-    rig.tier.finish()
-    assert asked.count() <= 30, "another question, once"
+        assert unchanged(request)
+    rig.finish()
+    assert not unchanged(request)
     assert rig.ask(prefix(40), request) == [True] * 40
-    rig.step()
-    assert rig.ask(prefix(40), request) == [True] * 40
-    assert asked.count() <= 80, "an event has concerned the request, in the midst of a step"
     for _ in range(3):
         rig.step()
+        assert unchanged(request), "it waits for the engine"
         assert rig.ask(prefix(40), request) == [True] * 40
-    assert asked.count() == 0
     rig.load(prefix(40), request)
-    assert rig.ask(prefix(40), request) == [True] * 40
-    assert asked.count() == 40, "it does not wait any more"
+    assert not unchanged(request), "it does not wait any more"
 
 
 def test_with_a_reuse_filter_every_lookup_counts_and_none_is_left_out() -> None:

@@ -135,7 +135,7 @@ class ReadAhead:
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
                 request.context.tokens_behind = self._tokens_behind(place)
-                if self._manager.is_waiting(request.context):
+                if self._manager.is_unchanged(request.context):
                     if not place.is_reading:
                         place.rests_until = self._num_steps + REST_STEPS
                 else:

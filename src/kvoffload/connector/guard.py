@@ -81,7 +81,7 @@ class GuardedManager(Boundary, OffloadingManager):
     lookup = guarded(OffloadingManager.lookup, lambda *_: False, _a(_ANSWER))
     lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
     reads_ahead = guarded(OffloadingManager.reads_ahead, lambda: False, bool)
-    is_waiting = guarded(OffloadingManager.is_waiting, lambda *_: False, _a(bool))
+    is_unchanged = guarded(OffloadingManager.is_unchanged, lambda *_: False, _a(bool))
     where = guarded(
         OffloadingManager.where,
         lambda keys, *_: [None] * len(keys),

@@ -61,9 +61,8 @@ class Hits:
         self._short_loads = short_loads
         self._observer = observer
         self._clock = clock
-        self._waiting: dict[Request, tuple[float, int, int]] = {}
-        """Requests whose last question is unanswered: the time of the first such question, its number of computed
-        tokens, and the request's number of tokens."""
+        self._waiting: dict[Request, float] = {}
+        """Requests whose last question is unanswered, with the time of the first such question."""
         self._loaded: set[Request] = set()
         """Requests whose load has ended. The engine may have scheduled some of them since."""
         self._loading: dict[OffloadKey, int] = {}
@@ -83,23 +82,22 @@ class Hits:
         if request.context.reads_cache and not request.is_prefilled_elsewhere:
             # A request may have one load or several stores in flight, but never both. So a preempted request waits for
             # its old transfers.
-            num_tokens = request.of_engine.num_tokens
-            since_s, *before = self._waiting.get(request, (self._clock(), -1, -1))
-            is_same = before == [computed_tokens, num_tokens]
+            since_s = self._waiting.get(request, self._clock())
+            asked = computed_tokens, request.of_engine.num_tokens, request.max_load_tokens, request.epoch
             is_ready = not request.job_ids and request.context.tokens_ahead is None
             # vLLM frees the blocks of a load that failed. If it cannot allocate them again at once, it schedules
             # nothing behind the request, not even requests that hold the blocks. So every second time, this request
             # waits and lets them go first.
             gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
             is_ready &= not gives_way
-            if is_ready and is_same and self._manager.is_waiting(request.context):
-                is_ready = False
-            elif is_ready:
-                tokens, is_deferred = self.search(request, computed_tokens)
+            if is_ready:
+                if prefix.load_failed or prefix.asked != asked or not self._manager.is_unchanged(request.context):
+                    prefix.asked, prefix.found = asked, self.search(request, computed_tokens)
+                tokens, is_deferred = prefix.found
                 is_ready = not is_deferred and not self._awaits_load(request, computed_tokens, tokens)
             if not is_ready:
                 self._counts["lookups_deferred",] += 1
-                self._waiting[request] = since_s, computed_tokens, num_tokens
+                self._waiting[request] = since_s
                 if self._observer is not None:
                     is_shared = gives_way or prefix.awaited_job_id in self._jobs.in_flight
                     self._observer.deferred(

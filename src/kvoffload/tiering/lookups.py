@@ -74,26 +74,20 @@ class Lookups:
             wait = self._waits.of(request)
             if is_ahead and not wait.has_begun:
                 self._waits.look_ahead(wait)
-            told = self._holding(wait, keys)
-            answers = self._look_up(wait, keys, ends) if told is None else [*told.answers]
+            answers = self._look_up(wait, keys, ends)
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
         self._primary.count_lookups(asked, request.context)
         return answers
 
-    def is_waiting(self, request: TierRequest) -> bool:
-        """Return whether the request waits for answers (or for its turn), and would get the same answers again."""
-        if request.context.tokens_ahead is not None:
-            return self._may_hold(request.wait)
-        wait = request.wait
-        if wait is None or wait.is_ahead:
-            return False  # it never asked, or its turn has come
+    def is_unchanged(self, request: TierRequest) -> bool:
+        """Return whether the request waits, and would get the same answers again and start no further reads."""
+        wait, is_ahead = request.wait, request.context.tokens_ahead is not None
+        if wait is None or wait.is_ahead is not is_ahead:
+            return False  # it does not wait, or its turn has come
+        if is_ahead:
+            return wait.is_settled and not wait.declined
         self._take_in(request)
-        return wait.num_awaited > 0 and wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
-
-    @staticmethod
-    def _may_hold(wait: Wait | None) -> bool:
-        """Return whether a request was looked up before its turn, and another lookup would start no further reads."""
-        return wait is not None and wait.is_ahead and wait.is_settled and not wait.declined
+        return wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
 
     def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
@@ -149,13 +143,6 @@ class Lookups:
                 return [*answers, False]
             answers.append(True)
         return answers
-
-    def _holding(self, wait: Wait, keys: Sequence[OffloadKey]) -> Told | None:
-        """Return the last answers for ``keys``, or ``None`` if they may have changed."""
-        told = wait.told.get(keys[0])
-        if told is None or not told.is_kept or wait.is_dirty or told.keys != keys:
-            return None
-        return None if self._is_due(wait) else told
 
     def _look_up(
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None

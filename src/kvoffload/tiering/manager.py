@@ -137,8 +137,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._poll()
         return bool(self._tiers) and self._waits.room_beside(()) > 0 and self._planner.can_read_ahead()
 
-    def is_waiting(self, req_context: ReqContext) -> bool:
-        return self._lookups.is_waiting(self._request(req_context))
+    def is_unchanged(self, req_context: ReqContext) -> bool:
+        return self._lookups.is_unchanged(self._request(req_context))
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return self._lookups.where(self._request(req_context), keys)
