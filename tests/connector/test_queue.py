@@ -284,9 +284,9 @@ def test_requests_that_find_nothing_cost_little_in_each_step(monkeypatch: pytest
     rig = QueueRig([(1.0, None)])
     for n in range(10):
         rig.scheduler.on_new_request(Prompt(f"r{n}", f"d{n}", 16 * BT))
-    asked, is_waiting = list[str](), type(rig.manager).is_waiting
+    asked, is_unchanged = list[str](), type(rig.manager).is_unchanged
     monkeypatch.setattr(
-        type(rig.manager), "is_waiting", lambda self, each: asked.append(each.req_id) or is_waiting(self, each)
+        type(rig.manager), "is_unchanged", lambda self, each: asked.append(each.req_id) or is_unchanged(self, each)
     )
     for _ in range(4 * REST_STEPS):
         rig.scheduler.build_connector_meta(EngineStep())
