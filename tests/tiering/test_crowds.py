@@ -229,7 +229,7 @@ def test_many_requests_with_one_unknown_prefix_are_not_looked_up_block_by_block(
         )
         manager.on_schedule_end()
         assert len(store.tier._questions._asking) == num_blocks
-        assert sum(len(told.answers) for told in manager._requests["r1"].wait.told.values()) == num_blocks  # type: ignore[union-attr]
+        assert sum(len(each.keys) for each in manager._requests["r1"].wait.asked.values()) == num_blocks  # type: ignore[union-attr]
         assert len(manager._waits.watched) == 1, "each request watches one block"
         store.gate.open_gate("scan", "contains")
     assert lines[1] < 2 * lines[0]

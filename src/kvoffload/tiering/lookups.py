@@ -17,7 +17,7 @@ from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.places import Places
 from kvoffload.tiering.plans import Plan, SoFar
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import TierRequest, Told, Wait
+from kvoffload.tiering.requests import TierRequest, Unanswered, Wait
 from kvoffload.tiering.segments import Place, Segment, marks, split, waited_tiers
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
@@ -148,6 +148,7 @@ class Lookups:
         self, wait: Wait, keys: Sequence[OffloadKey], ends: Collection[OffloadKey] | None
     ) -> list[bool | None]:
         """Answer a request that may wait."""
+        keys = [*keys]  # the wait keeps them
         request, is_planned = wait.request, wait.is_planned(keys)
         is_due = self._is_due(wait)
         # Without a plan for these blocks (they belong to another group, for example), there is nothing to plan again.
@@ -155,7 +156,7 @@ class Lookups:
             self._stop_late(wait, keys)
         is_due &= is_planned
         stop = wait.stop_of(keys)
-        told = Told([*keys], [], is_kept=True)
+        answers, unanswered = list[bool | None](), Unanswered()
         if stop or is_due:
             # Survey.
             survey = self._places.survey(request, keys[:stop])
@@ -172,22 +173,22 @@ class Lookups:
                     held = Place((), waited_tiers(wait.plan.segments))
                     segments = tuple(Segment(held if place.is_below else place, count) for place, count in weighed)
                 else:
-                    plan = self._plan(wait, told.keys, weighed, ends)
+                    plan = self._plan(wait, keys, weighed, ends)
                     segments = plan.segments
                 if plan is None or plan.stop == num_weighed:
                     segments += self._planner.sources(rest)
                 else:
                     stop = plan.stop
             # Reserve.
-            self._reserve(wait, told, stop, segments)
+            self._reserve(wait, keys[:stop], segments, answers, unanswered)
             if plan is not None:
                 self._probe(wait, keys, plan)
                 if is_due:
                     self._look_again(wait)
-        if len(told.answers) < len(keys):
-            told.answers.append(False)
-        self._waits.tell(wait, told)
-        return [*told.answers]
+        if len(answers) < len(keys):
+            answers.append(False)
+        self._waits.tell(wait, keys, answers, unanswered)
+        return answers
 
     def _is_due(self, wait: Wait) -> bool:
         """Return whether the wait needs another plan: its deadline has passed, or one of its reads is late."""
@@ -273,13 +274,19 @@ class Lookups:
 
     # ------------------------------------------------------------------------------------------------- reserve
 
-    def _reserve(self, wait: Wait, told: Told, stop: int, segments: Sequence[Segment]) -> None:
-        """Answer the blocks of ``told`` up to ``stop``, whose places are ``segments``, and start their reads. Ends
-        earlier where ``segments`` end, or if host memory is full."""
-        keys, answers = told.keys, told.answers
-        while segments and len(answers) < stop:
+    def _reserve(
+        self,
+        wait: Wait,
+        keys: Sequence[OffloadKey],
+        segments: Sequence[Segment],
+        answers: list[bool | None],
+        unanswered: Unanswered,
+    ) -> None:
+        """Add the answers for ``keys``, whose places are ``segments``, and start their reads. Ends earlier where
+        ``segments`` end, or if host memory is full."""
+        while segments and len(answers) < len(keys):
             for place, num_blocks in segments:
-                first, end = len(answers), min(len(answers) + num_blocks, stop)
+                first, end = len(answers), min(len(answers) + num_blocks, len(keys))
                 if not place.is_below:
                     answers += self._waits.found(wait, keys[first:end])
                 elif place.tiers:
@@ -287,19 +294,19 @@ class Lookups:
                     begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys[first:absent])
                     answers += [None] * begun
                     if first + begun < absent:
-                        told.is_kept = False  # it waits for room
+                        unanswered.is_kept = False  # it waits for room
                         return
                 else:
                     self._waits.begin(wait)
                     answers += [None] * (end - first)
-                    told.waited = tuple({*told.waited, *place.unknown})
-                if len(answers) < end or end == stop:
+                    unanswered.waited.update(place.unknown)
+                if len(answers) < end or end == len(keys):
                     break
             else:
                 return
-            if len(answers) < stop:
+            if len(answers) < len(keys):
                 # An earlier read has taken the slot of this block, or the block occurs twice.
-                segments = self._planner.sources(self._places.survey(wait.request, keys[len(answers) : stop]))
+                segments = self._planner.sources(self._places.survey(wait.request, keys[len(answers) :]))
 
     def _end_of_absent(self, keys: Sequence[OffloadKey], start: int, stop: int) -> int:
         """Return the index of the first block that host memory has by now or that occurs twice, or ``stop``."""

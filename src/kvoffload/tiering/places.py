@@ -16,7 +16,7 @@ from kvoffload.cpu.policies.base import BlockStatus
 from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.promotions import Promotions
-from kvoffload.tiering.requests import TierRequest, Told
+from kvoffload.tiering.requests import TierRequest, Unanswered
 from kvoffload.tiering.segments import HERE, Place, Segment, joined
 from kvoffload.tiering.tier_jobs import GuardedTier
 from kvoffload.tiering.waits import Waits
@@ -180,14 +180,14 @@ class Places:
         for tier in [tier for tier, asked in self._asked.items() if asked.request is request]:
             self._end(tier, None)
 
-    def is_unanswered(self, request: TierRequest, told: Told) -> bool:
-        """Return whether the request still waits for its first block without an answer."""
-        assert told.watched is not None
-        block = self._primary.slots.get(told.watched)
+    def is_unanswered(self, request: TierRequest, rest: Unanswered) -> bool:
+        """Return whether the request still waits for the first of these blocks."""
+        key = rest.keys[0]
+        block = self._primary.slots.get(key)
         if block is not None:
             return not block.is_ready
-        places = [place for place, _ in self.below(request, [told.watched])]
-        return any(tier in told.waited for place in places for tier in place.unknown)
+        places = [place for place, _ in self.below(request, [key])]
+        return any(tier in rest.waited for place in places for tier in place.unknown)
 
 
 @dataclass(slots=True)

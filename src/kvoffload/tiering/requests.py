@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a request, of a wait, and of the answers given to a request. Scheduler thread only.
+"""The records of a request, of its wait, and of its unanswered questions. Scheduler thread only.
 
 A *request* waits from its first answer ``None`` until it loads, runs, ends or has used up its time budget. Its ``Wait``
 contains its claims and its plan. ``Waits`` alone writes it.
@@ -41,24 +41,24 @@ class TierRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Told:
-    """The answers that a request got for some blocks. They stay valid until an event marks its wait as dirty."""
+class Unanswered:
+    """The blocks of one question that a request neither got nor claims. An event about its first or its missing block
+    marks the wait as dirty."""
 
-    keys: list[OffloadKey]
-    answers: list[bool | None]
-    """The answers, up to and including the first ``False``."""
-    is_kept: bool
-    """Whether an event will report any change. Otherwise the request is looked up again each time it asks."""
-    watched: OffloadKey | None = None
-    """The first block with the answer ``None`` that the request does not claim, because no tier has answered or because
-    it has reached the limit of claims."""
+    keys: Sequence[OffloadKey] = ()
+    """The blocks with the answer ``None``, because no tier has answered or the limit of claims is reached."""
     missing: OffloadKey | None = None
-    """The block with the answer ``False``. The request is looked up again if another request stores or promotes this
-    block."""
-    waited: tuple[int, ...] = ()
+    """The block with the answer ``False``, which another request may store or promote."""
+    waited: set[int] = field(default_factory=set)
     """The tiers whose answers the request waits for."""
+    is_kept: bool = True
+    """Whether an event will report any change. Otherwise the request is looked up again each time it asks."""
     is_awaited: bool = False
-    """Whether the request waits for ``watched``."""
+    """Whether the wait's clock runs for the first of ``keys``."""
+
+    @property
+    def watched(self) -> OffloadKey | None:
+        return self.keys[0] if self.keys else None
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +78,10 @@ class Wait:
     """Whether the request's turn has not come, so that its time in the engine's queue does not count as waiting."""
     is_dirty: bool = False
     """Whether an event has concerned a block that it waits for or claims, so that its answers may have changed."""
-    told: dict[OffloadKey, Told] = field(default_factory=dict)
-    """The answers by the first key of each question."""
+    asked: dict[OffloadKey, Unanswered] = field(default_factory=dict)
+    """The unanswered blocks by the first key of each question."""
     num_awaited: int = 0
-    """Number of claimed blocks that are not ready, plus the number of open ``Told``."""
+    """Number of claimed blocks that are not ready, plus the number of questions for which its clock runs."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while it waited for them, with their tiers."""
     weighed: list[Weighed] = field(default_factory=list)
@@ -130,12 +130,12 @@ class Wait:
     @property
     def is_settled(self) -> bool:
         """Whether no event has concerned its answers since they were given."""
-        return not self.is_dirty and all(told.is_kept for told in self.told.values())
+        return not self.is_dirty and all(each.is_kept for each in self.asked.values())
 
     @property
     def is_awaiting(self) -> bool:
         """Whether some answer is ``None``, or was ``None`` when its request last asked."""
-        return bool(self.num_awaited) or any(told.watched is not None for told in self.told.values())
+        return bool(self.num_awaited) or any(each.keys for each in self.asked.values())
 
     def is_late(self, now_s: float) -> bool:
         """Return whether it has waited for answers beyond its deadline."""
@@ -152,11 +152,7 @@ class Wait:
             return len(keys)
         return next((at for at, key in enumerate(keys) if key in self.declined), len(keys))
 
-    def unclaimed(self, told: Told) -> list[OffloadKey]:
-        """Return the blocks of ``told`` with the answer ``None`` that it does not claim."""
-        return [key for key, answer in zip(told.keys, told.answers) if answer is None and key not in self.claims]
-
     def num_awaited_of(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of ``keys`` have the answer ``None``."""
-        unclaimed = {key for told in self.told.values() for key in self.unclaimed(told)}
+        unclaimed = {key for each in self.asked.values() for key in each.keys if key not in self.claims}
         return sum(not self.claims.get(key, True) or key in unclaimed for key in keys)

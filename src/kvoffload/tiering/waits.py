@@ -17,7 +17,7 @@ from kvoffload.cpu.manager import SlotTable
 from kvoffload.metrics import Histogram
 from kvoffload.miss import Miss
 from kvoffload.tiering.plans import Plan
-from kvoffload.tiering.requests import TierRequest, Told, Wait
+from kvoffload.tiering.requests import TierRequest, Unanswered, Wait
 from kvoffload.tiering.segments import HERE, Segment
 
 
@@ -56,8 +56,8 @@ class Waits:
         self._waiting: dict[TierRequest, Wait] = {}
         self._asking: dict[TierRequest, Wait] = {}
         """The records of requests that asked in this step and do not wait."""
-        self._watchers: dict[OffloadKey, dict[Told, Wait]] = {}
-        """Each watched block, with the answers that an event about it may change."""
+        self._watchers: dict[OffloadKey, dict[Unanswered, Wait]] = {}
+        """Each watched block, with the questions whose answers an event about it may change."""
         self._with_news: dict[Wait, None] = {}
         """Waits that watch a block about which there has been news since the last step."""
         self._looked_s = 0.0
@@ -222,52 +222,53 @@ class Waits:
         """Start a new lookup, because the request asks again in a later step. It stops waiting for answers that it does
         not ask for in this step."""
         wait.is_dirty = False
-        for told in wait.told.values():
-            told.is_kept = False
-            self._unwatch(wait, told)
+        for rest in wait.asked.values():
+            rest.is_kept = False
+            self._unwatch(wait, rest)
 
-    def tell(self, wait: Wait, told: Told) -> None:
-        """Record the answers that the request gets."""
+    def tell(self, wait: Wait, keys: Sequence[OffloadKey], answers: Sequence[bool | None], rest: Unanswered) -> None:
+        """Record the answers that the request gets for ``keys``; ``rest`` records the blocks that it waits for without
+        a claim."""
         if not wait.has_begun:
             return
-        answers, claims = told.answers, wait.claims
+        claims = wait.claims
         loose: Sequence[int] = range(len(answers))
         if claims:
-            loose = [at for at, key in enumerate(told.keys[: len(answers)]) if key not in claims]
+            loose = [at for at, key in enumerate(keys[: len(answers)]) if key not in claims]
         if len(loose) == len(answers) == answers.count(None):
-            told.watched = told.keys[0]
+            rest.keys = keys
         else:
-            told.is_kept = told.is_kept and not any(answers[at] for at in loose)
-            told.watched = next((told.keys[at] for at in loose if answers[at] is None), None)
-        if answers[-1] is False and (key := told.keys[len(answers) - 1]) not in wait.declined:
-            told.missing = key
-        before = wait.told.get(told.keys[0])
-        wait.told[told.keys[0]] = told
+            rest.is_kept = rest.is_kept and not any(answers[at] for at in loose)
+            rest.keys = [keys[at] for at in loose if answers[at] is None]
+        if answers[-1] is False and (key := keys[len(answers) - 1]) not in wait.declined:
+            rest.missing = key
+        before = wait.asked.get(keys[0])
+        wait.asked[keys[0]] = rest
         if before is not None:
             self._unwatch(wait, before)
-        if before is not None and before.watched == told.watched is not None and not wait.num_awaited:
+        if before is not None and before.watched == rest.watched is not None and not wait.num_awaited:
             # A tier had an answer for this block while nobody asked, and has lost it since. The time in between still
             # counts.
             wait.answered_s = None
-        self._watch(wait, told)
+        self._watch(wait, rest)
 
-    def _watch(self, wait: Wait, told: Told) -> None:
-        for key in {told.watched, told.missing} - {None}:
+    def _watch(self, wait: Wait, rest: Unanswered) -> None:
+        for key in {rest.watched, rest.missing} - {None}:
             assert key is not None
-            self._watchers.setdefault(key, {})[told] = wait
-        if told.watched is not None:
-            told.is_awaited = True
+            self._watchers.setdefault(key, {})[rest] = wait
+        if rest.keys:
+            rest.is_awaited = True
             self._add_awaited(wait, 1, self._clock())
 
-    def _unwatch(self, wait: Wait, told: Told) -> None:
+    def _unwatch(self, wait: Wait, rest: Unanswered) -> None:
         """Stop waiting for the watched block."""
-        for key in {told.watched, told.missing} - {None}:
+        for key in {rest.watched, rest.missing} - {None}:
             assert key is not None
             watchers = self._watchers.get(key)
-            if watchers is not None and watchers.pop(told, None) is not None and not watchers:
+            if watchers is not None and watchers.pop(rest, None) is not None and not watchers:
                 del self._watchers[key]
-        if told.is_awaited:
-            told.is_awaited = False
+        if rest.is_awaited:
+            rest.is_awaited = False
             self._add_awaited(wait, -1, self._clock())
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
@@ -354,7 +355,7 @@ class Waits:
 
     def doubt(self, wait: Wait) -> None:
         """Mark the wait as dirty if it waits for answers, because a tier cannot tell whether it has news."""
-        wait.is_dirty |= any(told.watched is not None for told in wait.told.values())
+        wait.is_dirty |= any(rest.keys for rest in wait.asked.values())
 
     def gone(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """End all claims on blocks that were evicted or did not arrive. With a ``verdict``, they are misses for each
@@ -422,15 +423,15 @@ class Waits:
         given_up = [] if key is None else [key]
         if request.wait is not None:
             given_up += [key for key, is_ready in request.wait.claims.items() if not is_ready]
-            for told in request.wait.told.values():
-                given_up += request.wait.unclaimed(told) if told.is_awaited else ()
+            for rest in request.wait.asked.values():
+                given_up += [key for key in rest.keys if rest.is_awaited and key not in request.wait.claims]
         self.refuse(request, given_up, Miss.OUT_OF_PATIENCE)
         self.num_expired += bool(given_up) and not request.has_given_up
         request.has_given_up |= bool(given_up)
         self.end(request)
         request.budget_s = 0.0
 
-    def end_step(self, is_unanswered: Callable[[TierRequest, Told], bool]) -> None:
+    def end_step(self, is_unanswered: Callable[[TierRequest, Unanswered], bool]) -> None:
         """End the waits that have lasted as long as their requests' budgets. ``is_unanswered`` returns whether a
         request still waits for its watched block. It is needed because an engine may not ask for many steps, but time
         counts only until the answer arrives."""
@@ -439,9 +440,9 @@ class Waits:
         if not self._waiting:
             return
         for wait in [*self._with_news]:
-            for told in wait.told.values():
-                if told.is_awaited and not is_unanswered(wait.request, told):
-                    self._unwatch(wait, told)
+            for rest in wait.asked.values():
+                if rest.is_awaited and not is_unanswered(wait.request, rest):
+                    self._unwatch(wait, rest)
         self._with_news.clear()
         if now_s < self._due_s:
             return
@@ -486,25 +487,20 @@ class Waits:
                 block = self._slots.get(key)
                 assert block is not None
                 assert is_ready == block.is_ready, f"{key!r} is claimed as {is_ready}"
-            num_awaited = sum(told.is_awaited for told in wait.told.values()) + [*wait.claims.values()].count(False)
+            num_awaited = sum(rest.is_awaited for rest in wait.asked.values()) + [*wait.claims.values()].count(False)
             assert wait.num_awaited == num_awaited, wait
-            for told in wait.told.values():
-                if told.is_kept and not wait.is_dirty:
-                    answers = dict(zip(told.keys, told.answers))
-                    assert all(key in wait.claims for key, answer in answers.items() if answer), "nothing keeps it"
-                    assert all(answers[key] is None or wait.claims[key] for key in answers.keys() & wait.claims.keys())
         for request, wait in self._asking.items():
             assert request.wait is None
             assert wait.request is request
         for key, watchers in self._watchers.items():
             block = self._slots.get(key)
-            for told, wait in watchers.items():
-                assert wait.told[told.keys[0]] is told
-                assert key in (told.watched, told.missing)
+            for rest, wait in watchers.items():
+                assert rest in wait.asked.values()
+                assert key in (rest.watched, rest.missing)
                 assert block is None or not block.is_ready or wait.is_dirty, "a block that is here is watched"
         for wait in self._waiting.values():
-            for told in wait.told.values():
-                watched = {told.watched} if told.is_awaited else set()
-                if told.is_kept and not wait.is_dirty:
-                    watched |= {told.watched, told.missing}
-                assert all(told in self._watchers[key] for key in watched if key is not None)
+            for rest in wait.asked.values():
+                watched = {rest.watched} if rest.is_awaited else set()
+                if rest.is_kept and not wait.is_dirty:
+                    watched |= {rest.watched, rest.missing}
+                assert all(rest in self._watchers[key] for key in watched if key is not None)
