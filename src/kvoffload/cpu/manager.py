@@ -100,7 +100,8 @@ class SlotTable:
         """Slots that were used and are free again. The last one is used next."""
         self._orphans: dict[OffloadKey, BlockStatus] = {}
         """Blocks that a reset forgot while they were being read or written, until that transfer has ended."""
-        self._num_in_flight = 0
+        self.num_in_flight = 0
+        """Number of slots that are being written, including slots of blocks that a reset forgot."""
         self._num_read = 0
         self._clock = clock
         self._lost = lost
@@ -128,17 +129,12 @@ class SlotTable:
     @property
     def num_idle(self) -> int:
         """Number of slots whose block can be evicted."""
-        return self._num_used - len(self._free) - self._num_in_flight - self._num_read
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of slots that are being written, including slots of blocks that a reset forgot."""
-        return self._num_in_flight
+        return self._num_used - len(self._free) - self.num_in_flight - self._num_read
 
     @property
     def num_busy(self) -> int:
         """Number of slots that are being read or written, so that they cannot be evicted."""
-        return self._num_in_flight + self._num_read
+        return self.num_in_flight + self._num_read
 
     # ---------------------------------------------------------------------------------------------- reads
 
@@ -206,7 +202,7 @@ class SlotTable:
                 others.append(key)
                 continue
             if is_write:
-                self._num_in_flight -= 1
+                self.num_in_flight -= 1
             elif block.pins > 1:
                 block.pins -= 1
                 continue
@@ -275,7 +271,7 @@ class SlotTable:
             block.since_s = now_s
             slots.append(block.block_id)
         self._insert_all(arrivals, blocks[::-1], next_use=next_use)
-        self._num_in_flight += len(slots)
+        self.num_in_flight += len(slots)
         return PrepareStoreOutput(missing, CPULoadStoreSpec(slots), evicted)
 
     def end_write(self, keys: Collection[OffloadKey], success: bool) -> None:
@@ -293,7 +289,7 @@ class SlotTable:
             if block is not None and block.pins < 0:
                 block.pins = 0
                 ready.append(key)
-        self._num_in_flight -= len(ready)
+        self.num_in_flight -= len(ready)
         self.num_stored += len(ready)
         if self._events is not None:
             self._events.add(ready, removed=False)
@@ -305,7 +301,7 @@ class SlotTable:
             block = self.get(key)
             if block is not None and block.pins < 0:
                 self.policy.remove(key)
-                self._num_in_flight -= 1
+                self.num_in_flight -= 1
                 freed.append(block)
         freed.reverse()
         self._give_back(freed)
@@ -374,7 +370,7 @@ class SlotTable:
             ("primary_blocks_used",): self.num_blocks - self.num_free,
             ("primary_blocks_pinned",): self.num_busy,
             ("primary_blocks_being_read",): self._num_read,
-            ("primary_blocks_being_written",): self._num_in_flight,
+            ("primary_blocks_being_written",): self.num_in_flight,
             ("primary_blocks_stored",): self.num_stored,
             ("primary_blocks_evicted",): self.num_evicted,
             **self._allocations.stats(),
@@ -399,7 +395,7 @@ class SlotTable:
         assert all(self._slots[slot].key is None for slot in free)
         busy = [self._slots[slot] for slot in (*owned, *orphans) if self._slots[slot].pins != 0]
         assert all(block.pins >= _IN_FLIGHT for block in busy), "negative pins"
-        assert self._num_in_flight == sum(block.pins < 0 for block in busy)
+        assert self.num_in_flight == sum(block.pins < 0 for block in busy)
         assert self._num_read == sum(block.pins > 0 for block in busy)
         assert all(block.key == key and block.pins for key, block in self._orphans.items())
         self.policy.check_invariants()

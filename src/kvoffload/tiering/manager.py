@@ -30,7 +30,7 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
-from kvoffload.tiering.promotions import Promotions
+from kvoffload.tiering.promotions import OnReserved, Promotions
 from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
@@ -85,6 +85,7 @@ class TieringOffloadingManager(OffloadingManager):
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades) if on_evict_tiers else None
+        self._on_reserved: OnReserved = self._write_back.on_reserved if self._write_back else lambda *_: None
         self._waits = Waits(primary_tier.slots, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
@@ -337,11 +338,6 @@ class TieringOffloadingManager(OffloadingManager):
         if self._write_back is not None:
             self._write_back.end(finished)
         self._planner.end_poll()
-
-    def _on_reserved(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        """Inform write-back that host memory reserved ``num_blocks`` slots and evicted these blocks for them."""
-        if self._write_back is not None:
-            self._write_back.on_reserved(num_blocks, evicted)
 
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Record the end of writes of ``keys`` into host memory: ready blocks answer the requests that wait for them,

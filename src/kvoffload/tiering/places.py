@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import inf
 
@@ -115,13 +115,13 @@ class Places:
         while views and at < len(keys):
             sure: list[int] = []
             for view in views:
-                if view.stop <= at and (not sure or self._planner.adds(view.tier.index, sure)):
+                if not view.knows(at) and (not sure or self._planner.adds(view.tier.index, sure)):
                     self._ask(view, request, keys, at)
-                if view.stop > at and view.answer(at):
+                if view.knows(at) and view.answers[at]:
                     sure.append(view.tier.index)
-            stop = min(view.stop for view in views if view.stop > at)
-            is_partial = any(view.stop <= at for view in views)
-            for answers, num_blocks in _runs([view.answers_of(at, stop) for view in views]):
+            stop = min(len(view.answers) for view in views if view.knows(at))
+            is_partial = not all(view.knows(at) for view in views)
+            for answers, num_blocks in _runs([view.answers[at:stop] or [False] * (stop - at) for view in views]):
                 place = _place(answers)
                 if place is HERE:  # no tier has it
                     return found
@@ -136,7 +136,9 @@ class Places:
         tier, keys = view.tier, keys[at : at + view.size]
         lookup = tier.lookup_each if view.has_missed else tier.lookup_prefix
         answers = lookup(keys, request.context)
-        view.take(at, answers)
+        view.answers += [False] * (at - len(view.answers)) + answers
+        view.has_missed |= answers[-1] is False
+        view.size *= _GROWTH
         asked = self._asked.get(tier)
         if asked is None:
             if None in answers:
@@ -203,31 +205,19 @@ class _Asked:
     """Whether the tier has reported since then that it may know more, or cannot tell."""
 
 
+@dataclass(slots=True)
 class _View:
-    """The answers of one tier about the blocks of a survey that it was asked for."""
+    """The answers of one tier about the leading blocks of a survey. ``False`` for blocks that it was not asked for."""
 
-    __slots__ = ("_answers", "_start", "has_missed", "size", "stop", "tier")
+    tier: GuardedTier
+    answers: list[bool | None] = field(default_factory=list)
+    size: int = _RUN
+    """The number of blocks of the next call."""
+    has_missed: bool = False
+    """Whether it lacks a block that another tier has."""
 
-    def __init__(self, tier: GuardedTier) -> None:
-        self.tier = tier
-        self.size = _RUN
-        self._start = self.stop = 0
-        self._answers: list[bool | None] = []
-        self.has_missed = False
-        """Whether it lacks a block that another tier has."""
-
-    def take(self, at: int, answers: list[bool | None]) -> None:
-        """Record the tier's answers for the blocks from ``at`` on."""
-        self._start, self._answers, self.stop = at, answers, at + len(answers)
-        self.has_missed |= answers[-1] is False
-        self.size *= _GROWTH
-
-    def answer(self, at: int) -> bool | None:
-        return self._answers[at - self._start]
-
-    def answers_of(self, at: int, stop: int) -> list[bool | None]:
-        """Return the answers for these blocks. A tier that was not asked counts as one that lacks them."""
-        return self._answers[at - self._start : stop - self._start] if at < self.stop else [False] * (stop - at)
+    def knows(self, at: int) -> bool:
+        return len(self.answers) > at
 
 
 def _runs(columns: list[list[bool | None]]) -> Iterable[tuple[tuple[bool | None, ...], int]]:
