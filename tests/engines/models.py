@@ -10,6 +10,7 @@ then orders of magnitude above rounding, while one wrong block changes the token
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,64 @@ def write_qwen3_next(directory: Path) -> SmallModel:
     return SmallModel(str(directory), num_layers=4, kv_heads=4, num_groups=4)
 
 
+IMAGE_SIZE = 56
+IMAGE_TOKENS = 16
+
+
+def write_paligemma(directory: Path) -> SmallModel:
+    """Write a model that sees images, with the processor that prepares them."""
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        AutoTokenizer,
+        GemmaConfig,
+        PaliGemmaConfig,
+        PaliGemmaForConditionalGeneration,
+        PaliGemmaProcessor,
+        SiglipVisionConfig,
+    )
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    text = GemmaConfig(
+        **_COMMON,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        num_image_tokens=IMAGE_TOKENS,
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIZE,
+        patch_size=14,
+        projection_dim=256,
+    )
+    config = PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_index=VOCAB - 2, projection_dim=256, hidden_size=256
+    )
+    _write(PaliGemmaForConditionalGeneration, config, directory)
+    file = directory / "model.safetensors"
+    # vLLM knows the names of older versions of transformers. Gemma's head is its embedding, so without a large gain of
+    # attention, it repeats the last token.
+    old = {
+        re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): weight
+        * (8 if ".o_proj." in name else 1)
+        for name, weight in load_file(file).items()
+    }
+    save_file(old, file, metadata={"format": "pt"})
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["<image>"], words["\n"] = words.pop(f"w{VOCAB - 2}"), words.pop(f"w{VOCAB - 3}")
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    images = SiglipImageProcessorPil(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE})
+    images.image_seq_length = IMAGE_TOKENS
+    PaliGemmaProcessor(images, AutoTokenizer.from_pretrained(directory)).save_pretrained(directory)
+    return SmallModel(str(directory), num_layers=2, kv_heads=2, num_groups=1)
+
+
 def _write(model_class: Any, config: Any, directory: Path, seed: int = SEED) -> None:
     import torch
 
@@ -209,7 +268,8 @@ def _write(model_class: Any, config: Any, directory: Path, seed: int = SEED) -> 
                 continue  # norms, biases, and a state space's parameters other than matrices keep their initial values
             gain = _SCALES.get(kind, 1.0)
             fan_in = weight.shape[1]
-            if "embed" in name and not hasattr(config, "query_pre_attn_scalar"):
+            is_gemma = hasattr(config, "query_pre_attn_scalar") or config.model_type == "paligemma"
+            if "embed" in name and not is_gemma:
                 fan_in = (
                     1  # Gemma multiplies its embeddings by the root of the hidden size; others take them as they are
                 )

@@ -17,9 +17,11 @@ import sys
 import tracemalloc
 from pathlib import Path
 from time import monotonic, sleep
+from types import ModuleType
 from typing import Any
 
 from tests.engines.greedy import Prompt
+from tests.engines.models import IMAGE_SIZE
 from tests.engines.virtual_time import CHUNK_TOKENS, SIDE_BY_SIDE, Observed, Workload, serve
 from tests.engines.vllm.harness import Engine, idle_state
 from tests.engines.vllm.prompts import (
@@ -655,6 +657,39 @@ def adapters(model: str, extra: dict[str, Any], directory: str, passes: list[str
     results["idle"] = idle_state(engine)
     engine.close()
     return results
+
+
+def images(model: str, extra: dict[str, Any] | None, asked: list[tuple[int, str | None]]) -> dict[str, Any]:
+    """Ask about one image after the other, each by its number and the name that a client gives it, or ``None``.
+
+    vLLM's own prefix cache is empty before each.
+    """
+    from PIL import Image
+    from vllm import SamplingParams
+
+    # It needs torchvision, and vLLM only looks whether the model has its kind of encoder.
+    pixtral = ModuleType("vllm.model_executor.models.pixtral")
+    pixtral.PixtralHFEncoderInfo = pixtral.PixtralVisionConfig = type("Absent", (), {})  # type: ignore[attr-defined]
+    sys.modules[pixtral.__name__] = pixtral
+    tokens = list(long_prompts(1)[0].token_ids[:150])
+    engine = Engine(model, extra=extra, gpu_blocks=100)
+    answers = []
+    for number, name in asked:
+        bits = random.Random(number).randbytes(IMAGE_SIZE**2 * 3)
+        image = Image.frombytes("RGB", (IMAGE_SIZE, IMAGE_SIZE), bits)
+        prompt = {
+            "prompt_token_ids": tokens,
+            "multi_modal_data": {"image": image},
+            "multi_modal_uuids": {"image": [name]},
+        }
+        parameters = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        (output,) = engine.llm.generate([prompt], parameters, use_tqdm=False)
+        answers.append([list(output.outputs[0].token_ids), int(output.num_cached_tokens or 0)])
+        engine.drain()
+        engine.forget_device_cache()
+    result = {"answers": answers, "idle": idle_state(engine) if extra else {}}
+    engine.close()
+    return result
 
 
 def passes(model: str, extra: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:

@@ -215,7 +215,9 @@ def test_each_slice_is_as_large_as_the_largest_stage_s(
 @pytest.mark.vllm
 def test_unequal_stages_of_layers_that_differ_are_refused() -> None:
     config = of_stages(5)
-    for caches in (of_stage(2, sliding(64)), of_stage(1), of_stage(3)):
+    without_groups = of_stage(2)
+    without_groups.kv_cache_groups, without_groups.prefix_cacheable_group_ids = [], ()
+    for caches in (of_stage(2, sliding(64)), of_stage(1), of_stage(3), without_groups):
         with pytest.raises(ConfigError, match=r"stages have 2, 2, 3, 3, 2 layers.*a divisor of"):
             check_kv_cache(config, caches)
     check_kv_cache(of_stages(3), of_stage(4, sliding(64)))  # equal stages

@@ -113,11 +113,12 @@ def layers_are_alike(vllm_config: Any, kv_cache_config: Any, rank: int) -> bool:
     """Return whether all layers of the rank keep the same KV in one group, so that its size determines the size of
     stages with other numbers of layers."""
     num_layers = stage_sizes(vllm_config)[stage_of(vllm_config, rank)]
-    groups = kv_cache_config.kv_cache_groups
-    names = groups[0].layer_names if len(groups) == 1 else []
-    specs = getattr(groups[0].kv_cache_spec, "kv_cache_specs", {})  # in a worker, if the layers of its group differ
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        return False
+    (group,) = kv_cache_config.kv_cache_groups
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # in a worker, if the layers of its group differ
     is_one_size = len({spec.page_size_bytes for spec in specs.values()}) < 2
-    num_bytes = _bytes_per_gpu_block(kv_cache_config)
+    names, num_bytes = group.layer_names, _bytes_per_gpu_block(kv_cache_config)
     return bool(names) and is_one_size and not len(names) % num_layers and not num_bytes % num_layers
 
 
