@@ -31,6 +31,7 @@ class Reference:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.now_s = 0.0
         self.requests: dict[int, Request] = {}
         self._waiting: set[int] = set()
 

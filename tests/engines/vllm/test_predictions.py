@@ -11,9 +11,6 @@ from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS
 
 GPU_BLOCKS, CPU_BLOCKS = 110, 220
 LOADS = [0.5, 0.9, 1.5]
-MOST_BY_TIER = 0.04
-"""Hits on the GPU and in host memory differ by up to 2.6% from the prediction. The reason is not known. Their sum
-differs by less than 1%."""
 
 
 @pytest.mark.vllm
@@ -24,4 +21,4 @@ def test_predictions_for_vllm(llama: SmallModel) -> None:
     found = run_child("in_virtual_time", model=llama.path, extra=extra, gpu_blocks=GPU_BLOCKS + 1, workloads=asked)
     for (load, seed), observed in zip(asked, found, strict=True):
         workload = Workload(load, BLOCK_TOKENS, seed=seed)
-        assert_close(predict(workload, GPU_BLOCKS, CPU_BLOCKS, "vllm"), Observed(**observed), workload, MOST_BY_TIER)
+        assert_close(predict(workload, GPU_BLOCKS, CPU_BLOCKS, "vllm"), Observed(**observed), workload)
