@@ -9,7 +9,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import Goal, make_plan
+from kvoffload.sim.plan import Goal, highest_load, make_plan
 from kvoffload.sim.result import Result
 from kvoffload.sim.synthetic import synthesize
 
@@ -74,6 +74,24 @@ def test_nothing_is_bought_where_the_device_reaches_the_goal() -> None:
 def test_goals_that_make_no_sense(goal: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Goal(**goal)
+
+
+@pytest.mark.parametrize("ttft_s", [0.2, 1.0])
+def test_the_highest_load_is_found_from_far_below(ttft_s: float) -> None:
+    """The search replays the trace a few times. Here, many replays show the answer."""
+    trace = synthesize("chat", 300, 4).whole_blocks()
+    goal, hashes = Goal(ttft_s=ttft_s), trace.hashes()
+    for cpu_blocks in (0, 4000):
+        server = replace(BASE, cpu_blocks=cpu_blocks, gpu_blocks=1500, step_s=0.005, decode_s=1e-4)
+        at_first = simulate(trace, server)
+        assert at_first.utilisation < 0.1
+        low, high = 1.0, 1000.0
+        while high / low > 1.02:
+            middle = math.sqrt(low * high)
+            is_carried = goal.is_soon_enough(simulate(trace.stretched(1 / middle), server, hashes=hashes))
+            low, high = (middle, high) if is_carried else (low, middle)
+        found = highest_load(trace, (at_first, goal), hashes=hashes)
+        assert 0.8 * low < found / trace.requests_per_s < 1.03 * high
 
 
 @pytest.mark.parametrize("prices", [{"cpu": -1.0}, {"link": math.nan}, {"disk": math.inf}])

@@ -693,15 +693,18 @@ class Engine:
             return None
         if self._waiting and len(self._decoding) < self._config.max_requests and not self._is_blocked():
             return None
-        if self._connector is not None and self._calm_steps < _CALM_STEPS:
-            return None
+        tier_end_s = None
+        if self._connector is not None:
+            tier_end_s = self._next_tier_end_s()
+            if self._calm_steps < _CALM_STEPS or (tier_end_s is not None and tier_end_s <= now_s):
+                return None
         first = _first_of(self._finishes)
         assert first is not None
         number, seconds = len(self._decoding), self._config.step_seconds
         step = _Step(now_s, num_decodes=number, is_busy=bool(self._waiting), count=first[0] - self._count)
         step.first_s = seconds(0, 0, number, self._context)
         step.growth_s = seconds(0, 0, number, self._context + number) - step.first_s
-        if self._connector is not None and (tier_end_s := self._next_tier_end_s()) is not None:
+        if tier_end_s is not None:
             step.count = step.count_until(max(tier_end_s, now_s + CALM_S))
         if self._transfers:
             step.count = step.count_until(self._transfers[0][0])

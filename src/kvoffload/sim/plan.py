@@ -26,9 +26,13 @@ _LEAST_SHARE = 0.01
 _DISK_SHARES = (0.25, 1.0)
 _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 2
-_CAPACITY_REQUESTS = 4000
-"""Requests of the trace that a search for the highest load replays."""
-_CAPACITY_RUNS = 2
+_CAPACITY_REQUESTS = 2000
+"""Requests of the trace that a search for the highest load replays, and the most runs of it."""
+_CAPACITY_RUNS = 6
+_ALMOST, _CLOSE = 0.95, 1.1
+"""A next try stays so much below the load that a run seems to allow. A search ends when the loads that a server carries
+and does not carry are so close."""
+_MOST_FASTER = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,29 +212,33 @@ def _capacities(
 def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes]) -> float:
     """The most requests per second that a server carries (``Goal.is_soon_enough``), to about a tenth.
 
-    The trace arrives faster or slower than in the run of ``asked``, which is the first try.
+    The trace arrives faster or slower than it does. The run of ``asked`` shows where to begin.
     """
     run, goal = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate
         return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
-    rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
-    low, high, factor = 0.0, math.inf, 1.0
+    low, high, factor, longest_s = 0.0, math.inf, 1.0, run.ttft_s["max"]
+
+    def is_carried(run: Result) -> bool:
+        # A load that grows may leave a server far behind at its end, and not busy before.
+        is_behind = goal.ttft_s is None and run.answering_s > run.arriving_s / _ALMOST + longest_s
+        return goal.is_soon_enough(run) and not is_behind
+
     for tries_left in range(_CAPACITY_RUNS, -1, -1):
-        if factor != 1.0 or run.requests != len(trace):
-            run = simulate(trace.stretched(1 / factor), run.server, hashes=hashes)
-        if goal.is_soon_enough(run):
-            low = factor
-            if run.utilisation > 0.93 * SATURATED:
-                break
-            factor *= min(max(0.97 * SATURATED / max(run.utilisation, 1e-4), 1.1), 10)
+        if is_carried(run):
+            low = max(low, factor)
+            # A busier server forms larger batches, so the first guess is too low.
+            factor *= min(max(_ALMOST * SATURATED / max(run.utilisation, 1e-4), 1 / _ALMOST), _MOST_FASTER)
         else:
-            high = factor
-            # A server that is behind answers the last requests long after they have arrived.
-            factor *= min(0.85 * run.arriving_s / max(run.answering_s, 1e-9), 0.7)
-        if low and high < math.inf:
-            factor = math.sqrt(low * high)
-        if not tries_left or (low and high / low < 1.1):
+            high = min(high, factor)
+            # A server that is behind shows how fast it answers at most.
+            factor *= min(_ALMOST * SATURATED * run.arriving_s / max(run.answering_s, 1e-9), _ALMOST)
+        if not tries_left or (low and high / low < _CLOSE):
             break
+        if low and high < math.inf and not low < factor * _ALMOST < factor / _ALMOST < high:
+            factor = math.sqrt(low * high)
+        run = simulate(trace.stretched(1 / factor), run.server, hashes=hashes)
+    rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
     return low * rate
 
 
