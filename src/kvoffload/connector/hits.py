@@ -37,9 +37,9 @@ from kvoffload.metrics import HOST, Histogram, Sample, Stats
 class Hits:
     """Searches for the hits of requests that wait for admission, and loads them to the GPU.
 
-    Each request has one ``Hit``: ``find`` answers the engine, at once or in a later step, and ``admit`` follows when
-    the request has GPU blocks. A load pins its blocks until ``end_load``. The ``observer``, if there is one, is
-    informed of each event. ``clock`` returns seconds and never goes back.
+    Each request has one ``CachedPrefix``: ``find`` answers the engine, at once or in a later step, and ``admit``
+    follows when the request has GPU blocks. A load pins its blocks until ``end_load``. The ``observer``, if there is
+    one, is informed of each event. ``clock`` returns seconds and never goes back.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Hits:
             gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
             is_ready &= not gives_way
             if is_ready:
-                if prefix.load_failed or prefix.asked != asked or not self._manager.is_unchanged(request.context):
-                    prefix.asked, prefix.found = asked, self.search(request, computed_tokens)
+                if prefix.load_failed or prefix.searched != asked or not self._manager.is_unchanged(request.context):
+                    prefix.searched, prefix.found = asked, self.search(request, computed_tokens)
                 tokens, is_deferred = prefix.found
                 is_ready = not is_deferred and not self._awaits_load(request, computed_tokens, tokens)
             if not is_ready:

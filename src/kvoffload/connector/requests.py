@@ -65,7 +65,7 @@ class CachedPrefix:
     sources: Mapping[OffloadKey, str] = field(default_factory=dict)
     """The lower tiers that supplied its blocks, as of the first answer since the last admission. The manager forgets
     them when the request's time limit has passed, even while the request queues with an answer."""
-    asked: tuple[int, int, int, Epoch] | None = None
+    searched: tuple[int, int, int, Epoch] | None = None
     """The conditions of the last search: the computed tokens, all tokens, the tokens that may be loaded, the epoch."""
     found: tuple[int, bool] = (0, False)
     """The result of that search. It holds as long as these conditions and the manager's answers are the same."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: the answers that a request gets for its blocks, and the reads from lower tiers that they start.
 
-A lookup has four steps. *Ask*: if nothing has happened to the blocks that the request waits for, it gets its last
-answers. *Survey* (``Places``): find where each block is. *Plan*: decide how many of them to load. *Reserve*: take
+A lookup has four steps. *Ask*: take in the events since the last lookup; a caller who asks ``is_unchanged`` need not
+look up again. *Survey* (``Places``): find where each block is. *Plan*: decide how many of them to load. *Reserve*: take
 slots, and start the reads. Between two calls, the only state is the wait. Scheduler thread only.
 """
 
@@ -101,11 +101,8 @@ class Lookups:
 
     def end_step(self) -> None:
         self._asking = None
-        for tier in self._tiers:
-            if self._waits.watched or self._places.is_watching(tier):
-                news = tier.take_news()
-                self._places.note_news(tier, news)
-                self._waits.news([*self._waits.watched] if news is None else news)
+        if self._take_news():
+            self._waits.news([*self._waits.watched])
         self._waits.end_step(self._places.is_unanswered)
         self._places.measure()
 
@@ -119,18 +116,23 @@ class Lookups:
         if wait is None:
             self._asking = request
             return
-        if self._waits.watched:
-            for tier in self._tiers:
-                news = tier.take_news()
-                self._places.note_news(tier, news)
-                if news is None:
-                    self._waits.doubt(wait)
-                elif news:
-                    self._waits.news(news)
+        if self._waits.watched and self._take_news():
+            self._waits.doubt(wait)
         if request is not self._asking:
             self._asking = request
             if wait.is_dirty:
                 self._waits.restart(wait)
+
+    def _take_news(self) -> bool:
+        """Mark the waits that news of the tiers concern, and return whether some tier cannot tell what is new."""
+        cannot_tell = False
+        for tier in self._tiers:
+            if self._waits.watched or self._places.is_watching(tier):
+                news = tier.take_news()
+                self._places.note_news(tier, news)
+                self._waits.news(news or ())
+                cannot_tell |= news is None
+        return cannot_tell
 
     # -------------------------------------------------------------------------------------------------- answers
 
@@ -251,13 +253,10 @@ class Lookups:
             ready += 1
         if ready == stop:
             return
-        key, request = keys[ready], wait.request
-        is_here = self._primary.slots.get(key) is not None
-        below = [Segment(self._promotions.place_of(key), 1)] if is_here else self._places.below(request, [key])
-        for place, _ in below:
+        for place, _ in self._places.survey(wait.request, keys[ready : ready + 1]):
             tier = next(iter(place.tiers or place.unknown), None)
             self._planner.count_declined(tier, "late", wait.num_awaited_of(keys[ready:stop]))
-            self._waits.refuse(request, [key], Miss.DECLINED)
+            self._waits.refuse(wait.request, [keys[ready]], Miss.DECLINED)
         self._waits.decline(wait, keys, ready)
 
     def _probe(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan) -> None:
