@@ -119,9 +119,10 @@ def test_two_media_with_one_identifier_are_not_offloaded() -> None:
         None,
         UserDict(pixels=SimpleNamespace(data=object())),
         UserDict(pixels=SimpleNamespace(data=torch.ones(2, device="meta"))),
+        UserDict(pixels=SimpleNamespace(data=torch.ones(2).to_sparse())),
         object(),
     ],
-    ids=["none", "unknown", "another device", "no mapping"],
+    ids=["none", "unknown", "another device", "sparse", "no mapping"],
 )
 def test_media_whose_data_vllm_does_not_show_are_not_offloaded(hidden: Any) -> None:
     media = Media(BLOCK)

@@ -138,7 +138,8 @@ class Media:
                 forget = functools.partial(self._digests.pop, id(data))
                 self._digests[id(data)] = weakref.ref(data, lambda _: forget(None)), content
             return _hash_of([feature.modality, content.hex(), position.length, position.is_embed])
-        except (AttributeError, TypeError):  # vLLM does not show the data here
+        except Exception as exc:  # noqa: BLE001 - then the request is left out
+            logger.debug("kvoffload cannot read the data of a medium: %r", exc)
             return b""
 
 
