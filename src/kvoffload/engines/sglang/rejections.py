@@ -52,14 +52,14 @@ ADAPTER = Rejection(
     setup="persistent tiers with adapters of --lora-paths whose files cannot be read",
     reason="kvoffload cannot tell which weights the adapter has",
     remedy="load it with /load_lora_adapter instead, or make its files readable",
-    opened_by="Nothing, because only the content of the files proves what they are.",
+    opened_by="Nothing, because only the files prove which weights they contain.",
     peers=_NAMES_KEYS,
 )
 SCALES = Rejection(
     setup="a --quantization-param-path that cannot be read",
     reason="pages depend on its scales",
     remedy="make the file readable, or leave out the option",
-    opened_by="Nothing, because only the content of the file proves what it is.",
+    opened_by="Nothing, because only the file proves which scales it contains.",
     peers="SGLang does not start either.",
 )
 NUMBER_FORMAT = Rejection(

@@ -542,7 +542,7 @@ UNREADABLE_WEIGHTS = Rejection(
     reason="kvoffload cannot tell these weights from others",
     remedy='make the files readable, set weights_version to a name of the weights or to {"file": path}, or leave out '
     "the tier",
-    opened_by="Nothing, because only the content of the files proves what they are.",
+    opened_by="Nothing, because only the files prove which weights they contain.",
     peers=_NAMES_FILES,
 )
 UNKNOWN_TENSORS = Rejection(
