@@ -145,6 +145,16 @@ def test_a_request_does_not_miss_its_turn_for_a_small_gain(has_other: bool) -> N
     assert prompt.first_token_s <= alone.first_token_s
 
 
+@pytest.mark.parametrize(("load", "most"), [(0.5, 1.25), (0.9, 1.35)])
+def test_requests_that_wait_for_a_fast_disk_do_not_drive_others_to_computing(load: float, most: float) -> None:
+    """They compute little, so they delay a request that waits beside them by little."""
+    cost, always = (
+        sum(p.first_token_s - p.arrival_s for p in serve_documents(load, 3.0, way))  # type: ignore[operator]
+        for way in ("cost", "always")
+    )
+    assert cost <= most * always
+
+
 def test_requests_read_in_the_order_of_their_turns() -> None:
     rig = QueueRig([(0.5, None)], most_running=1)
     prompts = [Prompt(f"r{n}", f"d{n}", 40 * BT, priority=n == 1) for n in range(4)]

@@ -894,6 +894,19 @@ def test_the_end_of_a_long_prompt_is_worth_more_than_its_beginning() -> None:
 
     def loaded(tokens_before: int) -> int:
         context = ReqContext("r", tokens_before=tokens_before)
-        return planner.plan(survey, prefix(1)[0], None, SoFar(50), context).stop
+        return planner.plan(survey, prefix(1)[0], None, SoFar(50), context, {}).stop
 
     assert [loaded(before) for before in (0, 20_000, 60_000, 100_000)] == [0, 0, 50, 50]
+
+
+def test_a_request_does_not_wait_for_reads_that_began_after_its_own() -> None:
+    """Its 20 blocks come first, in 20 ms. Computing them takes 200 ms, and the 500 blocks behind them half a second."""
+    worth = BlockWorth(BLOCK_BYTES, (16,), prefill_tokens_per_s=1600, read_bytes_per_s=(1000 * BLOCK_BYTES,))
+    planner, context = LoadPlanner(["tier"], worth, ManualClock()), ReqContext("r")
+    link = planner.link(0)
+    begun = {0: link.begin(20)}
+    link.begin(500)
+    survey = [Segment(Place((0,), is_arriving=True), 20)]
+    so_far = SoFar(20, 0.01, 0.0, 0)
+    assert planner.plan(survey, prefix(1)[0], None, so_far, context, begun).stop == 20
+    assert planner.plan(survey, prefix(1)[0], None, so_far, context, {}).stop == 0

@@ -67,6 +67,8 @@ class ReadAhead:
         self._num_arrived = 0
         self._num_tokens = 0
         """The tokens that the engine will probably compute for the requests in the queue."""
+        self._computed_share = 1.0
+        """The share of their tokens that recent requests computed."""
         self._num_steps = 0
         self._left = 0
         """Blocks that may still be looked up in this step. Below zero after a long request."""
@@ -88,7 +90,7 @@ class ReadAhead:
             place.until_s = self._clock() + self._most_s
             request.context.tokens_ahead = _NEVER
         else:
-            self._count(place, request.of_engine.num_tokens)
+            self._count(place, max(1, int(self._computed_share * request.of_engine.num_tokens)))
 
     def ask(self, request: Request) -> None:
         """Record that the engine asks for the request. Its turn has come, unless only its blocks are read for now."""
@@ -99,8 +101,22 @@ class ReadAhead:
         elif self._clock() >= place.until_s:
             self.leave(request)
 
+    def finds(self, request: Request, hit_tokens: int) -> None:
+        """Record that the request will probably load ``hit_tokens`` of its tokens, or has them on the GPU."""
+        place = self._places.get(request)
+        if place is not None and not place.only_reads:
+            self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
+
+    def admit(self, request: Request) -> None:
+        """Remove a request that was admitted."""
+        place = self._places.get(request)
+        if place is not None and not place.only_reads:
+            share = place.num_tokens / max(request.of_engine.num_tokens, 1)
+            self._computed_share += (share - self._computed_share) / 16
+        self.leave(request)
+
     def leave(self, request: Request) -> None:
-        """Remove a request that was admitted or has ended."""
+        """Remove a request."""
         place = self._places.pop(request, None)
         if place is not None:
             del self._queue[bisect_left(self._queue, place)]
@@ -146,8 +162,7 @@ class ReadAhead:
                         request.enter(epoch)
                     hit_tokens, is_coming = self._hits.search(request, 0)
                     place.is_reading = hit_tokens > 0 or is_coming
-                    if not place.only_reads:
-                        self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
+                    self.finds(request, hit_tokens)
                     self._left -= sum(len(own.keys) for own in request.groups)
                     if place.only_reads and not is_coming:
                         self.leave(request)

@@ -182,6 +182,7 @@ class OffloadingConnectorScheduler:
             own.enter(epoch)
         self._ahead.ask(own)
         tokens = self._hits.find(own, num_computed_tokens, is_alone=len(self._requests) == 1)
+        self._ahead.finds(own, own.prefix.found[0] if tokens is None else tokens)
         if tokens is None:
             return None, False
         return tokens - num_computed_tokens, tokens > num_computed_tokens and not own.prefix.within_step
@@ -197,7 +198,7 @@ class OffloadingConnectorScheduler:
         self._epochs.use()
         self._flush_users(block_ids, own.prefix.computed_tokens)
         own.set_gpu_blocks(block_ids)
-        self._ahead.leave(own)
+        self._ahead.admit(own)
         if own.prefix.is_answered:
             self._hits.admit(own, num_external_tokens)
             self._offers.admit(own, own.prefix.tokens)

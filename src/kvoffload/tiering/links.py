@@ -36,6 +36,8 @@ class Link:
         self.answers = AnswerEstimator()
         self._ratios: deque[float] = deque(maxlen=_ORDER)
         """The ratios of actual to expected time for the last reads."""
+        self.num_begun = 0
+        """Number of blocks of all reads so far."""
         self.num_outstanding = 0
         """Number of blocks of reads that were begun and have not ended, including overdue ones."""
         self._num_skipped = 0
@@ -76,8 +78,11 @@ class Link:
             self._num_skipped += len(read.keys)
         return None
 
-    def begin(self, num_blocks: int) -> None:
+    def begin(self, num_blocks: int) -> int:
+        """Note that blocks will be read. Returns ``num_begun``, by which the caller finds their place in the queue."""
         self.num_outstanding += num_blocks
+        self.num_begun += num_blocks
+        return self.num_begun
 
     def drop(self, num_blocks: int) -> None:
         self.num_outstanding -= num_blocks
@@ -158,6 +163,10 @@ class Link:
             num_first = len(oldest.keys)
             return slowdown * (self.speed.seconds(num_first) + self.speed.block_s * (num_due - num_first)) - elapsed_s
         return abs(self.speed.seconds(num_due) - elapsed_s)
+
+    def behind_s(self, begun: int) -> float:
+        """Return the part of ``queue_s`` that is due to the blocks that were begun after the first ``begun`` ones."""
+        return 0.0 if self.speed is None else (self.num_begun - begun) * self.speed.block_s * self.slowdown()
 
     def check_invariants(self, num_outstanding: int, num_reading: int) -> None:
         """Check the counts: ``num_outstanding`` blocks are being promoted, and the tier reads ``num_reading`` of

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -115,14 +115,20 @@ class LoadPlanner:
         ends: Sequence[int] | None,
         so_far: SoFar,
         context: ReqContext,
+        begun: Mapping[int, int],
     ) -> Plan:
         """Return the plan for the blocks of ``survey``. ``key`` is a block of their group, which is weighed. For
-        ``ends`` and ``so_far``, see ``plans.plan``."""
+        ``ends`` and ``so_far``, see ``plans.plan``. ``begun``: the ``Link.num_begun`` of each tier when the request's
+        last read began."""
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)
         speeds = replace(
             speeds,
+            links=tuple(
+                replace(state, behind_s=self._links[tier].behind_s(begun[tier])) if tier in begun else state
+                for tier, state in enumerate(speeds.links)
+            ),
             block_compute_s=self._prefill.relative_cost(context.tokens_before) * speeds.block_compute_s,
             growth_s=self._prefill.rise * tokens * speeds.block_compute_s,
             turn_s=self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind),

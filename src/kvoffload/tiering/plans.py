@@ -48,6 +48,8 @@ class LinkState:
     """The pace of further blocks, including its queue; ``None``: it was never measured."""
     queue_s: float = 0.0
     """Seconds until all outstanding blocks have arrived."""
+    behind_s: float = 0.0
+    """The part of ``queue_s`` for reads that began after the last read of the request."""
     room_blocks: int = 0
     """Number of blocks that may be read from it before it has been measured."""
     is_idle: bool = False
@@ -269,8 +271,9 @@ class _Options:
         for link, num_blocks in zip(links, arriving):
             block_s = 0.0 if link.pace is None else link.pace.block_s
             # The blocks of a read arrive together, at its end.
-            first_s = min(max(link.queue_s - num_blocks * block_s, 0.0) + link.portion_s, link.queue_s)
-            self._paces.append(Pace(first_s, (link.queue_s - first_s) / num_blocks if num_blocks else 0.0))
+            last_s = max(link.queue_s - link.behind_s, 0.0)
+            first_s = min(max(last_s - num_blocks * block_s, 0.0) + link.portion_s, last_s)
+            self._paces.append(Pace(first_s, (last_s - first_s) / num_blocks if num_blocks else 0.0))
         self._paces.append(Pace())
 
     def _pace(self, tier: int) -> Pace:

@@ -116,7 +116,9 @@ class Promotions:
         if wait is not None and wait.plan is not None and wait.is_planned(keys):
             job.portion_s = min(job.portion_s, wait.plan.portion_s)
         self._job_of.update(dict.fromkeys(keys, job))
-        self._planner.link(tier.index).begin(len(keys))
+        begun = self._planner.link(tier.index).begin(len(keys))
+        if wait is not None:
+            wait.begun[tier.index] = begun
 
     def _certain_room(self, hits: Collection[OffloadKey]) -> int:
         """Return the number of blocks that are certain to find a slot without evicting any of ``hits``."""
