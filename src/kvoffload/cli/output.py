@@ -150,20 +150,13 @@ def print_table(table: Table, title: str = "", *, is_wide: bool = False) -> None
     if title:
         print(title)
     if not is_wide:
-        kept, most = len(table.headings), shutil.get_terminal_size().columns
-        while kept > 2 and sum(_widths(table)[:kept]) + 2 * (kept - 1) > most:
+        kept, most, widths = len(table.headings), shutil.get_terminal_size().columns, table.widths
+        while kept > 2 and sum(widths[:kept]) + 2 * (kept - 1) > most:
             kept -= 1
         table = table.without(table.headings[kept:])
-    widths = _widths(table)
-    for at, line in enumerate([table.headings, *table.rows]):
-        cells = [
-            cell.ljust(width) if number == 0 or not _is_number(table, number) else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-        if at == 0:
-            rule = "─" if can_print("─") else "-"
-            print("  ".join(rule * width for width in widths))
+    head, *rows = table.lines()
+    rule = "─" if can_print("─") else "-"
+    print(head, "  ".join(rule * width for width in table.widths), *rows, sep="\n")
     if table.left_out:
         print(f"Not shown: {', '.join(dict.fromkeys(table.left_out))}. --json has all.")
 
@@ -175,12 +168,3 @@ def can_print(text: str) -> bool:
     except (LookupError, UnicodeEncodeError):
         return False
     return True
-
-
-def _widths(table: Table) -> list[int]:
-    return [max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True)]
-
-
-def _is_number(table: Table, column: int) -> bool:
-    """Return whether a column contains sizes or figures, which are aligned to the right."""
-    return all(row[column][:1] in "-+0123456789" for row in table.rows)

@@ -32,3 +32,19 @@ class Table(NamedTuple):
         """The table without columns that have nothing but ``-``."""
         empty = [heading for at, heading in enumerate(self.headings) if all(row[at] == "-" for row in self.rows)]
         return self.without(empty)
+
+    @property
+    def widths(self) -> list[int]:
+        return [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
+
+    def lines(self) -> list[str]:
+        """The headings and the rows. Sizes and figures are aligned to the right."""
+        columns = [
+            [cell.rjust(width) if at and _are_figures(cells) else cell.ljust(width) for cell in (heading, *cells)]
+            for at, (width, heading, *cells) in enumerate(zip(self.widths, self.headings, *self.rows, strict=True))
+        ]
+        return ["  ".join(cells).rstrip() for cells in zip(*columns)]
+
+
+def _are_figures(cells: Iterable[str]) -> bool:
+    return all(cell == "none" or cell[:1] in "-+0123456789" for cell in cells)

@@ -37,7 +37,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """As text: at most ``MOST_LINES`` lines of ``WIDTH`` columns."""
-        answer, body = wrap(self.answer, WIDTH), ["", *_text_of(self.rows)]
+        answer, body = wrap(self.answer, WIDTH), ["", *self.rows.lines()]
         if self.load:
             body += ["", *wrap(self.load, WIDTH)]
         if self.settings:
@@ -62,17 +62,6 @@ class Verdict:
             "warnings": list(self.warnings),
             "offload_yaml": list(self.settings),
         }
-
-
-def _text_of(table: Table) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True)]
-    lines = []
-    for line in (table.headings, *table.rows):
-        cells = [
-            cell.ljust(width) if at == 0 else cell.rjust(width) for at, (cell, width) in enumerate(zip(line, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
