@@ -119,3 +119,17 @@ def test_the_speed_is_what_the_server_measured_unless_it_is_given(
     assert f"at {speed:,.0f} tokens/s (as the server measured it)" in capsys.readouterr().out
     assert explain(str(changed), "--processes", "1", "--prefill-speed", "7000") == 0
     assert "at 7,000 tokens/s (--prefill-speed)" in capsys.readouterr().out
+
+
+def test_the_steps_that_the_server_measured_are_those_of_the_simulation(trace: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    for at, line in enumerate(lines):
+        tokens, decoding = 100 * (at % 7), 1 + at % 3
+        line["steps"] = [[2.0 + 0.001 * tokens + 0.1 * decoding, tokens, decoding]] * 2
+    assert len(lines) > 10
+    changed, figures = tmp_path / "t.jsonl", tmp_path / "figures.json"
+    changed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert explain(str(changed), "--processes", "1", "--out", str(figures)) == 0
+    as_it_was = json.loads(figures.read_text())["what_if"][0]
+    assert as_it_was["ttft_s"]["p50"] > 2.0
+    assert as_it_was["prefill_s"] == pytest.approx(0.001 * as_it_was["computed_tokens"])

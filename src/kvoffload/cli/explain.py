@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -62,6 +63,7 @@ def explain(
         prefill_tokens_per_s=speed,
         disk_read_bytes_per_s=read_s * summary.machine.block_bytes if read_s and summary.machine else None,
     )
+    base = replace(base, step_s=loaded.step_s, decode_s=loaded.decode_s)
     has_unbounded_disk = disk is None and summary.machine is not None and summary.machine.has_unbounded_tier
     changes = what_ifs(base, has_unbounded_disk=has_unbounded_disk)
     with progress(loaded.name, len(changes), "runs") as advance:
