@@ -17,7 +17,8 @@ from kvoffload.doctor.copies import HostPlace
 
 LAYERS = 8
 PAGES = (4 << 10, 16 << 10, 64 << 10, 512 << 10, 4 << 20)
-TARGET_FROM_BYTES = 16 << 10
+TARGET_FROM_BYTES = 256 << 10
+"""Below this, the call for each page costs too much."""
 
 
 def run(short: bool) -> list[Row]:

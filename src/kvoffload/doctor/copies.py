@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvoffload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingHandler, TransferResult
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.host import MOVER, make_host_handlers
+from kvoffload.cpu.copy.host import make_host_handlers
 from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.cpu.copy.self_check import CopiesHang, check_copies, wait_for_copies
 from kvoffload.cpu.region import SharedOffloadRegion
@@ -122,7 +122,6 @@ class Place(ABC):
             rig = Rig(handlers["GPU", "CPU"], handlers["CPU", "GPU"], view, layout, self._ends_of)
             rig.submit_load(range(num_blocks), range(num_blocks))
             rig.finish()
-            self._settle()
             yield rig
 
     @abstractmethod
@@ -142,9 +141,6 @@ class Place(ABC):
 
     @abstractmethod
     def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]: ...
-
-    def _settle(self) -> None:
-        """Wait, after the first copy, until copies reach their full speed."""
 
 
 def _pages(num_bytes: int) -> Bytes:
@@ -191,9 +187,6 @@ class HostPlace(Place):
     def _ends_of(self, handler: OffloadingHandler, job_ids: list[int]) -> list[TransferResult]:
         handler.wait(job_ids)
         return handler.get_finished()
-
-    def _settle(self) -> None:
-        MOVER.wait()
 
 
 # ----------------------------------------------------------------------------------------------------------- device

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy runs within host memory without holding the GIL. This is the backend for CPU engines.
 
-If llvmlite is installed, one native call copies a whole plan (``native.py``), starting shortly after the first copy.
-Otherwise each run is one ``memmove`` through ctypes. Such a call costs about a microsecond, which matters for runs
-below 64 KiB.
+Each run is one ``memmove`` through ctypes, which costs about a microsecond, so runs below 64 KiB are slower.
 
 Copies run on a few threads. Two jobs *conflict* if one writes a slot or GPU block that the other reads or writes. A job
 starts when all earlier jobs that conflict with it have ended; other jobs may be reordered. Loads start before stores,
@@ -33,7 +31,6 @@ from kvoffload.base import (
     TransferResult,
 )
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.native import CompiledLater, compile_mover
 from kvoffload.cpu.copy.plan import CopyLayout, Extent, Runs, plan_parts
 
 logger = logging.getLogger(__name__)
@@ -329,15 +326,5 @@ def copy_to_device(runs: Runs) -> None:
 
 
 def _move(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    if len(lengths):
-        MOVER(destinations, sources, lengths)
-
-
-def move_one_by_one(destinations: Int64s, sources: Int64s, lengths: Int64s) -> None:
-    """Move the runs with one ctypes call each. Each call releases the GIL."""
     for destination, source, length in zip(destinations.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-        ctypes.memmove(destination, source, length)
-
-
-MOVER = CompiledLater(move_one_by_one, compile_mover)
-"""The function that moves the runs of all queues of this process."""
+        ctypes.memmove(destination, source, length)  # this releases the GIL
