@@ -283,11 +283,6 @@ METRICS = _by_name(
         _counter("tier_store_failures", "Number of blocks that the tier failed to write.", tier=()),
         _counter("tier_load_failures", "Number of blocks that the tier failed to read.", tier=()),
         _counter("tier_corrupt_blocks", "Number of blocks whose checksum did not match. Each is a miss.", tier=()),
-        _gauge(
-            "tier_other_keys",
-            "Number of seal or encryption keys that other servers use in this namespace and this server does not have.",
-            tier=(),
-        ),
         _gauge("tier_disk_bytes", "Number of bytes of the blocks on one of several disks.", tier=None, disk=None),
         _gauge(
             "tier_disk_out",

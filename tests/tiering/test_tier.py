@@ -53,7 +53,7 @@ class Telling(StoreWrapper):
 
     def stats(self) -> StoreStats:
         return StoreStats(
-            self.used_blocks * BLOCK_BYTES, 4, 5, 10 * BLOCK_BYTES, 100 * BLOCK_BYTES, 6,
+            self.used_blocks * BLOCK_BYTES, 4, 5, 10 * BLOCK_BYTES, 100 * BLOCK_BYTES,
             (DiskStats("/a", is_out=True, used_bytes=7, failed_calls=8), DiskStats("/b", is_out=False, used_bytes=9)),
         )  # fmt: skip
 
@@ -280,9 +280,9 @@ def test_what_a_store_counts_is_its_tiers(make) -> None:
     rig = make()
     rig.store = telling = Telling(rig.store)
     rig.start()
-    counts = ("bytes", "free_bytes", "quota_bytes", "corrupt_blocks", "evicted_blocks", "other_keys")
+    counts = ("bytes", "free_bytes", "quota_bytes", "corrupt_blocks", "evicted_blocks")
     told = [rig.stat(f"tier_{count}") for count in counts]
-    assert told == [3 * BLOCK_BYTES, 7 * BLOCK_BYTES, 10 * BLOCK_BYTES, 4, 5, 6]
+    assert told == [3 * BLOCK_BYTES, 7 * BLOCK_BYTES, 10 * BLOCK_BYTES, 4, 5]
     counts = ("disk_bytes", "disk_out", "disk_failures")
     assert [[rig.stat(f"tier_{count}", disk) for count in counts] for disk in ("/a", "/b")] == [[7, 1, 8], [9, 0, 0]]
     telling.used_blocks = 12

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -26,11 +27,13 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import check_apart
-from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers
+from kvoffload.tiering.stores.seal import EncryptionKey, require_ciphers, secret_id
 from kvoffload.tiering.stores.secrets import Keys, Secret, check_keys, read_keys, read_secret
 from kvoffload.tiering.stores.wrappers import Rotating
 from kvoffload.tiering.tier import StoreTier, TierLimits
 from kvoffload.units import format_bytes, parse_bytes
+
+logger = logging.getLogger(__name__)
 
 _FASTEST = 10**15
 """A rate in bytes per second that is higher than that of any link."""
@@ -233,15 +236,17 @@ class SealedOptions(StoreOptions, frozen=True, kw_only=True):
         return read_keys(self.seal_key, self._called("seal_key"))
 
     def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        stores = list[BlockStore]()
+        stores, keys = list[BlockStore](), self.read_keys()
         try:
-            for secret in self.read_keys() or (None,):
+            for secret in keys or (None,):
                 stores.append(self._open(block_bytes, namespace, secret))
             self._check_opened(stores[0])
         except BaseException:
             for store in stores:
                 store.close()
             raise
+        if keys:
+            logger.info("Tier %r seals its blocks with the key %s.", self.label, secret_id(keys[0]))
         return Rotating(stores[0], stores[1:]) if len(stores) > 1 else stores[0]
 
     @abstractmethod

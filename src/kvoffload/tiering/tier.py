@@ -338,7 +338,6 @@ class StoreTier(SecondaryTierManager):
             ("tier_healthy", tier): int(self._reads.breaker.is_closed and self._writes.breaker.is_closed),
             ("tier_corrupt_blocks", tier): store.corrupt_blocks,
             ("tier_evicted_blocks", tier): store.evicted_blocks,
-            ("tier_other_keys", tier): store.other_keys,
             ("tier_queued_blocks", tier, "lookup"): self._runner.backlog(IoQueue.LOOKUP),
             ("tier_queued_blocks", tier, "load"): self._runner.backlog(IoQueue.LOAD),
             ("tier_queued_blocks", tier, "store"): self._runner.backlog(IoQueue.STORE),

@@ -22,8 +22,8 @@ from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.format import BlockFormat
 from kvoffload.tiering.stores.memory import MemoryStore
 from kvoffload.tiering.stores.root import directory_of, display_name
-from kvoffload.tiering.stores.seal import EncryptionKey
-from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys, Rotating
+from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
+from kvoffload.tiering.stores.wrappers import Rotating
 
 SIZE = 4096
 KEY, OTHER = keys(1, 2)
@@ -124,7 +124,13 @@ def test_keys_are_exchanged_without_an_empty_store(
 
     def opened(*given: str) -> BlockStore:
         caplog.clear()
-        return parse_tier(tier | {option: list(given) if len(given) > 1 else given[0]}).open_store(SIZE, "ns")
+        with caplog.at_level(logging.INFO, "kvoffload.tiering.options"):
+            store = parse_tier(tier | {option: list(given) if len(given) > 1 else given[0]}).open_store(SIZE, "ns")
+        assert f"the key {key_id(given[0])}." in caplog.text
+        return store
+
+    def key_id(key: str) -> str:
+        return secret_id(EncryptionKey(key.encode()) if option == "encryption_key" else key.encode())
 
     store = opened(OLD)
     assert store.write([KEY], [memoryview(GOOD)]) == [True]
@@ -135,12 +141,9 @@ def test_keys_are_exchanged_without_an_empty_store(
     assert store.write([OTHER], [memoryview(block_of(OTHER, SIZE))]) == [True]
     assert sorted(key for batch in store.scan() for key in batch) == sorted([KEY, OTHER])
     assert store.resident is None or sorted(store.resident) == sorted([KEY, OTHER])
-    assert caplog.text == ""
     store.close()
     store = opened(NEW)
     assert store.contains([KEY, OTHER]) == [False, True]
-    assert caplog.text.count("under a key that this server does not have") == 1
-    assert store.stats().other_keys == 1
     store.close()
     store = opened(THIRD)
     assert store.contains([KEY, OTHER]) == [False, False]
@@ -205,43 +208,6 @@ def test_a_store_of_an_old_key_that_fails_costs_its_own_blocks() -> None:
         rotating.contains([KEY])
 
 
-def test_a_server_with_a_mistyped_key_finds_out_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """The blocks are on a server, whose names do not reveal other servers' keys."""
-    inner, mark = MemoryStore(SIZE), MemoryStore(KeyMarker.MARK_BYTES)
-
-    def opened(*ids: str) -> OtherKeys:
-        caplog.clear()
-        return OtherKeys(inner, KeyMarker(mark, ids).look, "tier 'redis'")
-
-    for ids, num_other in (
-        (["old"], 0),  # the first one makes the mark
-        (["mistyped"], 1),
-        (["old"], 0),
-        (["new", "old"], 0),  # and moves it on
-        (["new"], 0),
-        (["old"], 1),
-        (["new"], 0),
-    ):
-        store = opened(*ids)
-        assert store.stats().other_keys == 0, "nothing is asked before a call"
-        for _ in range(3):
-            assert store.contains([KEY]) == [False]
-        assert store.write([KEY], [memoryview(GOOD)]) == [True]
-        store.discard([KEY])
-        assert store.stats().other_keys == num_other
-        assert caplog.text.count("under a key that this server does not have") == num_other
-
-
-def test_a_mark_that_cannot_be_read_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    mark = FaultyStore(MemoryStore(KeyMarker.MARK_BYTES))
-    mark.broken.update(read_into=StoreError("refused"))
-    store = OtherKeys(MemoryStore(SIZE), KeyMarker(mark, ["mine"]).look, "tier 'redis'", [mark])
-    assert store.write([KEY], [memoryview(GOOD)]) == [True]
-    assert store.contains([KEY]) == [True]
-    assert len(mark.calls) == 1
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -293,20 +259,7 @@ def test_a_key_that_cannot_be_used_is_refused_before_anything_is_touched(
     assert not root.exists()
 
 
-def test_what_others_write_into_a_mark_or_a_name_reaches_the_log_in_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A mark is on a server, and a directory's name is below a shared root, so others may choose both."""
-    evil = "evil\x1b[2J\nWARNING: all is well"
-    noticed = OtherKeys(MemoryStore(SIZE), lambda: [evil], "tier 'kv'")
-    with caplog.at_level(logging.WARNING, "kvoffload"):
-        noticed.look()
-        (tmp_path / "ns#1").mkdir()
-        (tmp_path / f"ns#{evil}").mkdir()
-        options = {"type": "fs", "path": str(tmp_path), "max_bytes": "1MiB", "seal_key": "s" * 32}
-        parse_tier(options).open_store(SIZE, "ns").close()
-    assert len(caplog.records) == 2
-    for record in caplog.records:
-        said = record.getMessage()
-        assert said.isprintable() and "evil" in said
-    assert display_name(f"ns#{evil}").isprintable()
+def test_what_others_write_into_a_name_is_shown_in_one_line() -> None:
+    """A directory's name is below a shared root, so others may choose it."""
+    shown = display_name("ns#evil\x1b[2J\nWARNING: all is well")
+    assert shown.isprintable() and "evil" in shown

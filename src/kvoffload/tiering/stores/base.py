@@ -40,8 +40,6 @@ class StoreStats:
     """Bytes that all blocks may use; ``None`` if the store does not know a limit."""
     free_bytes: int | None = None
     """Bytes left on its disk for more blocks; ``None`` if the store does not know."""
-    other_keys: int = 0
-    """Number of seal or encryption keys that this process lacks, and that seal blocks of the same namespace there."""
     disks: tuple[DiskStats, ...] = ()
     """The disks of a store that uses several."""
 
@@ -53,7 +51,7 @@ class StoreStats:
             counts = [getattr(stats, name) for stats in each]
             return None if None in counts else sum(counts)
 
-        counted = "used_bytes", "corrupt_blocks", "evicted_blocks", "max_bytes", "free_bytes", "other_keys"
+        counted = "used_bytes", "corrupt_blocks", "evicted_blocks", "max_bytes", "free_bytes"
         return cls(**{name: total(name) for name in counted})
 
 

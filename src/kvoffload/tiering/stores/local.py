@@ -13,9 +13,7 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
-from kvoffload.tiering.stores.root import RootedStore, directories_of, directory_of, seal_of
-from kvoffload.tiering.stores.seal import encrypts
-from kvoffload.tiering.stores.wrappers import OtherKeys
+from kvoffload.tiering.stores.root import RootedStore
 
 _OPEN_S = 30.0
 """Minimum time limit for opening a store, even if ``timeout_s`` is shorter, because startup reads an index while other
@@ -69,18 +67,6 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             raise outcome
         return outcome
 
-    def _open_alone(self, block_bytes: int, namespace: str) -> BlockStore:
-        store = super().open_store(block_bytes, namespace)
-        own = {directory_of(namespace, secret) for secret in self.read_keys() or (None,)}
-        found = directories_of(self.directory, namespace)
-        if self.encryption_key is not None:
-            found = {name for name in found if encrypts(seal_of(name))}  # the others are dropped
-        if not (others := sorted(found - own)):
-            return store
-        noticed = OtherKeys(store, lambda: others, f"tier {self.label!r}: {self.directory}")
-        noticed.look()
-        return noticed
-
     def _open(self, block_bytes: int, namespace: str, secret: bytes | None) -> BlockStore:
         store = self._make(
             self.directory,
@@ -106,7 +92,7 @@ def open_each(
     """Open the stores of ``each`` directory at the same time. Returns each store, or the error that prevented opening
     it. That may be a ``TimeoutError``, because a mount may hang forever."""
     limit_s = max(_OPEN_S, *(options.timeout_s for options in each))
-    calls = [partial(options._open_alone, block_bytes, namespace) for options in each]
+    calls = [partial(SealedOptions.open_store, options, block_bytes, namespace) for options in each]
     outcomes = in_time(calls, limit_s, lambda store: store.close())
     for at, (options, outcome) in enumerate(zip(each, outcomes, strict=True)):
         if isinstance(outcome, TimeoutError):

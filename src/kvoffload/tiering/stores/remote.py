@@ -11,9 +11,7 @@ from kvoffload.base import OffloadKey
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
-from kvoffload.tiering.stores.seal import secret_id
 from kvoffload.tiering.stores.secrets import Secret, check_secret
-from kvoffload.tiering.stores.wrappers import KeyMarker, OtherKeys
 
 _LONGEST_S = 1e9
 """The longest age or deadline, about 30 years, which every clock and server can represent."""
@@ -55,8 +53,6 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
     """Options of a store that other machines share."""
 
     locality: ClassVar[str | None] = "REMOTE"
-    marks_keys: ClassVar[bool] = True
-    """Whether a mark with the key's id is stored beside sealed blocks, so that a server notices a different key."""
 
     required: bool = False
     """Stop the engine's start if the store cannot be used. If false, the engine starts, and uses the tier once it
@@ -87,14 +83,6 @@ class RemoteOptions(SealedOptions, frozen=True, kw_only=True):
                     f"not {getattr(self, name)}."
                 )
         problems.raise_found()
-
-    def open_store(self, block_bytes: int, namespace: str) -> BlockStore:
-        store = super().open_store(block_bytes, namespace)
-        own = [secret_id(secret) for secret in self.read_keys()]
-        if not own or not self.marks_keys:
-            return store
-        mark = self._open(KeyMarker.MARK_BYTES, f"{namespace}:{block_bytes}", None)
-        return OtherKeys(store, KeyMarker(mark, own).look, f"tier {self.label!r}: {self.place}", [mark])
 
     def _check_opened(self, store: BlockStore) -> None:
         if self.required:

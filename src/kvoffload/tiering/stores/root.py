@@ -118,14 +118,6 @@ def directory_of(namespace: str, secret: bytes | None = None) -> str:
     return (name or _DEFAULT_DIRECTORY) + (f"{_SEALED}{secret_id(secret)}" if secret else "")
 
 
-def directories_of(root: str, namespace: str) -> set[str]:
-    """Return the directories of ``root`` for a namespace, under any secret. Empty if they cannot be listed."""
-    name = directory_of(namespace)
-    with contextlib.suppress(OSError):
-        return {found for found in os.listdir(root) if found.partition(_SEALED)[0] == name}
-    return set()
-
-
 def plain_beside(root: str, directory: str) -> list[str]:
     """Return the directories of the same namespace whose blocks are not known to be encrypted. Empty unless the blocks
     of ``directory`` are encrypted. Raises ``OSError``."""

@@ -168,11 +168,7 @@ class Striped(BlockStore):
     def stats(self) -> StoreStats:
         each = [disk.store.stats() for disk in self._disks]
         disks = (disk.stats(path, stats) for path, disk, stats in zip(self._paths, self._disks, each, strict=False))
-        return replace(
-            StoreStats.of_all(each),
-            other_keys=max(stats.other_keys for stats in each),
-            disks=(*disks, *self._missing),
-        )
+        return replace(StoreStats.of_all(each), disks=(*disks, *self._missing))
 
     # ---------------------------------------------------------------------------------------------------- helpers
 

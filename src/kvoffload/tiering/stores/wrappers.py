@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,11 +15,6 @@ from kvoffload.errors import StoreError
 from kvoffload.tiering.stores.base import BlockStore, LossCause, StoreStats
 from kvoffload.tiering.stores.seal import SEAL_BYTES, sealer_of
 from kvoffload.tiering.stores.shared import BadBlocks
-from kvoffload.units import printable
-
-_log = logging.getLogger(__name__)
-
-_LOOK_S = 600.0
 
 
 class StoreWrapper(BlockStore):
@@ -181,88 +174,6 @@ class Rotating(StoreWrapper):
                     for index, answer in zip(rest, ask(store, rest), strict=True):
                         answers[index] = answer
         return answers
-
-
-class OtherKeys(StoreWrapper):
-    """A store that reports, once in the log and always in its counts, that this namespace also contains blocks under
-    keys that this process does not have. The key was mistyped, or replaced without keeping the old one in the list.
-    Such blocks are misses, and stay.
-
-    ``look`` finds the names of these keys. It may do I/O, so it runs in calls of I/O threads: in the first call, and
-    then every ten minutes.
-    """
-
-    def __init__(
-        self, inner: BlockStore, look: Callable[[], Sequence[str]], what: str, beside: Sequence[BlockStore] = ()
-    ) -> None:
-        """``beside``: stores that ``look`` uses, and that are closed with ``inner``."""
-        super().__init__(inner)
-        self._look = look
-        self._beside = beside
-        self._what = what
-        self._next_look_s = 0.0
-        self._num_other = 0
-
-    def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        self.look()
-        return super().contains(keys)
-
-    def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
-        self.look()
-        return super().write(keys, blocks)
-
-    def close(self) -> None:
-        for store in (*self._beside, self.inner):
-            store.close()
-
-    def stats(self) -> StoreStats:
-        return replace(super().stats(), other_keys=self._num_other)
-
-    def look(self) -> None:
-        if time.monotonic() < self._next_look_s:
-            return
-        self._next_look_s = time.monotonic() + _LOOK_S
-        with suppress(StoreError, OSError):
-            found = self._look()
-            if found and not self._num_other:
-                _log.warning(
-                    "%s also has blocks of this namespace under a key that this server does not have, or without one, "
-                    "in %s: this server does not read them, and they are evicted because nothing uses them",
-                    self._what,
-                    ", ".join(map(printable, found)),
-                )
-            self._num_other = len(found)
-
-
-class KeyMarker:
-    """A mark beside the blocks of a namespace on a server. It contains the ``secret_id`` of the key that a fleet writes
-    with; the id does not reveal the key. A process that finds the mark of a key that it lacks does not change it. So a
-    server with a mistyped key notices the mistake, and does not disturb the others.
-
-    The mark is a block of ``MARK_BYTES`` in a ``store`` without a secret.
-    """
-
-    MARK_BYTES = 64
-    _KEY = OffloadKey(b"kvoffload: the key of this namespace")
-
-    def __init__(self, store: BlockStore, own: Sequence[str]) -> None:
-        """``own``: the ids of this process's keys. The first one writes."""
-        self._store = store
-        self._own = own
-
-    def look(self) -> list[str]:
-        """Return the key in the mark, unless it is one of ours. Creates a missing mark, and updates it to a new key.
-        Raises ``StoreError``."""
-        mark = memoryview(bytearray(self.MARK_BYTES))
-        if self._store.read_into([self._KEY], [mark]) == [True]:
-            found = bytes(mark).rstrip(b"\0").decode(errors="replace")
-            if found not in self._own:
-                return [found]
-            if found == self._own[0]:
-                return []
-            self._store.discard([self._KEY])
-        self._store.write([self._KEY], [memoryview(self._own[0].encode().ljust(self.MARK_BYTES, b"\0"))])
-        return []
 
 
 class JoinedKeys(Collection[OffloadKey]):

@@ -290,22 +290,17 @@ def test_a_socket_file_is_a_way_to_a_server_too(start_server: Callable[..., Redi
     store.close()
 
 
-def test_a_server_with_another_key_says_so_once_and_harms_no_block(
-    shared_server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_with_another_key_harms_no_block(shared_server: RedisServer) -> None:
     (key,) = keys(1)
 
     def opened(*given: str) -> Any:
         return parse(**PATIENT_OPTIONS, url=shared_server.url, seal_key=list(given)).open_store(4096, "mistyped")
 
     block, other = bytes(4096), SEAL_KEY.upper()
-    for given, answer, num_other in (([SEAL_KEY], False, 0), ([other], False, 1), ([other, SEAL_KEY], True, 0)):
+    for given, answer in (([SEAL_KEY], False), ([other], False), ([other, SEAL_KEY], True)):
         store = opened(*given)
         assert store.contains([key]) == [answer]
         assert store.write([key], [memoryview(block)]) == [True]
-        assert store.stats().other_keys == num_other
-        assert caplog.text.count("under a key that this server does not have") == num_other
-        caplog.clear()
-        if num_other:
+        if given == [other]:
             store.discard([key])
         store.close()

@@ -16,8 +16,6 @@ class MooncakeOptions(RemoteOptions, frozen=True, kw_only=True):
     """``{"type": "mooncake", "master": "host:50051", "metadata": "http://host:8080/metadata"}``. Experimental."""
 
     server_evicts: ClassVar[bool] = True
-    marks_keys: ClassVar[bool] = False
-    """No mark is stored, because it would need a second client with its own memory."""
 
     master: str
     """Address of the master, as host:port."""
