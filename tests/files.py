@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
-
 __all__ = ["CountedNames", "disk_bytes"]
 
 
 def disk_bytes(root: Path) -> int:
     """Return the size of all files under ``root`` that count towards its quota.
 
-    Excludes a disk store's bulletin of 4 KiB, and files that a store's own thread removes during the count.
+    Excludes files that a store's own thread removes during the count.
     """
     total = 0
     for path in root.rglob("*"):
@@ -28,7 +26,7 @@ def disk_bytes(root: Path) -> int:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        total += status.st_size if stat.S_ISREG(status.st_mode) and path.name != BULLETIN_NAME else 0
+        total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 

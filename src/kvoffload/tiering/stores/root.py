@@ -496,7 +496,7 @@ def _leave_to_parent() -> None:
     os.close(nothing)
 
 
-_HELD = re.compile(rf"/{re.escape(CONTROL_DIR)}/|/(changes|[0-9a-z-]+\.(slab|table))( \(deleted\))?$")
+_HELD = re.compile(rf"/{re.escape(CONTROL_DIR)}/|/[0-9a-z-]+\.(slab|table)( \(deleted\))?$")
 """Files that a store keeps open besides directories. The system appends a note to the name of a deleted file."""
 _roots: set[str] = set()
 """Roots of this process's stores."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,7 @@ from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk import directory as directory_module
 from kvoffload.tiering.stores.disk import index as index_module
 from kvoffload.tiering.stores.disk.directory import Listings
-from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, Bulletin
-from kvoffload.tiering.stores.root import PRIVATE, Access
+from kvoffload.tiering.stores.disk.file import SlabFile
 
 NUM_SLABS, NUM_SLOTS = 300, 40
 MAX_BYTES = 1 << 40
@@ -90,36 +88,36 @@ def test_a_start_moves_no_cell_again(root: Path, monkeypatch: pytest.MonkeyPatch
         assert len(slabs_of(store)) == NUM_SLABS == sum(placed)
 
 
-def test_a_poll_looks_at_few_neighbours_slabs_unless_they_are_announced(root: Path, calls: Counter[str]) -> None:
+def test_a_poll_reads_of_neighbours_only_what_has_changed(
+    root: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, real = list[int](), SlabFile.read_entries
     with opened(root) as mine, opened(root) as theirs:
         assert sum(slab.is_own for slab in slabs_of(theirs).open.values()) == 0
-        for _ in range(2):
-            upkeep_of(theirs).poll()  # changes that were announced at the start
         calls.clear()
         for _ in range(10):
             upkeep_of(theirs).poll()
-        assert calls.total() <= 10 * (17 + 2 * 8), calls
+        assert calls.total() <= 10 * (16 + 2 * NUM_SLABS), "for each slab its lock and its counters"
         keys = keys_of(*range(5000, 5000 + NUM_SLABS))
         for key in keys[:3]:
             write(mine, key)
         upkeep_of(mine).flush_changes()
+        monkeypatch.setattr(
+            SlabFile, "read_entries", lambda file, first, count: read.append(count) or real(file, first, count)
+        )
         upkeep_of(theirs).poll()
+        assert 0 < len(read) <= 3
         assert here(theirs, *keys) == set(keys[:3])
         assert right(theirs, *keys[:3]) == set(keys[:3])
 
 
-def test_slabs_of_the_dead_are_found_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_of_the_dead_are_taken_over_by_the_next_poll(root: Path) -> None:
     mine = DiskStore(root, SMALL, max_bytes=MAX_BYTES)
     assert upkeep_of(mine).is_loaded.wait(120)
     with opened(root) as theirs:
-        with upkeep_of(mine).lock:  # a killed process announces nothing
-            monkeypatch.setattr(upkeep_of(mine)._bulletin, "announce", lambda names: None)
         mine.close()
-        polls = 0
-        while any(not slab.is_own for slab in slabs_of(theirs).open.values()):
-            upkeep_of(theirs).poll()
-            polls += 1
-        assert NUM_SLABS // 8 <= polls <= NUM_SLABS // 4
+        upkeep_of(theirs).poll()
+        assert all(slab.is_own for slab in slabs_of(theirs).open.values())
 
 
 def test_a_full_quota_lists_nothing_again(root: Path, calls: Counter[str]) -> None:
@@ -198,79 +196,3 @@ class TestListings:
             (tmp_path / f"{number}.table").touch()
             os.utime(tmp_path, ns=(0, 4_000_000_000_123_456_789))
             assert len(listings.slabs(dir_fd)) == number + 1
-
-
-class TestBulletin:
-    NAMES = tuple(f"{number:016x}" for number in range(40))
-
-    @pytest.fixture
-    def open_bulletin(self, tmp_path: Path):
-        opened, dir_fd = [], os.open(tmp_path, os.O_RDONLY)
-
-        def make(access: Access = PRIVATE) -> Bulletin:
-            opened.append(Bulletin(access))
-            opened[-1].open(dir_fd)
-            return opened[-1]
-
-        yield make
-        for bulletin in opened:
-            bulletin.close()
-        os.close(dir_fd)
-
-    def changed(self, is_changed: Callable[[str], bool]) -> set[str]:
-        return {name for name in self.NAMES if is_changed(name)}
-
-    def test_what_is_announced_is_seen_once_by_everyone(self, open_bulletin) -> None:
-        one, two, three = open_bulletin(), open_bulletin(), open_bulletin()
-        for bulletin in (one, two, three):
-            assert self.changed(bulletin.take_changed()) == set()
-        one.announce(self.NAMES[3:5])
-        two.announce(self.NAMES[4:6])
-        for bulletin in (one, two, three):
-            assert self.changed(bulletin.take_changed()) == set(self.NAMES[3:6])
-            assert self.changed(bulletin.take_changed()) == set()
-
-    def test_without_the_file_all_may_have_changed(self, open_bulletin, tmp_path: Path) -> None:
-        bulletin = Bulletin(PRIVATE)
-        bulletin.announce(self.NAMES)
-        assert self.changed(bulletin.take_changed()) == set(self.NAMES)
-        bulletin = open_bulletin()
-        os.truncate(tmp_path / BULLETIN_NAME, 10)
-        assert self.changed(bulletin.take_changed()) == set(self.NAMES)
-
-    def test_a_new_file_is_opened_in_the_place_of_one_that_was_removed(self, open_bulletin, tmp_path: Path) -> None:
-        one = open_bulletin()
-        (tmp_path / BULLETIN_NAME).unlink()
-        dir_fd = os.open(tmp_path, os.O_RDONLY)
-        for _ in range(2):
-            one.open(dir_fd)
-        os.close(dir_fd)
-        two = open_bulletin()
-        two.announce(self.NAMES[:1])
-        assert self.changed(one.take_changed()) == set(self.NAMES[:1])
-
-    @pytest.mark.parametrize("what", ["link", "second name", "pipe", "directory"])
-    def test_nothing_else_is_used_in_its_place(self, open_bulletin, tmp_path: Path, what: str) -> None:
-        place, precious = tmp_path / BULLETIN_NAME, tmp_path / "precious"
-        precious.write_bytes(b"p" * 9000)
-        match what:
-            case "link":
-                place.symlink_to(precious)
-            case "second name":
-                place.hardlink_to(precious)
-            case "pipe":
-                os.mkfifo(place)
-            case _:
-                place.mkdir()
-        bulletin = open_bulletin()
-        bulletin.announce(self.NAMES)
-        assert self.changed(bulletin.take_changed()) == set(self.NAMES)
-        assert precious.read_bytes() == b"p" * 9000
-
-    def test_it_has_the_roots_mode(self, open_bulletin, tmp_path: Path) -> None:
-        before = os.umask(0o077)
-        try:
-            open_bulletin(Access("group"))
-        finally:
-            os.umask(before)
-        assert stat.S_IMODE((tmp_path / BULLETIN_NAME).stat().st_mode) == 0o660

@@ -29,7 +29,6 @@ from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.disk.admin import DiskRoot
 from kvoffload.tiering.stores.disk.format import SlabFormat
-from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME
 
 KEYS = keys_of(*range(200))
 
@@ -45,11 +44,10 @@ def theirs(tmp_path: Path) -> dict[Path, bytes]:
         "new-7.slab",
         "0123456789abcdef.table",
         "0123456789abcdef.slab",
-        "changes",
     ]
     made |= {root / folder / name: b"precious" * 1000 for folder in ("app", "app/photos") for name in names}
     made[root / "app" / "feed.table"] = b""
-    made[root / "=" / "1.table"] = made[root / "=" / BULLETIN_NAME] = b"precious" * 1000
+    made[root / "=" / "1.table"] = b"precious" * 1000
     for path, content in made.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

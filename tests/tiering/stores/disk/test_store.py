@@ -50,7 +50,7 @@ from kvoffload.tiering.stores.disk.format import EMPTY_ENTRY, ENTRY_BYTES, SlabF
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.disk.store import DiskStore
-from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, Upkeep
+from kvoffload.tiering.stores.disk.upkeep import Upkeep
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.root import CONTROL_DIR
 from kvoffload.tiering.stores.slab import SlabStore
@@ -248,7 +248,7 @@ class TestRestart:
             (namespace / name).write_bytes(bytes(5000))
         store = open_store(max_bytes=slab_of(8) + slab_of(5))
         assert write(store, *KEYS[3:12]) == [True] * 9
-        every = {path.name for path in namespace.iterdir()} - {BULLETIN_NAME}
+        every = {path.name for path in namespace.iterdir()}
         assert every == {path.name for path in [*tables(tmp_path), *payloads(tmp_path)]}
         assert len(tables(tmp_path)) == len(payloads(tmp_path)) == 2
 

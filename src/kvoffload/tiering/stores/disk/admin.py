@@ -38,7 +38,6 @@ from kvoffload.tiering.stores.disk.format import (
     SlabFormat,
 )
 from kvoffload.tiering.stores.disk.slabs import NS
-from kvoffload.tiering.stores.disk.upkeep import BULLETIN_NAME, is_bulletin
 from kvoffload.tiering.stores.root import (
     CONTROL_DIR,
     LARGEST_BLOCK_BYTES,
@@ -190,9 +189,6 @@ class DiskRoot:
             for _, dir_fd in self._namespaces(directory):
                 for slab in slabs_in(dir_fd):
                     unlink_slab(slab.name, dir_fd)
-                with suppress(OSError):
-                    if is_bulletin(os.stat(BULLETIN_NAME, dir_fd=dir_fd, follow_symlinks=False)):
-                        os.unlink(BULLETIN_NAME, dir_fd=dir_fd)
         try:
             os.rmdir(os.path.join(self._root, directory))
         except OSError:

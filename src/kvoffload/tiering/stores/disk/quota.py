@@ -127,10 +127,10 @@ class Quota:
             _log.info("%d slabs at %s are removed, because they exceed the quota.", len(too_many), self._root)
         return excess is not None
 
-    def share(self) -> list[str]:
+    def share(self) -> None:
         """Ask for a slab if we lack room, and give one to a process that asks and has fewer than we do; a retired store
-        gives one to any process. Returns the names of slabs that were given with their blocks. Raises ``OSError``."""
-        given, now_s = list[str](), time.monotonic()
+        gives one to any process. Raises ``OSError``."""
+        now_s = time.monotonic()
         num_own = sum(slab.is_own for slab in self._slabs.snapshot())
         if now_s < self._wants_until_s:
             self._request.post(num_own)
@@ -150,11 +150,9 @@ class Quota:
                 slab.given_until_s = now_s + _GIVEN_S
                 slab.file.write_changes(slab.changes + 1)  # includes changes that were not announced
                 slab.file.unlock()
-                given.append(slab.file.name)
             else:
                 self._slabs.drop([slab], "evicted")
                 self._directory.remove(slab.file.name)
-        return given
 
     def drop_plain(self) -> None:
         """Remove the unencrypted blocks of our namespace once no process uses them, if ``drops_plain`` is set. Raises

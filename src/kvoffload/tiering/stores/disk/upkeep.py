@@ -5,13 +5,9 @@ slabs of dead processes. Reads and writes never wait for it."""
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import stat
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -25,89 +21,17 @@ from kvoffload.tiering.stores.disk.format import PAGE_SLOTS
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.quota import Quota
 from kvoffload.tiering.stores.disk.slabs import Slabs
-from kvoffload.tiering.stores.root import Access, make_file
 
 _log = logging.getLogger(__name__)
 
-BULLETIN_NAME = "changes"
-_NUM_COUNTERS = 1024
 _POLL_S = 0.4
 """Seconds between polls, so that neighbours learn of our new blocks, and we of theirs, within a second."""
 _USES_S = 10.0
-"""Seconds between rounds that write the times of use. One poll writes them for at most ``_LOOKS_AT_ONCE`` slabs."""
-_LOOKS_AT_ONCE = 8
-"""Number of unannounced slabs that a poll also checks, because their owner may be dead."""
+"""Seconds between rounds that write the times of use."""
+_USES_AT_ONCE = 8
+"""Number of slabs whose times of use one poll writes."""
 _LOADED_AT_ONCE = 1 << 18
 """Number of slots whose tables are read before the constructor returns. The store's own thread reads the rest."""
-
-
-class Bulletin:
-    """Counters of a namespace's slabs; several of many slabs share one. A process that changes a slab changes its
-    counter, so that others read only one file and the tables of changed slabs. For one thread at a time.
-
-    Without the file, for instance on a full disk, nothing is announced, so any slab may have changed.
-    """
-
-    def __init__(self, access: Access) -> None:
-        self._access = access
-        self._fd = -1
-        self._seen = np.zeros(_NUM_COUNTERS, np.uint32)
-
-    def open(self, dir_fd: int) -> None:
-        """Open the bulletin of a directory, and create it if necessary. An open bulletin is kept if it is still the
-        right one."""
-        if self._fd >= 0 and os.fstat(self._fd).st_nlink:
-            return
-        self.close()
-        fd = -1
-        try:
-            fd = make_file(BULLETIN_NAME, dir_fd, self._access)
-            status = os.fstat(fd)
-            if not is_bulletin(status) or status.st_nlink != 1 or not self._access.admits(status):
-                raise PermissionError(f"{BULLETIN_NAME} is not ours")
-            if not status.st_size:
-                os.ftruncate(fd, 4 * _NUM_COUNTERS)
-            self._fd = fd
-        except OSError:
-            if fd >= 0:
-                os.close(fd)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def announce(self, slabs: Iterable[str]) -> None:
-        """Announce that the slabs with these names have changed. Their tables must contain the changes already."""
-        if self._fd < 0:
-            return
-        for counter in {_counter_of(name) for name in slabs}:
-            try:
-                os.pwrite(self._fd, secrets.token_bytes(4), 4 * counter)  # not an increment: two processes may write
-            except OSError:
-                return
-
-    def take_changed(self) -> Callable[[str], bool]:
-        """Return a function that says whether a slab, given by name, may have changed since the last call."""
-        try:
-            content = os.pread(self._fd, 4 * _NUM_COUNTERS, 0) if self._fd >= 0 else b""
-        except OSError:
-            content = b""
-        if len(content) != 4 * _NUM_COUNTERS:
-            return lambda name: True
-        counters = np.frombuffer(content, np.uint32)
-        changed = set(np.flatnonzero(counters != self._seen).tolist())
-        self._seen = counters
-        return lambda name: _counter_of(name) in changed
-
-
-def is_bulletin(status: os.stat_result) -> bool:
-    """Return whether a file with that name looks like a bulletin, or is empty."""
-    return stat.S_ISREG(status.st_mode) and status.st_size in (0, 4 * _NUM_COUNTERS)
-
-
-def _counter_of(slab: str) -> int:
-    return zlib.crc32(slab.encode()) % _NUM_COUNTERS
 
 
 class Upkeep:
@@ -125,11 +49,10 @@ class Upkeep:
         """Set when all slabs that existed at startup are known."""
         self._must_shrink = True
         """Whether the quota has not been checked successfully since startup."""
-        self._bulletin = Bulletin(directory.access)
         self._listed: Sequence[SlabSeen] = ()
         """The slabs of the directory at the last time when all of them were read."""
-        self._next_look = self._next_uses = 0
-        """Counters that choose, in turn, the next slabs to check and the next whose times of use are written."""
+        self._next_uses = 0
+        """A counter that chooses, in turn, the next slabs whose times of use are written."""
         self._uses_left = 0
         self._stop = threading.Event()
         with self.lock:
@@ -148,7 +71,7 @@ class Upkeep:
         with self.lock:
             if not self._is_closed:
                 self.flush_changes()
-                self.poll(every_slab=True)
+                self.poll()
 
     def close(self) -> None:
         self._stop.set()
@@ -160,10 +83,7 @@ class Upkeep:
             self._is_closed = True
             self.flush_uses()
             self.flush_changes()
-            own = [slab.file.name for slab in self._slabs.snapshot() if slab.is_own]
             self._slabs.close()
-            self._bulletin.announce(own)
-            self._bulletin.close()
             self._quota.close()
             self._directory.close()
         self.is_loaded.set()
@@ -245,29 +165,22 @@ class Upkeep:
             self._slabs.quarantined.add(name)
         return 0
 
-    def poll(self, *, every_slab: bool = False) -> None:
-        """Read the changes of other processes. Checks announced slabs of neighbours and a few others in turn; with
-        ``every_slab``, all slabs. Raises ``OSError``."""
+    def poll(self) -> None:
+        """Read the changes of other processes. Raises ``OSError``."""
         slabs = self._slabs.snapshot()  # before the listing: a slab created meanwhile is not gone
         if not self._directory.check():
             self._slabs.drop(slabs, "removed")
-            self._bulletin.close()
             self._listed = ()
         if self._directory.fd < 0:
             return
         if (listing := self._directory.slabs()) is not self._listed:
-            self._bulletin.open(self._directory.fd)
             self._listed = listing if self._is_taken_in(listing, slabs) else ()
         if self._must_shrink and self.is_loaded.is_set():
             self._shrink()
-        if theirs := [slab for slab in self._slabs.snapshot() if not slab.is_own]:
-            is_changed = self._bulletin.take_changed()
-            first, self._next_look = self._next_look, self._next_look + _LOOKS_AT_ONCE
-            in_turn = {(first + at) % len(theirs) for at in range(_LOOKS_AT_ONCE)}
-            for at, slab in enumerate(theirs):
-                if every_slab or at in in_turn or is_changed(slab.file.name):
-                    self._poll_neighbour(slab)
-        self._bulletin.announce(self._quota.share())  # last, because on a full disk no request can be posted
+        for slab in self._slabs.snapshot():
+            if not slab.is_own:
+                self._poll_neighbour(slab)
+        self._quota.share()  # last, because on a full disk no request can be posted
 
     def _is_taken_in(self, listing: Sequence[SlabSeen], slabs: Sequence[Slab]) -> bool:
         """Drop the open slabs that are no longer in the directory, and open new ones. Returns ``False`` if some new
@@ -307,12 +220,11 @@ class Upkeep:
                 except OSError as exc:
                     if exc.errno not in REFUSED:  # otherwise the next change also announces this one
                         self._slabs.lose(slab, exc)
-            self._bulletin.announce(slab.file.name for slab, _ in changed)
         finally:
             self._slabs.unpin(slab for slab, _ in changed)
 
     def _flush_some_uses(self) -> None:
-        count, slabs = min(self._uses_left, _LOOKS_AT_ONCE), self._slabs.snapshot()
+        count, slabs = min(self._uses_left, _USES_AT_ONCE), self._slabs.snapshot()
         if slabs and count:
             first, self._next_uses = self._next_uses, self._next_uses + count
             self._uses_left -= count
