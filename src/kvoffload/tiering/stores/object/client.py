@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.proxies import through_proxy
@@ -19,11 +18,8 @@ from kvoffload.units import printable
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 """Prefixes of the environment variables that obstore reads, by the scheme of the URL."""
-_ENDPOINT = re.compile("(^|_)(endpoint|endpoint_url|endpoint_url_s3|endpoint_url_sts|base_url)$")
-_ENDPOINTS_OF_BLOCKS = ("endpoint", "endpoint_url_s3", "base_url")
-_SERVICE_ACCOUNT_FILES = ("service_account", "service_account_path")
-_SERVICE_ACCOUNT_KEY = "service_account_key"
-_CREDENTIAL_FILES = (*_SERVICE_ACCOUNT_FILES, "application_credentials")
+_ENDPOINTS = ("endpoint", "endpoint_url_s3", "base_url")
+_CREDENTIAL_FILES = ("service_account", "service_account_path", "application_credentials")
 """Settings that name a file which obstore reads once. It reads other files, such as token files, again by itself."""
 
 _LEAST_OBSTORE = 0, 11
@@ -39,8 +35,12 @@ class Deadlines(NamedTuple):
 def check_url(url: str) -> str:
     """Return ``url`` in a form that may be shown. Raises ``ConfigError`` for a URL that cannot belong to an object
     store."""
-    parts = _split(url)
-    if parts is None or parts.scheme not in _PREFIXES or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        is_known = parts.scheme in _PREFIXES and parts.netloc != ""
+    except ValueError:
+        is_known = False
+    if not is_known:
         raise ConfigError(
             "url of the 'object' tier must be s3://bucket/prefix, gs://bucket/prefix or az://container/..."
         )
@@ -156,53 +156,16 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
 
 
 def _may_be_http(config: Mapping[str, str], environment: Mapping[str, str]) -> bool:
-    """Return whether the user allowed HTTP, or gave an ``http://`` endpoint. Raises ``ConfigError`` if an endpoint may
-    not be shown."""
+    """Return whether the user allowed HTTP, or gave an ``http://`` endpoint."""
     given = {_bare(name): value.lower() for name, value in config.items()}
-    used = {**{name: value for name, value in environment.items() if _bare(name) not in given}, **config}
-    is_http = False
-    for name, value in _service_account_endpoints(used):
-        _check_endpoint(name, value)
-        # A base_url replaces it.
-        is_http |= "base_url" not in map(_bare, used) and value.lower().startswith("http://")
-    for name, value in used.items():
-        bare = _bare(name)
-        if _ENDPOINT.search(bare):
-            _check_endpoint(name, value)
-            is_http |= bare in _ENDPOINTS_OF_BLOCKS and value.lower().startswith("http://")
-        elif bare == "allow_http" and value.lower() == "true":
-            is_http = True
+    used = {_bare(name): value.lower() for name, value in environment.items()} | given
+    is_http = any(used.get(name, "").startswith("http://") for name in _ENDPOINTS)
     allowed = given.get("allow_http", "true")
     if allowed not in ("true", "false"):
         raise ConfigError("allow_http of the 'object' tier must be 'true' or 'false'.")
     if allowed == "false" and is_http:
         raise ConfigError("allow_http of the 'object' tier is false, but its endpoint begins with http://.")
-    return is_http
-
-
-def _service_account_endpoints(settings: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each Google endpoint in a service account of ``settings``, with a name for people. Skips an unreadable
-    account, because obstore rejects it."""
-    for name, value in settings.items():
-        bare = _bare(name)
-        if bare not in (*_SERVICE_ACCOUNT_FILES, _SERVICE_ACCOUNT_KEY):
-            continue
-        try:
-            account = json.loads(value if bare == _SERVICE_ACCOUNT_KEY else read_file(value))
-        except (OSError, ValueError):
-            continue
-        if isinstance(account, dict) and isinstance(endpoint := account.get("gcs_base_url"), str):
-            yield f"gcs_base_url in {name}", endpoint
-
-
-def _check_endpoint(name: str, value: str) -> None:
-    parts = _split(value)
-    if parts is None:
-        raise ConfigError(f"{name} of the 'object' tier is not a URL that can be read.")
-    if "@" in value or parts.query or parts.fragment:
-        raise ConfigError(
-            f"{name} of the 'object' tier has no credentials or settings: give them in the other settings of 'config'."
-        )
+    return is_http or used.get("allow_http") == "true"
 
 
 def _environment(scheme: str) -> dict[str, str]:
@@ -218,15 +181,8 @@ def _bare(name: str) -> str:
     return "endpoint" if bare == "endpoint_url" else bare
 
 
-def _split(url: str) -> SplitResult | None:
-    """Return the parts of ``url``, or ``None`` if it cannot be split. The text of the error would contain a part of
-    ``url``."""
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return None
-
-
+_SECRET = re.compile(r"(https?://)\S*@|\?\S*")
+"""Parts of a URL that may be credentials: a user and password, or a query."""
 _STATUS = re.compile(r"status code: [0-9]{3}[^:<{\n]*")
 _CODES = (
     re.compile("<Code>([A-Za-z0-9._-]{1,64})</Code>"),
@@ -236,10 +192,10 @@ _CODES = (
 
 
 def in_words(error: BaseException) -> str:
-    """Return obstore's message in one line, with the service's own code of the error, such as ``ExpiredToken``. The
-    rest of the answer's body is omitted, because services repeat tokens and names of keys in it."""
-    text = str(error).strip()
-    line = text.split("\n", 1)[0]
+    """Return obstore's message in one line, without credentials in a URL, and with the service's own code of the error,
+    such as ``ExpiredToken``. The rest of the answer's body is omitted, because services repeat tokens and names of keys
+    in it."""
+    line = _SECRET.sub(r"\1", str(error).strip().split("\n", 1)[0])
     if status := _STATUS.search(line):
         line = line[: status.end()]
     else:
