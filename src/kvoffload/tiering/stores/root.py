@@ -35,34 +35,6 @@ _FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}
 """A file in the control directory that only a tier of this type creates."""
 
 _FUSE = 0x65735546
-_NETWORK_TYPES = {
-    0x6969: "NFS",
-    0x517B: "SMB",
-    0xFE534D42: "SMB",
-    0xFF534D42: "CIFS",
-    0x00C36400: "CephFS",
-    0x0BD00BD0: "Lustre",
-    0x47504653: "GPFS",
-    0x19830326: "BeeGFS",
-    0x20030528: "OrangeFS",
-    0xAAD7AAEA: "PanFS",
-    0x01161970: "GFS2",
-    0xA501FCF5: "VxFS",
-    0xBEEFDEAD: "StorNext",
-    0x61636673: "ACFS",
-    0x013111A8: "IBRIX",
-    0x0000564C: "NCP",
-    0x7C7C6673: "prl_fs",
-    0x7461636F: "OCFS2",
-    0x5346414F: "AFS",
-    0x6B414653: "AFS",
-    0x73757245: "Coda",
-    0x01021997: "9p",
-    0x786F4256: "vboxsf",
-    0xBACBACBC: "vmhgfs",
-    _FUSE: "FUSE",
-}
-"""Names of file systems that several hosts may mount at once, by the number that statfs(2) returns."""
 _LOCAL_TYPES = {
     0xEF53,  # ext2, ext3, ext4
     0x58465342,  # XFS
@@ -267,11 +239,11 @@ def _is_directory(path: str) -> bool:
 
 
 def network_type(root: str) -> str | None:
-    """Return the name of the file system of ``root`` if other hosts may also have mounted it, as far as is known."""
+    """Return the type of the file system of ``root`` if other hosts may also have mounted it, as far as is known."""
     number = file_system_number(root)
     if number == 0 or number in _LOCAL_TYPES or (number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES):
         return None
-    return _NETWORK_TYPES.get(number, f"a file system that kvoffload does not know ({_mount_type(root)}, {number:#x})")
+    return f"a file system of type {_mount_type(root) or 'unknown'} ({number:#x})"
 
 
 def _mount_type(root: str) -> str:
