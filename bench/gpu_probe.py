@@ -3,8 +3,8 @@
 
 Each part runs in its own process under a time limit and writes its findings line by line as JSON, so a part that hangs
 or crashes does not affect the others. The last lines are a table of expected results, observed results and remedies.
-Parts that could rule out offloading run first, then parts about speed, then other facts. The probe needs NVIDIA's
-driver and kvoffload's own packages, but not torch.
+``kvoffload doctor`` checks and times the copies themselves. The probe needs NVIDIA's driver and kvoffload's own
+packages, but not torch.
 
 ``--small`` is for a rehearsal with the fake driver of the tests. Its figures are meaningless.
 """
@@ -16,7 +16,6 @@ import ctypes
 import json
 import mmap
 import os
-import resource
 import signal
 import statistics
 import subprocess
@@ -31,11 +30,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.cpu.copy.driver import CudaError, Driver, Stream, load_driver
+from kvoffload.cpu.copy.driver import Driver, Stream, load_driver
 from kvoffload.cpu.copy.lane import OPEN_PIECES, PIECE_RUNS
 from kvoffload.cpu.memory_limits import available_bytes
 from kvoffload.cpu.populate import populate
-from kvoffload.doctor.findings import least_ratio
 
 MIB = 1 << 20
 _BLOCKED_S = 0.005
@@ -51,14 +49,12 @@ class Sizes:
     compute_fills: int = 400
     compute_bytes: int = 1 << 30
     """Together, this is about 150 ms of a device's time."""
-    pinned_bytes: int = 8 << 30
-    most_pinned_bytes: int = 64 << 30
+    pinned_bytes: int = 64 << 30
     counts: tuple[int, ...] = (1024, 4096, 8192, 16_384, 51_828, 131_072)
-    pages: tuple[int, ...] = tuple(kib << 10 for kib in (4, 8, 16, 28, 32, 64, 128, 256, 1024))
     repeats: int = 5
 
 
-SMALL = Sizes(4 * MIB, 8, MIB, 8 * MIB, 16 * MIB, (16, 64), (4 << 10, 64 << 10), 2)
+SMALL = Sizes(4 * MIB, 8, MIB, 16 * MIB, (16, 64), 2)
 
 
 class Probe:
@@ -74,17 +70,16 @@ class Probe:
     def say(self, **found: Any) -> None:
         print(json.dumps(found), flush=True)
 
-    def host(self, num_bytes: int, register: bool = True, huge: bool = True) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Return the address and the bytes of new anonymous memory whose pages were touched."""
+    def host(self, num_bytes: int) -> int:
+        """Return the address of new registered memory whose pages were touched."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        memory.madvise(mmap.MADV_HUGEPAGE)
         self._kept.append(memory)
         array: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         array[:] = 1
         address: int = array.ctypes.data
-        if register:
-            self.driver.register(address, num_bytes)
-        return address, array
+        self.driver.register(address, num_bytes)
+        return address
 
     def compute(self, stream: Stream, memory: int) -> None:
         """Submit work that takes a while and copies nothing."""
@@ -118,65 +113,6 @@ def scattered(device: int, host: int, page: int, count: int, pool: int, seed: in
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def facts(probe: Probe) -> None:
-    driver = probe.driver
-    bus = driver.pci_bus_id(0)
-    found: dict[str, Any] = {
-        "name": driver.device_name(0),
-        "cuda": driver.version,
-        "copies": driver.copies_by,
-        "one_address": driver.has_one_address(0),
-        "cores": len(os.sched_getaffinity(0)),
-        "available_bytes": available_bytes(),
-        "locked_limit": resource.getrlimit(resource.RLIMIT_MEMLOCK),
-        "kernel": os.uname().release,
-    }
-    for name in ("enabled", "shmem_enabled"):
-        found[f"huge_pages_{name}"] = _read(f"/sys/kernel/mm/transparent_hugepage/{name}")
-    for name in ("current_link_speed", "max_link_speed", "current_link_width", "numa_node"):
-        found[name] = _read(f"/sys/bus/pci/devices/{bus}/{name}")
-    probe.say(**found)
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
-
-
-def bytes_are_right(probe: Probe) -> None:
-    """Check bytes in both directions, batched and single, with odd page sizes, and behind compute that still writes."""
-    driver, size = probe.driver, probe.sizes.large_bytes // 4
-    source, sent = probe.host(size)
-    target, back = probe.host(size)
-    device = driver.allocate(size)
-    sent[:] = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
-    for page, count in ((4096, 512), (65_536, 32), (4097, 100), (8, 1000)):
-        for copies_per_call in (4096, 1):
-            driver.copies_per_call = copies_per_call
-            back[:] = 0
-            on_device, on_host, lengths = scattered(device, source, page, min(count, size // page), size // page)
-            driver.copy_runs(on_device, on_host, lengths, probe.stream)
-            driver.copy_runs(on_host - source + target, on_device, lengths, probe.stream)
-            driver.synchronize(probe.stream)
-            starts = on_host - source
-            wrong = sum(not np.array_equal(back[at : at + page], sent[at : at + page]) for at in starts.tolist())
-            probe.say(page=page, copies=driver.copies_by, wrong=wrong)
-    driver.copies_per_call = 4096
-    other, done = driver.create_stream(), driver.create_event(is_timed=False)
-    scratch = driver.allocate(probe.sizes.compute_bytes)
-    driver.fill(device, 1, MIB, other)
-    probe.compute(other, scratch)
-    driver.fill(device, 2, MIB, other)
-    driver.record(done, other)
-    driver.wait_event(probe.stream, done)
-    one = np.array([MIB], dtype=np.int64)
-    driver.copy_runs(np.array([target]), np.array([device]), one, probe.stream)
-    driver.synchronize(probe.stream)
-    probe.say(behind_compute=True, wrong=int((back[:MIB] != 2).sum()))
-
-
 def limits(probe: Probe) -> None:
     """Find how many copies a call accepts. Each count runs in its own process, because a driver may hang."""
     for count in probe.sizes.counts:
@@ -187,7 +123,7 @@ def limits(probe: Probe) -> None:
 
 def limit(probe: Probe, count: str) -> None:
     num, page = int(count), 8192
-    host, _ = probe.host(2 * num * page)
+    host = probe.host(2 * num * page)
     device = probe.driver.allocate(2 * num * page)
     probe.driver.copies_per_call = num
     for is_store in (True, False):
@@ -203,7 +139,7 @@ def behind_compute(probe: Probe) -> None:
     """Find whether submitting waits while the stream waits for compute."""
     driver, page = probe.driver, 65_536
     pool = probe.sizes.large_bytes // page
-    host, _ = probe.host(probe.sizes.large_bytes)
+    host = probe.host(probe.sizes.large_bytes)
     device, scratch = driver.allocate(probe.sizes.large_bytes), driver.allocate(probe.sizes.compute_bytes)
     compute, done = driver.create_stream(), driver.create_event(is_timed=False)
     for copies_per_call in (4096, 1):
@@ -226,7 +162,7 @@ def behind_compute(probe: Probe) -> None:
 def queue(probe: Probe) -> None:
     """Count the launches that a stream behind compute accepts until a call blocks, by kind of launch."""
     driver, most = probe.driver, 4 * max(probe.sizes.counts)
-    host, _ = probe.host(MIB)
+    host = probe.host(MIB)
     device, scratch = driver.allocate(MIB), driver.allocate(probe.sizes.compute_bytes)
     compute, done = driver.create_stream(), driver.create_event(is_timed=False)
     one = np.array([4096], dtype=np.int64)
@@ -254,7 +190,7 @@ def queue(probe: Probe) -> None:
 def spacers(probe: Probe) -> None:
     """Time pieces of copies while another stream computes, by the operation between two pieces."""
     driver, size = probe.driver, probe.sizes.large_bytes
-    host, _ = probe.host(size)
+    host = probe.host(size)
     device, scratch, spacer = driver.allocate(size), driver.allocate(probe.sizes.compute_bytes), driver.allocate(4)
     compute = driver.create_stream()
     write = driver._resolve(
@@ -291,9 +227,9 @@ def beside(probe: Probe) -> None:
     The job runs as a whole, and in pieces with and without a tiny operation between two pieces.
     """
     driver, page, size = probe.driver, 65_536, probe.sizes.large_bytes
-    host, _ = probe.host(size)
+    host = probe.host(size)
     device, spacer, small = driver.allocate(size), driver.allocate(1), driver.allocate(4096)
-    small_host, _ = probe.host(4096)
+    small_host = probe.host(4096)
     engine = driver.create_stream()
     on_device, on_host, lengths = scattered(device, host, page, size // page, size // page)
     for is_store in (True, False):
@@ -318,114 +254,24 @@ def beside(probe: Probe) -> None:
                 probe.say(way=way, piece_mib=piece_bytes / MIB, spacer=has_spacer, small_copy_us=us)
 
 
-def speed(probe: Probe) -> None:
-    """Compare copies of scattered pages with one large copy, by page size."""
-    driver, size = probe.driver, probe.sizes.large_bytes
-    host, _ = probe.host(2 * size)
-    device = driver.allocate(2 * size)
-    for is_store in (True, False):
-        way, (to, source) = ("store", (host, device)) if is_store else ("load", (device, host))
-        large_s = probe.seconds(lambda: driver.copy(to, source, size, probe.stream))[2]  # noqa: B023
-        probe.say(way=way, page="large", gb_per_s=round(size / large_s / 1e9, 1))
-        for page in probe.sizes.pages:
-            count = min(4096, size // page)
-            on_device, on_host, lengths = scattered(device, host, page, count, 2 * size // page)
-            ends = (on_host, on_device) if is_store else (on_device, on_host)
-            for copies_per_call in (4096, 1):
-                driver.copies_per_call = copies_per_call
-                processor_s, total_s, _ = probe.seconds(lambda: driver.copy_runs(*ends, lengths, probe.stream))  # noqa: B023
-                per_s = count * page / total_s
-                ratio = round(per_s / (size / large_s), 2)
-                us = round(processor_s * 1e6 / count, 2)
-                probe.say(way=way, page=page, copies=driver.copies_by, ratio=ratio, processor_us_per_copy=us)
-
-
-def both_ways(probe: Probe) -> None:
-    """Measure the bandwidth of stores and loads that run at the same time, by page size."""
-    driver, size = probe.driver, probe.sizes.large_bytes
-    host, _ = probe.host(4 * size)
-    device, other = driver.allocate(4 * size), driver.create_stream()
-    for page in probe.sizes.pages:
-        count = min(4096, size // page)
-        pool = 2 * size // page
-        on_device, on_host, lengths = scattered(device, host, page, count, pool)
-        loaded_device, loaded_host, _ = scattered(device + 2 * size, host + 2 * size, page, count, pool, seed=1)
-
-        def submit() -> None:
-            driver.copy_runs(on_host, on_device, lengths, probe.stream)  # noqa: B023
-            driver.copy_runs(loaded_device, loaded_host, lengths, other)  # noqa: B023
-            driver.synchronize(other)
-
-        total_s = probe.seconds(submit)[1]
-        probe.say(page=page, gb_per_s=round(2 * count * page / total_s / 1e9, 2))
-
-
 def pinning(probe: Probe) -> None:
-    """Measure the seconds per GiB for pinning present and absent pages, huge and small, and shared memory."""
-    available = available_bytes()
-    size = min(probe.sizes.pinned_bytes, (available or probe.sizes.pinned_bytes) // 4) // (2 * MIB) * 2 * MIB
-    gib = size / (1 << 30)
-    _pin_much(probe, available)
-    for huge in (True, False):
-        for num_threads in (0, 1, 8):
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
-            view = ctypes.c_char.from_buffer(memory)
-            began_s = time.perf_counter()
-            if num_threads:
-                populate(ctypes.addressof(view), size, num_threads)
-            populated_s = time.perf_counter() - began_s
-            _pin(
-                probe,
-                ctypes.addressof(view),
-                size,
-                huge=huge,
-                threads=num_threads,
-                populate_s_per_gib=round(populated_s / gib, 3),
-            )
-            del view
-            memory.close()
-    name = Path(f"/dev/shm/kvoffload-probe-{os.getpid()}")
-    try:
-        with name.open("w+b") as file:
-            began_s = time.perf_counter()
-            os.posix_fallocate(file.fileno(), 0, size)
-            allocated_s = time.perf_counter() - began_s
-            shared = mmap.mmap(file.fileno(), size)
-        view = ctypes.c_char.from_buffer(shared)
-        _pin(probe, ctypes.addressof(view), size, shared=True, populate_s_per_gib=round(allocated_s / gib, 3))
-    except OSError as exc:
-        probe.say(shared=True, error=exc.strerror)
-    finally:
-        name.unlink(missing_ok=True)
-
-
-def _pin_much(probe: Probe, available: int | None) -> None:
-    """Pin as much memory as a server would, in huge pages that eight threads allocate."""
-    most = probe.sizes.most_pinned_bytes
-    size = min(most, (available or most) // 2) // (2 * MIB) * 2 * MIB
+    """Measure the seconds per GiB for as much memory as a server pins, in huge pages that eight threads allocate."""
+    most = probe.sizes.pinned_bytes
+    size = min(most, (available_bytes() or most) // 2) // (2 * MIB) * 2 * MIB
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    view = ctypes.c_char.from_buffer(memory)
+    address, gib = ctypes.addressof(ctypes.c_char.from_buffer(memory)), size / (1 << 30)
     began_s = time.perf_counter()
-    populate(ctypes.addressof(view), size, 8)
-    seconds = round((time.perf_counter() - began_s) / (size / (1 << 30)), 3)
-    _pin(probe, ctypes.addressof(view), size, huge=True, threads=8, much=True, populate_s_per_gib=seconds)
-    del view
-    memory.close()
-
-
-def _pin(probe: Probe, address: int, size: int, **what: Any) -> None:
-    gib = size / (1 << 30)
-    began_s = time.perf_counter()
-    try:
-        probe.driver.register(address, size)
-    except CudaError as exc:
-        probe.say(**what, error=str(exc))
-        return
-    registered_s = time.perf_counter() - began_s
+    populate(address, size, 8)
+    populated_s = time.perf_counter()
+    probe.driver.register(address, size)
+    registered_s = time.perf_counter()
     probe.driver.unregister(address)
-    probe.say(**what, gib=round(gib, 2), register_s_per_gib=round(registered_s / gib, 3))
+    probe.say(
+        gib=round(gib, 2),
+        populate_s_per_gib=round((populated_s - began_s) / gib, 3),
+        register_s_per_gib=round((registered_s - populated_s) / gib, 3),
+    )
 
 
 def leaving(probe: Probe) -> None:
@@ -435,22 +281,18 @@ def leaving(probe: Probe) -> None:
 
 
 def leave(probe: Probe) -> None:
-    host, _ = probe.host(probe.sizes.large_bytes)
+    host = probe.host(probe.sizes.large_bytes)
     device = probe.driver.allocate(probe.sizes.large_bytes)
     for _ in range(8):
         probe.driver.copy(host, device, probe.sizes.large_bytes, probe.stream)
 
 
 PARTS: dict[str, tuple[Callable[..., None], float]] = {
-    "facts": (facts, 40),
-    "bytes": (bytes_are_right, 40),
     "limits": (limits, 130),
     "behind": (behind_compute, 40),
     "queue": (queue, 30),
     "spacers": (spacers, 30),
     "beside": (beside, 60),
-    "speed": (speed, 90),
-    "both_ways": (both_ways, 40),
     "pinning": (pinning, 75),
     "leaving": (leaving, 40),
 }
@@ -507,10 +349,6 @@ def run_child(
 
 def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, str, str]]:
     """Yield rows of name, expected result, observed result and remedy. Note 2 cites the sources of the expectations."""
-    rows = found.get("bytes", [])
-    if rows:
-        wrong = sum(row.get("wrong", 0) for row in rows)
-        yield "wrong bytes", "0", str(wrong), "" if not wrong else "serve without kvoffload; report this file"
     good = [row["count"] for row in found.get("limits", []) if row["ended"] == "well"]
     bad = [row["count"] for row in found.get("limits", []) if row["ended"] != "well"]
     if good or bad:
@@ -544,8 +382,6 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
         advice = "" if memset["ms"] <= 1.1 * best["ms"] else f"lane.py: {best['between']} between pieces"
         seen = ", ".join(f"{row['between']} {row['ms']} ms" for row in rows)
         yield "between pieces, beside compute", "memset as fast as any", seen, advice
-    for row in found.get("both_ways", []):
-        yield f"both ways at once, pages of {row['page'] >> 10} KiB", "2x one way", f"{row['gb_per_s']} GB/s", ""
     for way in ("store", "load"):
         rows = [row for row in found.get("beside", []) if row["way"] == way]
         if rows:
@@ -562,26 +398,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, str, st
                 f"{ours['small_copy_us']} us; best {best['small_copy_us']}",
                 advice,
             )
-    for row in found.get("speed", []):
-        if row["page"] != "large" and row["copies"] == "batched copies":
-            least = least_ratio(row["page"])
-            advice = "" if row["ratio"] >= least else "a kv_cache_layout that puts a block's layers side by side"
-            yield (
-                f"{row['way']}, pages of {row['page'] >> 10} KiB",
-                f">= {least} of a large copy",
-                str(row["ratio"]),
-                advice,
-            )
     for row in found.get("pinning", []):
-        if "register_s_per_gib" in row:
-            what = "shared" if row.get("shared") else f"huge={row['huge']}, {row['threads']} threads"
-            what = f"{row['gib']:.0f} GiB, {what}" if row.get("much") else what
-            yield (
-                f"pinning, {what}",
-                "0.1 s/GiB",
-                f"{row['populate_s_per_gib']} + {row['register_s_per_gib']} s/GiB",
-                "",
-            )
+        seen = f"{row['populate_s_per_gib']} + {row['register_s_per_gib']} s/GiB"
+        yield f"pinning {row['gib']:.0f} GiB", "0.1 s/GiB", seen, ""
     for row in found.get("leaving", []):
         yield "a process ends amid copies", "well", row["ended"], "" if row["ended"] == "well" else "report this file"
 
