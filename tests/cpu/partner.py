@@ -29,7 +29,7 @@ def stop_at(pipe: Connection, name: str, mount: str, where: str) -> None:
         pipe.recv()
 
     if where == "lock":
-        region._write_joined = stuck
+        region.os.pwrite = stuck
     else:
         region.os.posix_fallocate = stuck
     region.SharedOffloadRegion.shared(name, 8, 4096, num_processes=2, mount=Path(mount))

@@ -4,9 +4,10 @@
 A shared region has a name on the shared-memory mount only until all processes have found it. The last process to map it
 unlinks the name, so a later crash leaves no file.
 
-Every process that has joined holds a shared lock on the file, and the kernel drops the lock when the process dies. So a
-file without a lock belongs to a start that never finished, and the next start reclaims it. Files that other users can
-access are neither joined nor removed.
+The file ends with the terms that all processes must agree on, and the number of processes that have joined. Each of
+these holds a shared lock on the file, and the kernel drops the lock when the process dies. So a file without a lock
+belongs to a start that never finished, and the next start reclaims it. Files that other users can access are neither
+joined nor removed.
 
 Pages are allocated outside of the start-up lock, because a large region takes minutes and other engines may start
 meanwhile.
@@ -23,6 +24,7 @@ import mmap
 import os
 import re
 import stat
+import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "kvoffload-"
 _MOST_NAMES = 1000
-_OURS = re.compile(_PREFIX + r"[0-9a-f]{24}(|\.joined|\.draft)")
-"""The names of segments and of the files beside them. Nothing else on the mount is reclaimed."""
+_OURS = re.compile(_PREFIX + "[0-9a-f]{24}")
+"""The names of segments. Nothing else on the mount is reclaimed."""
+_TERMS = struct.Struct("<QQQQ")
+"""The end of a segment: blocks, bytes of a block, processes in total, processes that have joined."""
 
 
 class SharedOffloadRegion:
@@ -105,8 +109,7 @@ class SharedOffloadRegion:
         segment = mount / (_PREFIX + hashlib.sha256(f"{os.getuid()}\0{instance_id}".encode()).hexdigest()[:24])
         with _exclusive(mount, timeout_s):
             promised_bytes = _reclaim(mount)
-            terms = f"{num_blocks} {block_bytes} {num_processes}"
-            descriptor, num_joined = _join(segment, size, terms, promised_bytes)
+            descriptor, num_joined = _join(segment, (num_blocks, block_bytes, num_processes), promised_bytes)
         try:
             memory = _map(descriptor, size, mount)
         except BaseException:
@@ -132,7 +135,7 @@ class SharedOffloadRegion:
         deadline = time.monotonic() + timeout_s
         while (num_joined := self._shared.num_joined()) is not None:
             if time.monotonic() > deadline:
-                _remove_names(self._shared.segment)
+                self._shared.segment.unlink(missing_ok=True)
                 return num_joined
             time.sleep(0.01)
         return None
@@ -165,11 +168,14 @@ class _Shared:
     def num_joined(self) -> int | None:
         """Return how many processes have joined, or ``None`` if all have."""
         try:
-            status = self.segment.lstat()
-            num_joined, _ = _read_joined(self.segment.with_suffix(".joined"))
+            descriptor = _open_own(self.segment)
         except FileNotFoundError:
             return None
-        return num_joined if (status.st_dev, status.st_ino) == self.inode else None
+        try:
+            status = os.fstat(descriptor)
+            return _read_terms(descriptor)[-1] if (status.st_dev, status.st_ino) == self.inode else None
+        finally:
+            os.close(descriptor)
 
 
 def _leave_out_of_dumps(memory: mmap.mmap) -> None:
@@ -258,11 +264,11 @@ def _is_own(status: os.stat_result) -> bool:
     return is_private and status.st_uid == os.geteuid()
 
 
-def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[int, int]:
+def _join(segment: Path, terms: tuple[int, int, int], promised_bytes: int) -> tuple[int, int]:
     """Create or join ``segment``, and return its locked descriptor and the number of processes that have joined. All
     processes must agree on ``terms``. The caller holds the start-up lock. ``promised_bytes`` is the memory that other
     segments have yet to allocate."""
-    joined_file = segment.with_suffix(".joined")
+    size = terms[0] * terms[1]
     try:
         descriptor = _open_own(segment)
     except FileNotFoundError:
@@ -271,21 +277,32 @@ def _join(segment: Path, size: int, terms: str, promised_bytes: int) -> tuple[in
         descriptor = os.open(segment, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         num_joined = 0
     else:
-        try:
-            num_joined = _num_joined(joined_file, terms)
-        except BaseException:
+        *expected, num_joined = _read_terms(descriptor)
+        if tuple(expected) != terms:
             os.close(descriptor)
-            raise
+            raise ConfigError(
+                f"The processes of one engine disagree about its shared region: {expected} and {[*terms]} (blocks, "
+                "bytes of a block, processes); give all of them the same configuration, and pipeline stages of equal "
+                "size."
+            )
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not num_joined:
-            os.truncate(descriptor, size)
-        _write_joined(joined_file, f"{num_joined + 1} {terms}")
+            os.truncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + _TERMS.size)
+        os.pwrite(descriptor, _TERMS.pack(*terms, num_joined + 1), os.fstat(descriptor).st_size - _TERMS.size)
     except BaseException:
         _unlink(segment, descriptor)
         os.close(descriptor)
         raise
     return descriptor, num_joined + 1
+
+
+def _read_terms(descriptor: int) -> tuple[int, int, int, int]:
+    """Return the terms of a segment, and the number of processes that have joined."""
+    blocks, block_bytes, num_processes, num_joined = _TERMS.unpack(
+        os.pread(descriptor, _TERMS.size, os.fstat(descriptor).st_size - _TERMS.size)
+    )
+    return blocks, block_bytes, num_processes, num_joined
 
 
 def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
@@ -313,39 +330,7 @@ def _unlink(segment: Path, descriptor: int) -> None:
     """Remove the name of the open ``segment``, unless it is already gone. Nobody reclaims the segment meanwhile,
     because it is locked."""
     if _is_named(segment, descriptor):
-        _remove_names(segment)
-
-
-def _remove_names(segment: Path) -> None:
-    segment.unlink(missing_ok=True)
-    segment.with_suffix(".joined").unlink(missing_ok=True)
-
-
-def _num_joined(joined_file: Path, terms: str) -> int:
-    """Return the number of processes that have joined. Raises ``ConfigError`` if they used other ``terms``."""
-    num_joined, expected = _read_joined(joined_file)
-    if expected != terms:
-        raise ConfigError(
-            f"The processes of one engine disagree about its shared region: {expected!r} and {terms!r} (blocks, bytes "
-            "of a block, processes); give all of them the same configuration, and pipeline stages of equal size."
-        )
-    return num_joined
-
-
-def _read_joined(joined_file: Path) -> tuple[int, str]:
-    """Return the number of processes that have joined, and their terms."""
-    with open(_open_own(joined_file)) as file:
-        joined, _, terms = file.read().partition(" ")
-    return int(joined), terms
-
-
-def _write_joined(joined_file: Path, text: str) -> None:
-    # Renamed into place, so that a process killed while it writes leaves no partial count.
-    draft = joined_file.with_suffix(".draft")
-    with open(_open_own(draft, os.O_CREAT), "w") as file:
-        file.truncate()
-        file.write(text)
-    draft.replace(joined_file)
+        segment.unlink(missing_ok=True)
 
 
 def _reclaim(mount: Path) -> int:
@@ -354,10 +339,6 @@ def _reclaim(mount: Path) -> int:
     promised_bytes = 0
     for path in mount.glob(f"{_PREFIX}*"):
         if not _OURS.fullmatch(path.name):
-            continue
-        if path.suffix:
-            if not os.path.lexists(path.with_suffix("")):
-                _unlink_own(path)
             continue
         try:
             descriptor = _open_own(path)
@@ -371,13 +352,6 @@ def _reclaim(mount: Path) -> int:
         else:
             logger.info("Reclaiming the shared region %s of a start that never finished.", path.name)
             path.unlink(missing_ok=True)
-            _unlink_own(path.with_suffix(".joined"))
         finally:
             os.close(descriptor)
     return promised_bytes
-
-
-def _unlink_own(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if path.lstat().st_uid == os.geteuid():
-            path.unlink()
