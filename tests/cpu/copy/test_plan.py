@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvoffload.base import Direction, GPULoadStoreSpec, SharedPage
 from kvoffload.cpu.common import CPULoadStoreSpec
-from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, plan_runs
+from kvoffload.cpu.copy.plan import CopyLayout, PageRef, Runs, in_parts, plan_runs
 from kvoffload.errors import TransferError
 
 NUM_GPU_BLOCKS, NUM_SLOTS, REGION = 10, 6, 1_000_000
@@ -174,7 +174,7 @@ def test_splitting_keeps_every_byte_and_balances(parts: int) -> None:
     lengths = rng.integers(1, 400_000, size=40)
     starts = np.cumsum(lengths + 10)
     whole = Runs(starts, starts + 10**9, lengths)
-    pieces = whole.split(parts)
+    pieces = in_parts(whole, parts)
     assert len(pieces) == parts
     seen = [
         (int(d), int(h), int(n))
@@ -190,14 +190,15 @@ def test_splitting_keeps_every_byte_and_balances(parts: int) -> None:
             joined.append([device, length])
     assert joined == np.stack([starts, lengths], axis=1).tolist()
     sizes = [piece.num_bytes for piece in pieces]
-    assert max(sizes) - min(sizes) <= 8192
+    assert max(sizes) - min(sizes) <= 4096 * parts
 
 
 def test_little_is_not_split_and_nothing_is_nothing() -> None:
     little = Runs(np.array([0]), np.array([9]), np.array([1000]))
-    assert little.split(8) == [little]
+    (part,) = in_parts(little, 8)
+    assert (part.device, part.host, part.lengths) == (little.device, little.host, little.lengths)
     layout = CopyLayout(((PageRef(0, 100, 8, 100),),), 1, REGION, 100, NUM_SLOTS)
-    assert plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([]), STORE).split(4) == []
+    assert in_parts(plan_runs(layout, GPULoadStoreSpec([], [0], [0]), CPULoadStoreSpec([]), STORE), 4) == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ the slot's pages, and a rank owns the same part of every sub-block of a page (``
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,16 +177,6 @@ class Runs:
         high: Int64s = np.where(is_last, end, borders[np.minimum(first[run] + nth, len(borders) - 1)])
         return Runs(self.device[run] + (low - self.host[run]), low, high - low)
 
-    def split(self, parts: int) -> list[Runs]:
-        """Split the runs into at most ``parts`` parts of about the same number of bytes. Cuts long runs."""
-        total = self.num_bytes
-        if parts < 2 or total < parts * _LEAST_PART_BYTES:
-            return [self] if total else []
-        ends = np.cumsum(self.lengths)
-        cuts = np.linspace(0, total, parts + 1).astype(np.int64) & ~np.int64(4095)
-        cuts[-1] = total
-        return [self._slice(int(low), int(high), ends) for low, high in itertools.pairwise(cuts)]
-
     def pieces(self, max_bytes: int, max_runs: int) -> Iterator[Runs]:
         """Yield the same bytes in order, at most ``max_bytes`` in at most ``max_runs`` runs at a time.
 
@@ -276,7 +265,13 @@ def plan_parts(
     """
     runs = plan_runs(layout, gpu, cpu, direction)
     runs = runs.in_order_of(runs.device if direction is Direction.STORE else runs.host)
-    return runs.split(num_parts), runs.num_bytes
+    return in_parts(runs, num_parts), runs.num_bytes
+
+
+def in_parts(runs: Runs, num_parts: int) -> list[Runs]:
+    """Return the runs in at most ``num_parts`` parts of about the same number of bytes. Cuts long runs."""
+    part_bytes = max(_LEAST_PART_BYTES, -(-runs.num_bytes // num_parts))
+    return list(runs.pieces(-(-part_bytes // 4096) * 4096, len(runs.lengths)))
 
 
 def _check_ids(gpu_ids: Int64s, num_blocks: int) -> None:
