@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.core import Row, bench_directory, leave_page_cache
+from bench.core import Row, bench_directory, leave_page_cache, report
 from bench.stores import fio
 
 Rows = npt.NDArray[np.uint8]
@@ -385,12 +385,7 @@ def main() -> None:
         serve(peer, folder, *map(int, numbers))
         os._exit(0)  # without waiting for the threads of other libraries
     size, count, rounds = (64 << 10, 16, 1) if options.short else (2 << 20, 64, 5)
-    rows = [asdict(row) for row in rows_of(compare(size, count, rounds, options.peers), size, count)]
-    for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        print(f"{row['case']:70} {row['value']:9.4g} {row['unit']:6} {ratio:>6}  {row['reference']}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    report(rows_of(compare(size, count, rounds, options.peers), size, count), options.json)
 
 
 if __name__ == "__main__":

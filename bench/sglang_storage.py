@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import statistics
 import tempfile
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.core import Row, leave_page_cache
+from bench.core import Row, bench_directory, leave_page_cache, report
 
 PAGE_TOKENS = 16
 BATCH_PAGES = 128
@@ -34,8 +33,7 @@ BATCH_PAGES = 128
 
 
 def run(short: bool) -> list[Row]:
-    place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
-    with tempfile.TemporaryDirectory(dir=place) as name:
+    with bench_directory() as name:
         return [*processor_time(Path(name), short), *first_token(Path(name), short)]
 
 
@@ -181,9 +179,7 @@ def first_token(directory: Path, short: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true")
-    for row in run(parser.parse_args().short):
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f} {row.target}"
-        print(f"{row.case:70} {row.value:10.4g} {row.unit:6} {row.reference:30} {ratio}")
+    report(run(parser.parse_args().short), None)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.core import Row
+from bench.core import Row, bench_directory, report
 
 ROOT = Path(__file__).parents[1]
 BLOCK_TOKENS = 128
@@ -71,8 +70,7 @@ def time_to_first_token(model: str, short: bool) -> list[Row]:
         for reference, seconds, target in (("afresh", fresh, "<= 1"), ("device prefix cache", device, "<= 1.2")):
             text = f"{reference} ({seconds * 1e3:.1f} ms)"
             rows.append(Row(case, value, "ms", text, offloaded / seconds, target))
-    place = os.path.abspath(os.environ.get("KVOFFLOAD_BENCH_DIR") or os.getcwd())
-    with tempfile.TemporaryDirectory(dir=place) as disk, Child(model, disk) as child:
+    with bench_directory() as disk, Child(model, disk) as child:
         medians = child.ask("first_token", lengths=lengths, rounds=rounds, ways=4)
     for length, (fresh, _, _, from_disk) in zip(lengths, medians, strict=True):
         text, case = f"afresh ({fresh * 1e3:.1f} ms)", f"first token of {length} tokens from disk"
@@ -245,12 +243,7 @@ def main() -> None:
     if options.child:
         answer_questions(BenchEngine(options.child, options.offload))
         return
-    rows = run(options.short)
-    for row in rows:
-        verdict = {None: "", True: "ok", False: "MISSED"}[row.meets_target]
-        print(f"{row.case}: {row.value:.4g} {row.unit}, {row.ratio:.3f} of {row.reference} ({row.target} {verdict})")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    report(run(options.short), options.json)
 
 
 if __name__ == "__main__":
