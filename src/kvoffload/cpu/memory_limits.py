@@ -7,10 +7,8 @@ bus error.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import sys
+import re
 from pathlib import Path
 
 from kvoffload.cpu.cgroups import cgroup_limits
@@ -19,11 +17,6 @@ from kvoffload.units import format_bytes
 
 SHM = Path("/dev/shm")
 """The mount in which processes of this machine share memory."""
-
-_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
-"""Keyed by the number that statfs(2) reports as their type."""
-_STATFS_BYTES = 512
-"""Larger than the structure of any system. The type is its first number."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
@@ -93,20 +86,23 @@ def check_shared_memory(wanted: int, mount: Path, promised: int = 0) -> None:
 
 
 def memory_file_system(path: str | os.PathLike[str]) -> str | None:
-    """Return the type of the file system of an existing ``path`` if its files are memory: tmpfs, ramfs or hugetlbfs."""
-    return _MEMORY_FILE_SYSTEMS.get(file_system_number(path))
+    """Return the type of the file system of ``path`` if its files are memory."""
+    found = mount_type(path)
+    return found if found in ("tmpfs", "devtmpfs", "ramfs", "hugetlbfs") else None
 
 
-def file_system_number(path: str | os.PathLike[str]) -> int:
-    """Return the number that statfs(2) reports as the type of the file system of ``path``, or 0 if it fails."""
-    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+def mount_type(path: str | os.PathLike[str]) -> str:
+    """Return the type of the file system of ``path`` in the table of mounts, or ``""`` if it is not known."""
     try:
-        if ctypes.CDLL(None).statfs(os.fsencode(path), buffer):
-            return 0
-    except (OSError, AttributeError):
-        return 0  # not Linux
-    number_bytes = 8 if sys.maxsize > 1 << 32 and platform.machine() != "s390x" else 4
-    return int.from_bytes(buffer.raw[:number_bytes], sys.byteorder) & 0xFFFF_FFFF
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            mount = re.search(r"mnt_id:\s*(\d+)", Path(f"/proc/self/fdinfo/{fd}").read_text())
+        finally:
+            os.close(fd)
+        rows = [row.split() for row in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    return next((row[row.index("-") + 1] for row in rows if mount is not None and row[0] == mount[1]), "")
 
 
 def check_pool(max_bytes: int, used_bytes: int, path: str | os.PathLike[str], beside_bytes: int = 0) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
-from kvoffload.cpu.memory_limits import file_system_number
+from kvoffload.cpu.memory_limits import mount_type
 from kvoffload.errors import ConfigError, StoreError, reason_of, suggest
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
@@ -34,32 +34,15 @@ CONTROL_DIR = ".kvoffload"
 _FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}
 """A file in the control directory that only a tier of this type creates."""
 
-_FUSE = 0x65735546
-_LOCAL_TYPES = {
-    0xEF53,  # ext2, ext3, ext4
-    0x58465342,  # XFS
-    0x9123683E,  # Btrfs
-    0x2FC12FC1,  # ZFS
-    0xCA451A4E,  # bcachefs
-    0xF2F52010,  # F2FS
-    0x3153464A,  # JFS
-    0x52654973,  # ReiserFS
-    0x3434,  # NILFS
-    0x01021994,  # tmpfs
-    0x858458F6,  # ramfs
-    0x958458F6,  # hugetlbfs, which is rejected by itself
-    0x794C7630,  # overlayfs
-    0x61756673,  # aufs
-    0xF15F,  # eCryptfs
-    0x4D44,  # FAT
-    0x2011BAB0,  # exFAT
-    0x7366746E,  # NTFS
-    0x5346544E,  # NTFS
-    0x4244,  # HFS
-    0x482B,  # HFS+
-}
-"""Numbers of file systems that only one host mounts at a time."""
-_LOCAL_FUSE_TYPES = ("fuseblk", "fuse.fuse-overlayfs")
+_LOCAL_TYPES = frozenset(
+    (
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "reiserfs", "nilfs2"),
+        *("tmpfs", "ramfs", "devtmpfs", "overlay", "aufs", "ecryptfs", "fuse.fuse-overlayfs"),
+        *("vfat", "msdos", "exfat", "ntfs", "ntfs3", "fuseblk", "hfs", "hfsplus"),
+        "hugetlbfs",  # which is rejected by itself
+    )
+)
+"""Types of file systems that only one host mounts at a time."""
 
 LARGEST_BLOCK_BYTES = 1 << 30
 """Commands that verify blocks read no larger ones, which a member of a group could make without using the disk."""
@@ -200,10 +183,11 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
         raise ConfigError(f"The store's directory {root} cannot be made: {reason}.") from exc
     check_locks(root, needs_locks)
     check_owner(root, access)
-    if needs_locks and (network := network_type(root)) is not None:
+    if needs_locks and (found := mount_type(root)) and found not in _LOCAL_TYPES:
         raise ConfigError(
-            f"{root} is on {network}, whose locks may not reach other hosts, so that two hosts would write over each "
-            "other's blocks; use a tier of type 'fs' there, or choose a directory on a local disk."
+            f"{root} is on a file system of type {found}, whose locks may not reach other hosts, so that two hosts "
+            "would write over each other's blocks; use a tier of type 'fs' there, or choose a directory on a local "
+            "disk."
         )
     control = os.path.join(root, CONTROL_DIR)
     try:
@@ -236,26 +220,6 @@ def _is_directory(path: str) -> bool:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def network_type(root: str) -> str | None:
-    """Return the type of the file system of ``root`` if other hosts may also have mounted it, as far as is known."""
-    number = file_system_number(root)
-    if number == 0 or number in _LOCAL_TYPES or (number == _FUSE and _mount_type(root) in _LOCAL_FUSE_TYPES):
-        return None
-    return f"a file system of type {_mount_type(root) or 'unknown'} ({number:#x})"
-
-
-def _mount_type(root: str) -> str:
-    """Return the type in the table of mounts, or ``""`` if it is not listed."""
-    device = os.stat(root).st_dev
-    try:
-        with open("/proc/self/mountinfo") as table:
-            rows = [row.split() for row in table]
-    except OSError:
-        return ""
-    types = [row[row.index("-") + 1] for row in rows if row[2] == f"{os.major(device)}:{os.minor(device)}"]
-    return types[-1] if types else ""
 
 
 def check_control(root: str, mode: Literal["private", "group"]) -> Access:

@@ -915,23 +915,19 @@ class TestRoot:
         with pytest.raises(ConfigError, match="cannot lock"):
             DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
 
-    @pytest.mark.parametrize(
-        ("number", "mounted"),
-        [(0x6969, "nfs4"), (0xFE534D42, "smb3"), (0x65735546, "fuse.sshfs"), (0x12345678, "newfs")],
-    )
-    def test_a_file_system_of_several_hosts_is_refused(
-        self, tmp_path: Path, monkeypatch, number: int, mounted: str
-    ) -> None:
+    @pytest.mark.parametrize("mounted", ["nfs4", "smb3", "fuse.sshfs", "newfs"])
+    def test_a_file_system_of_several_hosts_is_refused(self, tmp_path: Path, monkeypatch, mounted: str) -> None:
         """If locks are local to a host, two hosts would own all slabs."""
-        monkeypatch.setattr(root_module, "file_system_number", lambda path: number)
-        monkeypatch.setattr(root_module, "_mount_type", lambda path: mounted)
-        with pytest.raises(ConfigError, match=f"is on a file system of type {mounted} .*type 'fs'"):
+        monkeypatch.setattr(root_module, "mount_type", lambda path: mounted)
+        with pytest.raises(ConfigError, match=f"is on a file system of type {mounted}, .*type 'fs'"):
             DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
         FileSystemStore(tmp_path / "files", SMALL, max_bytes=1 << 20).close()
 
-    def test_a_file_system_of_this_host_in_user_space_is_not_refused(self, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setattr(root_module, "file_system_number", lambda path: 0x65735546)
-        monkeypatch.setattr(root_module, "_mount_type", lambda path: "fuseblk")
+    @pytest.mark.parametrize("mounted", ["fuseblk", ""])
+    def test_a_file_system_of_this_host_or_an_unknown_one_is_not_refused(
+        self, tmp_path: Path, monkeypatch, mounted: str
+    ) -> None:
+        monkeypatch.setattr(root_module, "mount_type", lambda path: mounted)
         DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20).close()
 
     def test_a_thread_that_cannot_be_started_leaves_nothing_open_or_locked(self, tmp_path: Path, monkeypatch) -> None:
@@ -974,7 +970,9 @@ class TestRoot:
         assert 0 < len(plans) <= 21
 
     def test_the_table_of_mounts_names_file_systems(self, small_disk: Path) -> None:
-        assert root_module._mount_type(str(small_disk)) == "tmpfs"
+        assert root_module.mount_type(small_disk) == "tmpfs"
+        assert root_module.mount_type("/proc") == "proc"
+        assert root_module.mount_type(small_disk / "absent") == ""
 
     def test_without_a_quota_a_fifth_of_the_disk_stays_free(self, small_disk: Path) -> None:
         store = DiskStore(small_disk, SMALL)
