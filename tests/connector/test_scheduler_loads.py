@@ -77,8 +77,8 @@ def test_more_tokens_than_the_request_has_blocks_for_are_a_failed_load(
     rig = Rig(groups=groups)
     rig.store_prefix(12)
     request = rig.arrive(Request("r", 14))
-    assert rig.ask(request) == (12, True)
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(0): "disk"} if are_on_disk else {})
+    assert rig.ask(request) == (12, True)
     rig.alloc(request, *[range(10, 14)] * len(groups), external=16)
     meta = rig.step()
     assert [load.source for load in meta.loads] == [None]

@@ -180,7 +180,7 @@ class Hits:
         is_first = prefix.tokens_by_tier is None
         prefix.tokens = prefix.computed_tokens + num_external_tokens
         prefix.is_answered, prefix.wait_s, prefix.tokens_by_tier = False, 0.0, {}
-        sources, prefix.sources = prefix.sources or self._manager.sources(request.context), {}
+        sources, prefix.sources = prefix.sources, {}
         if request.context.reads_cache:
             if num_external_tokens > 0:
                 prefix.tokens_by_tier = self._tokens_by_tier(request, sources)

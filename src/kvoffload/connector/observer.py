@@ -213,7 +213,7 @@ class Observer:
         if explanation is not None and not explanation.found and explanation.phase != "queue":
             explanation.enter("queue", self._clock())
             explanation.weighed = self._manager.weighed(request.context)
-            blocks = Counter(self._manager.sources(request.context).values())
+            blocks = Counter(request.prefix.sources.values())
             explanation.promoted_bytes = {tier: number * self._block_bytes for tier, number in blocks.items()}
 
     @_ends_recording

@@ -13,7 +13,6 @@ from math import inf
 from kvoffload.base import OffloadKey
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.cpu.policies.base import BlockStatus
-from kvoffload.miss import Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import TierRequest, Unanswered
@@ -52,13 +51,9 @@ class Places:
 
     def where(self, request: TierRequest, keys: Sequence[OffloadKey], answers: list[bool | None]) -> list[bool | None]:
         """Return for each of ``keys`` whether any tier has it. ``answers`` says which blocks host memory has."""
-        lost = request.wait.lost if request.wait is not None else ()
-        verdicts = request.verdicts
         missing = [at for at, answer in enumerate(answers) if not answer]
-        if lost or verdicts:
-            missing = [
-                at for at in missing if keys[at] not in lost and verdicts.get(keys[at]) is not Miss.PROMOTION_FAILED
-            ]
+        if request.verdicts:
+            missing = [at for at in missing if not request.reads_no_more(keys[at])]
         for tier in self._tiers:
             if missing:
                 for at, found in zip(missing, tier.lookup_each([keys[at] for at in missing], request.context)):
@@ -104,11 +99,8 @@ class Places:
         call asks for each of the following blocks. A tier that is too slow to be useful beside others is asked only
         for blocks that the others lack.
         """
-        lost = request.wait.lost if request.wait is not None else ()
-        verdicts = request.verdicts
-        if verdicts or lost:
-            misses = (at for at, key in enumerate(keys) if key in lost or verdicts.get(key) is Miss.PROMOTION_FAILED)
-            keys = keys[: next(misses, len(keys))]
+        if request.verdicts:
+            keys = [*itertools.takewhile(lambda key: not request.reads_no_more(key), keys)]
         views = [_View(tier) for tier in self._tiers]
         found: list[Segment] = []
         at = 0

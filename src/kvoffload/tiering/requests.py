@@ -39,6 +39,12 @@ class TierRequest:
     is_ending: bool = False
     """Whether it has ended, but its tiers are not informed yet, because something may still be submitted for it."""
 
+    def reads_no_more(self, key: OffloadKey) -> bool:
+        """Return whether the block is not read for it again, even if a tier has it: a read has failed, or the block had
+        arrived for its wait and was evicted again. The reason is in ``verdicts``."""
+        has_failed = self.verdicts.get(key) is Miss.PROMOTION_FAILED
+        return has_failed or (self.wait is not None and key in self.wait.lost)
+
 
 @dataclass(slots=True, eq=False)
 class Unanswered:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
 
 from kvoffload.base import OffloadKey, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
@@ -38,6 +38,11 @@ class _Target:
         """Blocks to write, in the order of eviction, with the number of steps left to find out whether the tier has
         each."""
         self.dropped = 0
+
+    def failed(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget blocks that the tier did not take."""
+        for key in keys:
+            self.written.pop(key, None)
 
 
 class WriteBack:
@@ -113,24 +118,14 @@ class WriteBack:
 
     def end(self, jobs: Sequence[TierJob]) -> None:
         """Note the end of jobs of any requests. Their tiers have the blocks that succeeded."""
-        for target in self._targets:
-            for job in jobs:
-                if target.tier is job.tier:
-                    self._end(target, job)
-
-    def _end(self, target: _Target, job: TierJob) -> None:
-        if job.is_stale:
-            return
-        if job.req_context is self.context:
-            self._failed(target, job.failed)
-        else:
-            for key in job.succeeded:
-                target.written.setdefault(key, 0)
-
-    @staticmethod
-    def _failed(target: _Target, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            target.written.pop(key, None)
+        for target, job in itertools.product(self._targets, jobs):
+            if target.tier is not job.tier or job.is_stale:
+                continue
+            if job.req_context is self.context:
+                target.failed(job.failed)
+            else:
+                for key in job.succeeded:
+                    target.written.setdefault(key, 0)
 
     def reset(self) -> None:
         """Forget all blocks, because host memory was reset."""
@@ -193,7 +188,7 @@ class WriteBack:
     def _write(self, target: _Target) -> None:
         missing: list[OffloadKey] = []
         present: list[OffloadKey] = []
-        for key, steps in list(islice(target.queue.items(), _PER_STEP)):
+        for key, steps in list(itertools.islice(target.queue.items(), _PER_STEP)):
             block = self._primary.slots.get(key)
             # A block that was pinned meanwhile is still written, because another tier may be reading it.
             is_ready = block is not None and block.is_ready
@@ -212,6 +207,6 @@ class WriteBack:
         # pins last until the whole job has ended.
         for start in range(0, len(missing), _PER_JOB):
             keys = missing[start : start + _PER_JOB]
-            self._failed(target, self._cascades.submit([target.tier], keys, self.context))
+            target.failed(self._cascades.submit([target.tier], keys, self.context))
         if present:
             target.tier.touch(present[::-1], self.context)
