@@ -423,10 +423,10 @@ def test_blocks_are_counted_by_kind_and_hits_by_the_tier_of_attention(
     rig = Rig(groups=groups)
     rig.store_prefix(8)
     request = rig.arrive(Request("r", 9))
-    assert rig.ask(request) == (8, True)
-    assert rig.scheduler.hit_tokens_by_tier(request) == {}, "not admitted yet"
     last_group = len(groups) - 1
     monkeypatch.setattr(rig.manager, "sources", lambda req_context: {key(1, last_group): "disk"})
+    assert rig.ask(request) == (8, True)
+    assert rig.scheduler.hit_tokens_by_tier(request) == {}, "not admitted yet"
     rig.alloc(request, *([NO_BLOCK, 1], [2, 3])[: len(groups)], external=8)
     expected = {"disk": on_disk} | ({"CPU": 8 - on_disk} if on_disk < 8 else {})
     assert rig.scheduler.hit_tokens_by_tier(request) == expected
