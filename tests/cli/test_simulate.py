@@ -405,7 +405,7 @@ def test_assumptions_come_first_or_when_asked_for(trace: Path, capsys: pytest.Ca
         _, out, _ = run(capsys, *command, "--processes", "1")
         assert "Assumptions\n  KV per token   128 KiB, a guess" in out
         assert out.startswith("Assumptions") == (command is sweep)
-        assert "what follows is an upper bound" in " ".join(out.split())
+        assert "hits are an upper bound" in " ".join(out.split())
         _, out, _ = run(capsys, *command, "--processes", "1", *given)
         head = out[out.index("Assumptions") :]
         assert "128 KiB\n" in head and "2,560 tokens" in head and "7,000 tokens/s" in head

@@ -87,7 +87,8 @@ def plan(
     else:
         print("\n".join(verdict.lines()))
         if verbose:
-            print("\n" + "\n".join([*(f"Warning: {each}" for each in verdict.warnings), *notes]))
+            shown = " ".join(" ".join(verdict.lines()).split())
+            print("", *(f"Warning: {each}" for each in verdict.warnings if each not in shown), *notes, sep="\n")
         if wide:
             print_table(runs_table(made.report, read.prices), "\nAll sizes that were tried", is_wide=True)
     said = [verdict.answer, *(f"Warning: {each}" for each in verdict.warnings)]

@@ -250,8 +250,8 @@ class Scenario:
             lines.append(f"  disk           {read}/s read, {write}/s written (disk_read_speed, disk_write_speed)")
         if not tokens:
             lines += [
-                "Without the GPU's cache every hit counts for offloading: what follows is an",
-                "upper bound. vLLM's log has the tokens as 'GPU KV cache size'.",
+                "Without the GPU's cache every hit counts for offloading, so hits are an upper",
+                "bound. vLLM's log has the tokens as 'GPU KV cache size'.",
             ]
         lines += [
             "Not modelled: stores of answers, priorities, speculative decoding, adapters, and",

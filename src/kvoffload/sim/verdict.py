@@ -214,7 +214,9 @@ def _load(plan: Plan) -> str:
         return f"At no load does a server stay within {limit}."
     today, others = plan.capacities[0], [each for each in found if each.what != "today"]
     parts = [f"{each.requests_per_s:.3g} with {sizes_of(each.config)}" for each in others]
-    text = f"Within {limit} a server carries {today.requests_per_s:.3g} requests/s today"
+    rate = plan.report.trace.requests_per_s
+    text = f"The trace has {rate:.3g} requests/s. " if rate < math.inf else ""
+    text += f"Within {limit} a server carries {today.requests_per_s:.3g} requests/s today"
     text += f", {', '.join(parts)}." if parts else "."
     bought = [each for each in others if plan.chosen is not None and each.config == plan.chosen.server] or others
     best = max(bought, key=lambda each: each.requests_per_s, default=today)
