@@ -14,8 +14,10 @@ import torch
 from tests.engines.vllm.configs import stub, vllm_config
 
 from kvoffload.config import parse_config
+from kvoffload.engines.vllm import complete_children
 from kvoffload.engines.vllm import media as module
 from kvoffload.engines.vllm.adapters import Adapters
+from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.media import Media, media_of, note_on_media
 
 HASHES = [bytes([n]) * 32 for n in range(8)]
@@ -39,7 +41,13 @@ def medium(identifier: str, content: Any, offset: int = 5, length: int = 3, moda
 
 
 def request(name: str, *features: Any, adapter: Any = None) -> Any:
-    return SimpleNamespace(request_id=name, lora_request=adapter, block_hashes=list(HASHES), mm_features=list(features))
+    return SimpleNamespace(
+        request_id=name,
+        lora_request=adapter,
+        block_hashes=list(HASHES),
+        mm_features=list(features),
+        resumable=name.startswith("session"),
+    )
 
 
 def keys(media: Media, *features: Any) -> list[bytes]:
@@ -139,10 +147,36 @@ def test_media_of_the_next_input_of_a_session_are_in_the_keys() -> None:
     assert [mine == theirs for mine, theirs in zip(own.block_hashes, before, strict=True)] == [True] * 4 + [False] * 4
     session.mm_features.append(medium("y", data(3), offset=22))
     assert media.leaves_out(own)
-    began_without = request("b")
-    own = media.of(began_without)
-    began_without.mm_features.append(medium("z", data(1)))
-    assert media.leaves_out(own)
+
+
+def test_media_are_left_out_beside_other_connectors() -> None:
+    """Another connector may bring KV of another medium with the same identifier, which kvoffload would store."""
+    media = {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 4}
+    ours = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": DISK}
+    for others, is_left_out in (([], False), ([{"kv_connector": "NixlConnector"}], True)):
+        transfer = SimpleNamespace(
+            kv_connector_extra_config={"connectors": [*others, ours]}, kv_load_failure_policy="recompute"
+        )
+        complete_children(transfer)
+        extra = transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"]
+        config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media), ec_transfer_config=None)
+        config.kv_transfer_config.kv_connector_extra_config = extra
+        found = media_of(config, config_of(extra), BLOCK, 0)
+        assert found.leaves_out(found.of(request("a", medium("x", data(1))))) == is_left_out
+
+
+def test_a_session_is_one_request_from_its_beginning() -> None:
+    """Another object for its id would begin as another request, and lose the decision that it is left out."""
+    media = Media(BLOCK)
+    session = request("session")
+    own = media.of(session)
+    before = list(own.block_hashes)
+    assert before == HASHES
+    session.mm_features.append(medium("z", data(1), offset=18))
+    assert media.of(session) is own
+    assert own.block_hashes[:4] == before[:4]
+    assert own.block_hashes[4] != before[4]
+    assert not media.leaves_out(own)
 
 
 def test_a_request_with_an_adapter_has_both_in_its_keys() -> None:

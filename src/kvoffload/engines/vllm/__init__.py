@@ -82,8 +82,11 @@ def _is_named(vllm_config: Any) -> bool:
 
 
 def complete_children(transfer: Any) -> None:
-    """Copy the policy of failed loads from a ``MultiConnector`` to its children named kvoffload. vLLM reads the policy
-    only from the ``MultiConnector``, but kvoffload's connector sees only its own part."""
+    """Tell the children of a ``MultiConnector`` named kvoffload its policy of failed loads, and whether there are other
+    children. vLLM reads the policy only from the ``MultiConnector``, but kvoffload's connector sees only its own
+    part."""
+    from kvoffload.engines.vllm.arguments import BESIDE_OTHERS
+
     extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
     children = extra.get("connectors")
     if isinstance(children, list):
@@ -92,7 +95,8 @@ def complete_children(transfer: Any) -> None:
                 child
                 | {
                     "kv_load_failure_policy": policy,
-                    "kv_connector_extra_config": _with_file(child.get("kv_connector_extra_config")),
+                    "kv_connector_extra_config": _with_file(child.get("kv_connector_extra_config"))
+                    | ({BESIDE_OTHERS: True} if len(children) > 1 else {}),
                 }
                 if child.get("kv_connector") == NAME
                 else child

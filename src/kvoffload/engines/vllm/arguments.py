@@ -15,9 +15,14 @@ CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 also the same in every process."""
 
 
+BESIDE_OTHERS = "_beside_other_connectors"
+"""A key that ``complete_children`` adds to ``kv_connector_extra_config``, because a connector in a ``MultiConnector``
+does not see the others."""
+
+
 def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
     """Return the configuration in ``kv_connector_extra_config``, merged over a file that it or the environment names.
 
     Checks everything that needs neither a model nor a layout. Raises ``ConfigError`` with all problems.
     """
-    return read_config(with_config_file(extra))
+    return read_config(with_config_file({key: value for key, value in extra.items() if key != BESIDE_OTHERS}))

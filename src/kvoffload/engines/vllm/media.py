@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
+from kvoffload.engines.vllm.arguments import BESIDE_OTHERS
 from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 from kvoffload.engines.weights import outliving_tier
 
@@ -87,8 +88,11 @@ class Media:
         self._requests: dict[str, MediaRequest] = {}
 
     def of(self, request: Any) -> Any:
-        """Return ``request``, or its ``MediaRequest`` if keys must contain the content of its media."""
-        if self._hash_tokens is None or not request.mm_features:
+        """Return ``request``, or its ``MediaRequest`` if keys must contain the content of its media.
+
+        A session gets a ``MediaRequest`` from its beginning, because its next input may bring media.
+        """
+        if self._hash_tokens is None or not (request.mm_features or request.resumable):
             return request
         known = self._requests.get(request.request_id)
         if known is None or known.of_vllm is not request:
@@ -103,7 +107,6 @@ class Media:
         """Return whether the keys of ``request``, a result of ``of``, do not identify the content of its media."""
         if self._hash_tokens is None:
             return self._leaves_out_all and bool(request.mm_features)
-        # A session may have begun without media, as a request of vLLM.
         return not getattr(request, "is_clear", not request.mm_features)
 
     def end_of(self, index: int) -> int:
@@ -160,6 +163,8 @@ def _are_in_question(vllm_config: Any, config: OffloadingConfig) -> bool:
 
 def why_unseen(vllm_config: Any) -> str | None:
     """Return why the scheduler's process does not see the data of media, as a clause, or ``None`` if it does."""
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get(BESIDE_OTHERS):
+        return "another connector may bring KV that was computed from other media"
     if vllm_config.ec_transfer_config is not None:
         return "another server encodes them"
     if vllm_config.model_config.multimodal_config.mm_processor_cache_type != "lru":
