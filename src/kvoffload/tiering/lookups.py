@@ -223,7 +223,8 @@ class Lookups:
             seen_s = self._waits.seen_s(wait, is_news=marks(survey) != wait.marks)
             spent_s = seen_s - wait.began_s
             so_far = SoFar(len(keys), spent_s, wait.deadline_s - spent_s, wait.plan.num_paid)
-        plan = self._planner.plan(survey, keys[0], useful, so_far, request.context, wait.begun)
+        begun = self._promotions.begun(keys, survey)
+        plan = self._planner.plan(survey, keys[0], useful, so_far, request.context, begun)
         self._waits.plan(wait, keys, plan, marks(survey, plan.segments), seen_s)
         rest = split(survey, plan.stop)[1]
         if not rest:

@@ -49,7 +49,7 @@ class LinkState:
     queue_s: float = 0.0
     """Seconds until all outstanding blocks have arrived."""
     behind_s: float = 0.0
-    """The part of ``queue_s`` for reads that began after the last read of the request."""
+    """The part of ``queue_s`` for reads behind the surveyed blocks that are already on their way."""
     room_blocks: int = 0
     """Number of blocks that may be read from it before it has been measured."""
     is_idle: bool = False

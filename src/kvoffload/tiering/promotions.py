@@ -13,7 +13,7 @@ from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import REFUSALS, Miss
 from kvoffload.tiering.load_policy import LoadPlanner
 from kvoffload.tiering.requests import TierRequest, Wait
-from kvoffload.tiering.segments import HERE, Place
+from kvoffload.tiering.segments import HERE, Place, Segment
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
 
@@ -63,6 +63,16 @@ class Promotions:
         """Return the source of a block that is being written: a tier, or the GPU, which counts as host memory."""
         job = self._job_of.get(key)
         return HERE if job is None else _place(job.tier.index, job.is_overdue)
+
+    def begun(self, keys: Sequence[OffloadKey], survey: Sequence[Segment]) -> dict[int, int]:
+        """Return the ``Link.num_begun`` of the last surveyed block on its way, by tier."""
+        found, at = dict[int, int](), 0
+        for place, num_blocks in survey:
+            at += num_blocks
+            if place.is_arriving:
+                (tier,) = place.tiers
+                found[tier] = max(found.get(tier, 0), self._job_of[keys[at - 1]].begun)
+        return found
 
     # ---------------------------------------------------------------------------------------------------- begin
 
@@ -116,9 +126,7 @@ class Promotions:
         if wait is not None and wait.plan is not None and wait.is_planned(keys):
             job.portion_s = min(job.portion_s, wait.plan.portion_s)
         self._job_of.update(dict.fromkeys(keys, job))
-        begun = self._planner.link(tier.index).begin(len(keys))
-        if wait is not None:
-            wait.begun[tier.index] = begun
+        job.begun = self._planner.link(tier.index).begin(len(keys))
 
     def _certain_room(self, hits: Collection[OffloadKey]) -> int:
         """Return the number of blocks that are certain to find a slot without evicting any of ``hits``."""
@@ -160,6 +168,7 @@ class Promotions:
             job = queued
             if len(keys) > size:
                 job = TierJob(tier, context, keys[start:stop], slots[start:stop], is_promotion=True)
+                job.begun = queued.begun - max(len(keys) - stop, 0)
                 self._job_of.update(dict.fromkeys(job.keys, job))
             self._planner.link(tier.index).submit(job)
             if not self._jobs.submit(job):

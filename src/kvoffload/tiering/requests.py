@@ -88,8 +88,6 @@ class Wait:
     """The unanswered blocks by the first key of each question."""
     num_awaited: int = 0
     """Number of claimed blocks that are not ready, plus the number of questions for which its clock runs."""
-    begun: dict[int, int] = field(default_factory=dict)
-    """The ``Link.num_begun`` of each tier after its last read for this wait."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """Blocks that were promoted while it waited for them, with their tiers."""
     weighed: list[Weighed] = field(default_factory=list)

@@ -129,7 +129,7 @@ class TierJob(JobMetadata):
     """The manager's record of a job of ``tier``. The job is gathered in a step, and then belongs to the tier until it
     ends, once. It gets its id when it is submitted. ``succeeded`` and ``failed`` are filled at its end."""
 
-    __slots__ = ("ended_s", "failed", "is_stale", "num_dropped", "portion_s", "succeeded", "tier")
+    __slots__ = ("begun", "ended_s", "failed", "is_stale", "num_dropped", "portion_s", "succeeded", "tier")
 
     def __init__(
         self,
@@ -145,6 +145,8 @@ class TierJob(JobMetadata):
         self.portion_s = math.inf
         """While a promotion is gathered: the longest permitted duration of one read. The promotion is cut into such
         jobs."""
+        self.begun = 0
+        """The ``Link.num_begun`` with the last block of a promotion: its place in the tier's queue."""
         self.is_stale = False
         """Whether it began before a reset of host memory."""
         self.succeeded: Sequence[OffloadKey] = ()
