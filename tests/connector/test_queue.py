@@ -343,6 +343,17 @@ def test_a_tier_with_enough_to_read_begins_nothing_for_the_queue() -> None:
     assert not {*rig.tiers[0].reads}.isdisjoint(prompts[1].keys)
 
 
+def test_an_arrival_counts_with_the_share_that_recent_requests_computed() -> None:
+    """A request that has not been looked up yet will probably find as much as they did."""
+    rig = QueueRig([(100.0, None)])
+    rig.serve([Prompt(f"w{n}", "d", 40 * BT) for n in range(40)])  # all but the first find 39 of 40 blocks
+    waiting, other = Prompt("waiting", "d1", 10 * BT), Prompt("other", "d2", 40 * BT)
+    for prompt in (waiting, other):
+        rig.scheduler.on_new_request(prompt)
+    assert rig.scheduler.get_num_new_matched_tokens(waiting, 0) == (0, False)
+    assert rig.scheduler._requests["waiting"].context.tokens_behind < 20 * BT
+
+
 def test_a_preempted_request_is_the_first_in_the_queue() -> None:
     rig = QueueRig([(1.0, None)])
     first, second = Prompt("first", "d0", 8 * BT), Prompt("second", "d1", 8 * BT)
