@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ class MediaRequest:
 
     def _seed_of(self, index: int) -> bytes:
         end = self._media.end_of(index)
-        return self._seeds[sum(offset < end for offset in self._offsets)]
+        return self._seeds[bisect_left(self._offsets, end)]
 
 
 class Media:
