@@ -124,7 +124,7 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
-    verdict = Verdict(unjudged=[row.setup for row in WHILE_STARTING if row is not TWO_CONNECTORS])
+    verdict = Verdict(unjudged=[row.setup for row in WHILE_STARTING])
     try:
         vllm_config = _ours(_read(model, arguments))
     except ConfigError as exc:
@@ -183,13 +183,13 @@ def _ours(vllm_config: Any) -> Any:
     """
     from vllm.config import KVTransferConfig
 
-    from kvoffload.engines.vllm import NAME, complete_children
+    from kvoffload.engines.vllm import NAME, tell_connectors
 
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector == NAME:
-        return vllm_config
     if transfer is not None:
-        complete_children(transfer)
+        tell_connectors(transfer)
+        if transfer.kv_connector == NAME:
+            return vllm_config
     children = [] if transfer is None else transfer.kv_connector_extra_config.get("connectors") or []
     ours = [child for child in children if child.get("kv_connector") == NAME]
     if len(ours) > 1:

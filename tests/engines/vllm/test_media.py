@@ -14,10 +14,10 @@ import torch
 from tests.engines.vllm.configs import stub, vllm_config
 
 from kvoffload.config import parse_config
-from kvoffload.engines.vllm import complete_children
 from kvoffload.engines.vllm import media as module
+from kvoffload.engines.vllm import tell_connectors
 from kvoffload.engines.vllm.adapters import Adapters
-from kvoffload.engines.vllm.arguments import config_of
+from kvoffload.engines.vllm.arguments import ALONE, config_of
 from kvoffload.engines.vllm.media import Media, media_of, note_on_media
 
 HASHES = [bytes([n]) * 32 for n in range(8)]
@@ -151,18 +151,26 @@ def test_media_of_the_next_input_of_a_session_are_in_the_keys() -> None:
 
 def test_media_are_left_out_beside_other_connectors() -> None:
     """Another connector may bring KV of another medium with the same identifier, which kvoffload would store."""
-    media = {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 4}
+    options = {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 4}
     ours = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": DISK}
+    alone = SimpleNamespace(**ours, kv_load_failure_policy="recompute")
+    tell_connectors(alone)
+    found = [(DISK, True), (alone.kv_connector_extra_config, False)]
     for others, is_left_out in (([], False), ([{"kv_connector": "NixlConnector"}], True)):
         transfer = SimpleNamespace(
-            kv_connector_extra_config={"connectors": [*others, ours]}, kv_load_failure_policy="recompute"
+            kv_connector="MultiConnector",
+            kv_connector_extra_config={"connectors": [*others, ours]},
+            kv_load_failure_policy="recompute",
         )
-        complete_children(transfer)
-        extra = transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"]
-        config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media), ec_transfer_config=None)
+        tell_connectors(transfer)
+        found.append((transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"], is_left_out))
+    for extra, is_left_out in found:
+        config = vllm_config(
+            model_config__multimodal_config=stub("MultiModalConfig", **options), ec_transfer_config=None
+        )
         config.kv_transfer_config.kv_connector_extra_config = extra
-        found = media_of(config, config_of(extra), BLOCK, 0)
-        assert found.leaves_out(found.of(request("a", medium("x", data(1))))) == is_left_out
+        media = media_of(config, config_of(extra), BLOCK, 0)
+        assert media.leaves_out(media.of(request("a", medium("x", data(1))))) == is_left_out
 
 
 def test_a_session_is_one_request_from_its_beginning() -> None:
@@ -244,6 +252,7 @@ def test_no_key_is_of_two_contents(seed: int) -> None:
 def test_an_engine_says_whether_it_serves_media() -> None:
     media = {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 4}
     config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media), ec_transfer_config=None)
+    config.kv_transfer_config.kv_connector_extra_config = {ALONE: True}
     asked = request("a", medium("x", data(1)))
 
     def of(extra: dict[str, Any]) -> tuple[bool, bool]:

@@ -81,22 +81,26 @@ def _is_named(vllm_config: Any) -> bool:
         return False
 
 
-def complete_children(transfer: Any) -> None:
-    """Tell the children of a ``MultiConnector`` named kvoffload its policy of failed loads, and whether there are other
-    children. vLLM reads the policy only from the ``MultiConnector``, but kvoffload's connector sees only its own
-    part."""
-    from kvoffload.engines.vllm.arguments import BESIDE_OTHERS
+def tell_connectors(transfer: Any) -> None:
+    """Tell the connectors named kvoffload what vLLM does not show them.
+
+    A child of a ``MultiConnector`` sees only its own part of the configuration. So it gets the policy of failed loads,
+    which vLLM reads from the ``MultiConnector``. A connector without others learns this.
+    """
+    from kvoffload.engines.vllm.arguments import ALONE
 
     extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
     children = extra.get("connectors")
-    if isinstance(children, list):
+    if transfer.kv_connector == NAME:
+        transfer.kv_connector_extra_config = extra | {ALONE: True}
+    elif isinstance(children, list):
         transfer.kv_connector_extra_config = extra | {
             "connectors": [
                 child
                 | {
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": _with_file(child.get("kv_connector_extra_config"))
-                    | ({BESIDE_OTHERS: True} if len(children) > 1 else {}),
+                    | ({ALONE: True} if len(children) == 1 else {}),
                 }
                 if child.get("kv_connector") == NAME
                 else child
@@ -135,7 +139,7 @@ def _prepare_engine_arguments() -> None:
         vllm_config = read(self, *args, **kwargs)
         if _is_named(vllm_config):
             transfer = vllm_config.kv_transfer_config
-            complete_children(transfer)
+            tell_connectors(transfer)
             KVConnectorFactory.get_connector_class(transfer).get_required_kvcache_layout(vllm_config)
         return vllm_config
 

@@ -15,9 +15,9 @@ CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 also the same in every process."""
 
 
-BESIDE_OTHERS = "_beside_other_connectors"
-"""A key that ``complete_children`` adds to ``kv_connector_extra_config``, because a connector in a ``MultiConnector``
-does not see the others."""
+ALONE = "_is_only_connector"
+"""A key that ``tell_connectors`` adds to ``kv_connector_extra_config`` if there is no other connector. A connector in a
+``MultiConnector`` does not see the others, so without this key there may be some."""
 
 
 def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
@@ -25,4 +25,4 @@ def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
 
     Checks everything that needs neither a model nor a layout. Raises ``ConfigError`` with all problems.
     """
-    return read_config(with_config_file({key: value for key, value in extra.items() if key != BESIDE_OTHERS}))
+    return read_config(with_config_file({key: value for key, value in extra.items() if key != ALONE}))

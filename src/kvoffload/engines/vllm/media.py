@@ -12,7 +12,6 @@ identifier may belong to either of them, and kvoffload neither stores nor loads 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import weakref
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.vllm.arguments import BESIDE_OTHERS
+from kvoffload.engines.vllm.arguments import ALONE
 from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 from kvoffload.engines.weights import outliving_tier
 
@@ -62,7 +61,7 @@ class MediaRequest:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the seeds of blocks contain the content of all media before their ends."""
+        """Whether the seed of each block identifies the content of all media that count for it."""
         self.catch_up()
         return self._offsets == sorted(self._offsets) and all(map(self._media.has_one_content, self.identifiers))
 
@@ -111,7 +110,7 @@ class Media:
         return not getattr(request, "is_clear", not request.mm_features)
 
     def end_of(self, index: int) -> int:
-        """Return the position before which a medium begins if it may change the KV of the block with this index."""
+        """Return the position before which a medium must begin to count for the block with this index."""
         assert self._hash_tokens is not None
         return (index + 1) * self._hash_tokens + self._lookahead_tokens
 
@@ -139,8 +138,8 @@ class Media:
         try:
             if data is None or known() is not data:
                 content = _hash_of({name: element.data for name, element in data.items()})
-                forget = functools.partial(self._digests.pop, id(data))
-                self._digests[id(data)] = weakref.ref(data, lambda _: forget(None)), content
+                key = id(data)
+                self._digests[key] = weakref.ref(data, lambda _: self._digests.pop(key, None)), content
             return _hash_of([feature.modality, content.hex(), position.length, position.is_embed])
         except Exception as exc:  # noqa: BLE001 - then the request is left out
             logger.debug("kvoffload cannot read the data of a medium: %r", exc)
@@ -164,7 +163,7 @@ def _are_in_question(vllm_config: Any, config: OffloadingConfig) -> bool:
 
 def why_unseen(vllm_config: Any) -> str | None:
     """Return why the scheduler's process does not see the data of media, as a clause, or ``None`` if it does."""
-    if vllm_config.kv_transfer_config.kv_connector_extra_config.get(BESIDE_OTHERS):
+    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALONE):
         return "another connector may bring KV that was computed from other media"
     if vllm_config.ec_transfer_config is not None:
         return "another server encodes them"
@@ -185,7 +184,7 @@ def note_on_media(vllm_config: Any, config: OffloadingConfig) -> str | None:
         )
     return (
         "kvoffload hashes the content of images, videos and sounds, so that persistent tiers serve requests with them, "
-        "also if a client names one by the uuid of another"
+        "even if a client sends the uuid of another medium"
     )
 
 

@@ -111,8 +111,8 @@ def _sleeps_on_gpu(setup: Setup) -> bool:
 
 
 def _sleep_backend(setup: Setup) -> str | None:
-    backend = setup.engine.model_config.sleep_mode_backend if tells_of_sleep() else "cumem"
-    return _if(_sleeps_on_gpu(setup) and backend != "cumem", f"{backend!r}")
+    backend = setup.engine.model_config.sleep_mode_backend
+    return _if(_sleeps_on_gpu(setup) and tells_of_sleep() and backend != "cumem", f"{backend!r}")
 
 
 def _early_sleep(setup: Setup) -> str | None:
@@ -560,11 +560,11 @@ ONE_NODE_TIER = Rejection(
     peers="vLLM's tiers run in each worker.",
 )
 
-WHILE_STARTING = (TWO_CONNECTORS, NO_SHARED_MEMORY, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS, ONE_NODE_TIER)
+WHILE_STARTING = (NO_SHARED_MEMORY, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS, ONE_NODE_TIER)
 """Rows that only a starting engine can judge. The code that finds them raises the error; for the last one, that is
 ``tiering.spec``, with a sentence of its own, because tiers import no engine."""
 
-TABLE = (*BEFORE_LOAD, *WITH_KV_CACHE, *WHILE_STARTING)
+TABLE = (*BEFORE_LOAD, *WITH_KV_CACHE, TWO_CONNECTORS, *WHILE_STARTING)
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
