@@ -152,6 +152,26 @@ def test_a_newer_version_with_other_hooks_is_refused_by_their_names(monkeypatch:
         __getattr__("KVOffloadConnector")
 
 
+def test_hooks_of_a_class_are_compared_as_well() -> None:
+    class OfVllm:
+        def step(self, one: int) -> None: ...
+        @classmethod
+        def layout(cls, config: int, kind: str) -> None: ...
+        @staticmethod
+        def stats(data: int) -> None: ...
+
+    class Ours(OfVllm):
+        __abstractmethods__ = frozenset[str]()
+
+        def step(self, one: int) -> None: ...
+        @classmethod
+        def layout(cls, config: int) -> None: ...  # type: ignore[override]
+        @staticmethod
+        def stats(other: int) -> None: ...
+
+    assert differences(Ours) == ["layout(config, kind)", "stats(data)"]
+
+
 @pytest.mark.vllm
 def test_the_vllm_of_this_lane_is_one_of_them() -> None:
     import vllm

@@ -58,9 +58,9 @@ def differences(connector: Any) -> list[str]:
     """Return the hooks of ``connector`` that this vLLM calls with other parameters, and the new ones that it requires.
     vLLM would fail at such a call while it serves."""
     found = [f"{name} is new" for name in sorted(connector.__abstractmethods__)]
-    for name, own in vars(connector).items():
-        theirs = getattr(super(connector, connector), name, None)
-        if name != "__init__" and inspect.isfunction(own) and inspect.isfunction(theirs):
+    for name in vars(connector):
+        own, theirs = getattr(connector, name), getattr(super(connector, connector), name, None)
+        if name != "__init__" and inspect.isroutine(own) and inspect.isroutine(theirs):
             parameters = list(inspect.signature(theirs).parameters)
             if parameters != list(inspect.signature(own).parameters):
                 found.append(f"{name}({', '.join(parameters)})")
