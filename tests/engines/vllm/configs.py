@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.vllm.counted import COUNTED_FIELDS
+from tests.engines.vllm.counted import judged
 from tests.engines.vllm.harness import HAS_VLLM
 
 from kvoffload.engines.vllm import identity, layout, rejections, slices, versions, weights
@@ -76,8 +76,7 @@ def _plain_class(name: str) -> Any:
 
 def _fields_of(name: str) -> list[tuple[str, Any, None]]:
     """Return the fields of vLLM's class ``name`` that someone has judged."""
-    rows = COUNTED_FIELDS.get(name, ""), *FIELDS.get(name, {}).values()
-    return [(field, Any, None) for row in rows for field in row.split()]
+    return [(field, Any, None) for names in judged(name).values() for field in names.split()]
 
 
 def stub(name: str, **values: Any) -> Any:

@@ -7,6 +7,8 @@ tell a name that someone has judged from a new one.
 
 from __future__ import annotations
 
+from kvoffload.engines.vllm.fields import FIELDS
+
 COUNTED_FIELDS = {
     "VllmConfig": """
         model_config cache_config parallel_config device_config load_config attention_config mamba_config
@@ -82,3 +84,10 @@ VLLM_USE_FLASHINFER_MOE_INT4 VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE VLLM_
 VLLM_SSM_CONV_STATE_LAYOUT VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION
 VLLM_XPU_INC_WNA16_BACKEND VLLM_USE_RUST_FRONTEND VLLM_ROCM_MUSE_MOE_ONLINE_QUANT VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE
 """
+
+COUNTS = "changes bytes"
+
+
+def judged(kind: str) -> dict[str, str]:
+    """Return the names of the judged fields of a class, by the reason."""
+    return {COUNTS: COUNTED_FIELDS.get(kind, "")} | FIELDS.get(kind, {})

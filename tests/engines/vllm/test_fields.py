@@ -8,12 +8,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from tests.engines.vllm.counted import COUNTED_FIELDS
+from tests.engines.vllm.counted import COUNTED_FIELDS, COUNTS, judged
 from tests.engines.vllm.sources import Sources
 
 from kvoffload.engines.vllm.fields import FIELDS
 
-COUNTS = "changes bytes"
 FOLLOWED = {
     COUNTS,
     "counts in the keys of adapters (adapters.py), or in the namespace (identity.py)",
@@ -53,8 +52,7 @@ def fields_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def reason_of(kind: str, field: str) -> str | None:
-    rows = {COUNTS: COUNTED_FIELDS.get(kind, "")} | FIELDS.get(kind, {})
-    return next((reason for reason, names in rows.items() if field in names.split()), None)
+    return next((reason for reason, names in judged(kind).items() if field in names.split()), None)
 
 
 def lineage(kind: str, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
@@ -115,6 +113,5 @@ def unknown_readers(sources: Sources) -> set[str]:
 
 def test_a_field_stands_in_one_list() -> None:
     for kind in FIELDS | COUNTED_FIELDS:
-        rows = COUNTED_FIELDS.get(kind, ""), *FIELDS.get(kind, {}).values()
-        names = [name for row in rows for name in row.split()]
+        names = [name for row in judged(kind).values() for name in row.split()]
         assert len(names) == len(set(names)), kind

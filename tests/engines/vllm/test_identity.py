@@ -33,13 +33,12 @@ from tests.engines.vllm.configs import (
     stub,
     vllm_config,
 )
-from tests.engines.vllm.counted import COUNTED_FIELDS
+from tests.engines.vllm.counted import COUNTS, judged
 
 from kvoffload.config import parse_config
 from kvoffload.engines.vllm import adapters as adapters_module
 from kvoffload.engines.vllm import identity
 from kvoffload.engines.vllm.adapters import adapters_of
-from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.layout import layout_of
 from kvoffload.engines.vllm.rejections import check_engine
 from kvoffload.errors import ConfigError
@@ -540,14 +539,13 @@ PARTS = {
 def test_each_field_does_what_the_table_says(kind: str) -> None:
     """Except for fields that, according to the table, are handled by code."""
     identity = layout_of(vllm_config(), kv_cache_config(attention()), parse_config(NAMED)).identity
-    rows = {"changes bytes": COUNTED_FIELDS.get(kind, "")} | FIELDS[kind]
-    for reason, names in rows.items():
+    for reason, names in judged(kind).items():
         for name in names.split():
             if "(" in reason or name in ("model", "dtype", "hf_config", "hf_text_config", "multimodal_config"):
                 continue
             changed = vllm_config(**{f"{PARTS[kind]}__{name}": "changed"})
             other = layout_of(changed, kv_cache_config(attention()), parse_config(NAMED)).identity
-            assert (other != identity) is (reason == "changes bytes"), name
+            assert (other != identity) is (reason == COUNTS), name
 
 
 # ------------------------------------------------------------------------------------------- hosts and environment
@@ -709,7 +707,6 @@ def test_plug_ins_keep_engines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------------ media
 
 
-@pytest.mark.vllm
 def test_media_that_vllm_numbers_are_refused_where_others_would_find_them() -> None:
     """vLLM hashes them only for its own caches, and each server starts to count from the beginning."""
     media = {"model_config__multimodal_config": stub("MultiModalConfig", mm_processor_cache_gb=0)}
