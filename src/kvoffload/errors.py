@@ -2,7 +2,7 @@
 """All exceptions of kvoffload.
 
 A miss, a full cache and a throttled tier are *values* (``False``, ``None``), never exceptions. There are two kinds of
-exceptions. A caller's mistake raises ``ConfigError``, with one sentence that says what to change, before anything is
+exceptions. A caller's mistake raises ``ConfigError``, with one sentence that names a remedy, before anything is
 touched. A failure of the machine raises ``TransferError`` or ``StoreError``, and the nearest tier or handler turns it
 into a miss.
 """
@@ -19,7 +19,7 @@ class KVOffloadError(Exception):
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """The caller's configuration cannot work. Its arguments are one sentence per problem that says what to change."""
+    """The caller's configuration cannot work. Its arguments are one sentence per problem, with a remedy."""
 
     def __str__(self) -> str:
         if len(self.args) < 2:
