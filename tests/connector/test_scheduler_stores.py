@@ -42,6 +42,66 @@ def test_generated_tokens_fill_blocks_that_are_stored_too() -> None:
     assert stored(rig.step(rig.run(request, [], computed=7, new=False))) == [[1]]
 
 
+def decode_together(rig: Rig, num_requests: int, steps: int) -> tuple[list[Request], list[list[list[int]]]]:
+    """Let requests with a prompt of one block decode, one token per step. Return them, and the sources of the stores of
+    each step."""
+    requests = [Request(f"r{n}", BT, f"p{n}") for n in range(num_requests)]
+    tables = [range(n * 100, n * 100 + steps // BT + 2) for n in range(num_requests)]
+    for request, table in zip(requests, tables, strict=True):
+        rig.arrive(request)
+        rig.ask(request)
+        rig.alloc(request, *[table for _ in rig.groups])
+    ids = [[table for _ in rig.groups] for table in tables]
+    metas = [rig.step(*[rig.run(request, *own) for request, own in zip(requests, ids, strict=True)])]
+    rig.end(*metas[-1].stores)
+    for _ in range(steps):
+        for request in requests:
+            request.num_tokens += 1
+        metas.append(
+            rig.step(*[rig.run(request, computed=request.num_tokens - 1, new=False) for request in requests])
+        )
+        rig.end(*metas[-1].stores)
+    return requests, [stored(meta) for meta in metas]
+
+
+def test_a_few_requests_store_each_generated_block_in_the_step_that_fills_it() -> None:
+    _, stores = decode_together(Rig(num_blocks=4096), 8, 10 * BT)
+    for step, sources_of_step in enumerate(stores):
+        block = step // BT
+        assert sources_of_step == ([[n * 100 + block] for n in range(8)] if step % BT == 0 else [])
+
+
+@pytest.mark.parametrize("num_requests", [16, 64, 200])
+def test_many_requests_gather_generated_blocks_and_lose_none(num_requests: int) -> None:
+    rig, steps = Rig(num_blocks=1 << 15), 64 * BT
+    requests, stores = decode_together(rig, num_requests, steps)
+    gathered = [len(ids) for of_step in stores[1:] for ids in of_step]
+    assert {len(ids) for ids in stores[0]} == {1}, "a prompt's blocks do not wait"
+    assert set(gathered) == {min(num_requests // 8, 128 // BT)}
+    # Work per step: on average, no more stores than of 16 requests, unless they would gather too many tokens.
+    assert len(gathered) <= max(16 * steps // BT, num_requests * steps // 128)
+    for request in requests:
+        rig.finish(request)
+    rig.end(*rig.step().final_stores)
+    keys = [key(block, stem=f"p{n}") for n in range(num_requests) for block in range(steps // BT)]
+    assert all(rig.manager.slots.get(each) for each in keys), "at its end, a request has stored all of its blocks"
+
+
+def test_a_preemption_loses_at_most_the_gathered_tokens() -> None:
+    rig = Rig(num_blocks=1 << 14)
+    requests, _ = decode_together(rig, 64, 64 * BT - 1)
+    rig.step(preempted=[request.request_id for request in requests])
+    for request in requests:
+        tokens, _ = rig.ask(request)
+        assert tokens is not None
+        assert request.num_tokens - tokens <= 128 + BT
+
+
+def test_models_with_windows_gather_nothing() -> None:
+    _, stores = decode_together(Rig(groups=(FULL, SLIDING), num_blocks=1 << 12), 32, 8 * BT)
+    assert [len(of_step) for of_step in stores] == [32 if step % BT == 0 else 0 for step in range(8 * BT + 1)]
+
+
 def test_prompt_only_leaves_out_blocks_with_generated_tokens() -> None:
     rig = Rig(prompt_only=True)
     request = Request("r", 7)

@@ -34,9 +34,14 @@ from kvoffload.connector.requests import UNLIMITED, Keys, Request
 logger = logging.getLogger(__name__)
 
 
+_FULL_ATTENTION = GroupKind.FULL_ATTENTION
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 _BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
 _STORE = Direction.STORE
+_FEW_REQUESTS = 8
+"""While at most this many requests run, a block is offered in the step that fills it."""
+_MOST_GATHERED_TOKENS = 128
+"""The most tokens that a request gathers. A preemption can lose the blocks that were not offered yet."""
 
 
 class Offer(NamedTuple):
@@ -273,9 +278,13 @@ def offer_in_portions(
 class StoreOffers:
     """Offers the full blocks of requests to the manager, and decides when a request can next have blocks to offer.
 
-    A block is offered in the step that fills it (``offer``). A rejected block is offered again in later steps
-    (``retry``). When the request ends, all blocks that are not stored yet, perhaps because their keys were unknown, are
-    offered once more (``offer_rest``).
+    A block is offered in the step that fills it (``offer``). But while many requests run, a request gathers the blocks
+    of its generated tokens and offers several at once, because each store costs the scheduler's thread about as much as
+    ten more blocks of it. So the number of stores in a step hardly grows with the number of requests. Models with
+    windows gather nothing, since blocks leave the window.
+
+    A rejected block is offered again in later steps (``retry``). When the request ends, all blocks that are not stored
+    yet, perhaps because their keys were unknown, are offered once more (``offer_rest``).
     """
 
     def __init__(
@@ -295,6 +304,8 @@ class StoreOffers:
         self._geometry = geometry
         self._unit_tokens = hit_unit_tokens(geometry)
         self._least_tokens = finest_of(geometry).block_tokens
+        is_full = all(group.kind is _FULL_ATTENTION for group in geometry)
+        self._most_gathered = max(_MOST_GATHERED_TOKENS // self._least_tokens, 1) if is_full else 1
         self.refused: dict[Request, None] = {}
         """Requests whose blocks found no room, in the order of their last rejections. Other code only reads it."""
         self._refused_in_step = False
@@ -372,8 +383,11 @@ class StoreOffers:
             request.next_offer_tokens = (request.last_scheduled.done_tokens // least + 1) * least
         elif not request.max_blocks or limit == most:
             request.next_offer_tokens = UNLIMITED
+        elif limit < request.num_prompt_tokens:
+            request.wait_for_blocks(1)
         else:
-            request.wait_for_next_block()
+            num_running = len(self.newest_step)
+            request.wait_for_blocks(max(min(num_running // _FEW_REQUESTS, self._most_gathered), 1))
         if stores and self._turnover.is_due(request):
             keys = request.keys_in_use()
             self._manager.touch(keys, request.context)

@@ -112,7 +112,7 @@ class Request:
     offered_tokens: int = 0
     """Number of tokens that were certainly computed when it last offered blocks."""
     next_offer_tokens: int = 0
-    """No block can be offered before this many tokens are computed. An idle step costs only one comparison with it."""
+    """Nothing is offered before this many tokens are computed. An idle step costs only one comparison with it."""
     max_blocks: int = UNLIMITED
     """Number of blocks per group to offer at once. Rejections reduce it, so that a full cache costs O(1) per step. 0: a
     store evicted another block of the same request, so the cache is smaller than the prefix, and offers end."""
@@ -163,7 +163,7 @@ class Request:
         for own in self.groups:
             own.renew(hashes, self.epoch)
         self.forget_computed()
-        self.wait_for_next_block()
+        self.wait_for_blocks(1)
 
     @property
     def is_prefilled_elsewhere(self) -> bool:
@@ -213,14 +213,14 @@ class Request:
                 own.next_block = min(own.next_block, hit_tokens // own.group.block_tokens)
         self.forget_computed()
         self.max_blocks = self.max_blocks or UNLIMITED
-        self.wait_for_next_block()
+        self.wait_for_blocks(1)
 
-    def wait_for_next_block(self) -> None:
-        """Set ``next_offer_tokens`` to the end of the next block, because no block can be offered before that. States
-        are offered when the engine names them."""
+    def wait_for_blocks(self, num_blocks: int) -> None:
+        """Offer nothing before some group has ``num_blocks`` more blocks, at least 1. States are offered when the
+        engine names them."""
         self.next_offer_tokens = UNLIMITED
         for own in self.groups:
-            end = (own.next_block + 1) * own.group.block_tokens
+            end = (own.next_block + num_blocks) * own.group.block_tokens
             if end < self.next_offer_tokens and own.group.kind is not _SINGLE_STATE:
                 self.next_offer_tokens = end
 
