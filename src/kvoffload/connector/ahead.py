@@ -17,7 +17,7 @@ MOST_BLOCKS = 2048
 steps, so no blocks are looked up in those steps."""
 MOST_REQUESTS = 64
 """The number of requests at the head of the queue whose blocks may be looked up in a step."""
-REST_STEPS = 8
+REST_STEPS = 32
 """The number of steps in which a request that has found nothing is not looked up again. Otherwise, a long queue without
 hits costs more time than all other work of a step."""
 _NEVER = 1 << 40
