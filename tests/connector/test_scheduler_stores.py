@@ -57,9 +57,7 @@ def decode_together(rig: Rig, num_requests: int, steps: int) -> tuple[list[Reque
     for _ in range(steps):
         for request in requests:
             request.num_tokens += 1
-        metas.append(
-            rig.step(*[rig.run(request, computed=request.num_tokens - 1, new=False) for request in requests])
-        )
+        metas.append(rig.step(*[rig.run(request, computed=request.num_tokens - 1, new=False) for request in requests]))
         rig.end(*metas[-1].stores)
     return requests, [stored(meta) for meta in metas]
 
@@ -71,12 +69,15 @@ def test_a_few_requests_store_each_generated_block_in_the_step_that_fills_it() -
         assert sources_of_step == ([[n * 100 + block] for n in range(8)] if step % BT == 0 else [])
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
 @pytest.mark.parametrize("num_requests", [16, 64, 200])
-def test_many_requests_gather_generated_blocks_and_lose_none(num_requests: int) -> None:
-    rig, steps = Rig(num_blocks=1 << 15), 64 * BT
+def test_many_requests_gather_generated_blocks_and_lose_none(
+    num_requests: int, groups: tuple[KVGroupLayout, ...]
+) -> None:
+    rig, steps = Rig(groups=groups, num_blocks=1 << 15), 64 * BT
     requests, stores = decode_together(rig, num_requests, steps)
     gathered = [len(ids) for of_step in stores[1:] for ids in of_step]
-    assert {len(ids) for ids in stores[0]} == {1}, "a prompt's blocks do not wait"
+    assert {len(ids) for ids in stores[0]} == {len(groups)}, "a prompt's blocks and its state do not wait"
     assert set(gathered) == {min(num_requests // 8, 128 // BT)}
     # Work per step: on average, no more stores than of 16 requests, unless they would gather too many tokens.
     assert len(gathered) <= max(16 * steps // BT, num_requests * steps // 128)

@@ -34,7 +34,6 @@ from kvoffload.connector.requests import UNLIMITED, Keys, Request
 logger = logging.getLogger(__name__)
 
 
-_FULL_ATTENTION = GroupKind.FULL_ATTENTION
 _SINGLE_STATE = GroupKind.SINGLE_STATE
 _BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
 _STORE = Direction.STORE
@@ -281,7 +280,8 @@ class StoreOffers:
     A block is offered in the step that fills it (``offer``). But while many requests run, a request gathers the blocks
     of its generated tokens and offers several at once, because each store costs the scheduler's thread about as much as
     ten more blocks of it. So the number of stores in a step hardly grows with the number of requests. Models with
-    windows gather nothing, since blocks leave the window.
+    windows gather nothing, since blocks leave the window. A state that the engine names is offered at once, with all
+    blocks before it.
 
     A rejected block is offered again in later steps (``retry``). When the request ends, all blocks that are not stored
     yet, perhaps because their keys were unknown, are offered once more (``offer_rest``).
@@ -304,8 +304,8 @@ class StoreOffers:
         self._geometry = geometry
         self._unit_tokens = hit_unit_tokens(geometry)
         self._least_tokens = finest_of(geometry).block_tokens
-        is_full = all(group.kind is _FULL_ATTENTION for group in geometry)
-        self._most_gathered = max(_MOST_GATHERED_TOKENS // self._least_tokens, 1) if is_full else 1
+        stays = all(group.window_tokens is None for group in geometry)
+        self._most_gathered = max(_MOST_GATHERED_TOKENS // self._least_tokens, 1) if stays else 1
         self.refused: dict[Request, None] = {}
         """Requests whose blocks found no room, in the order of their last rejections. Other code only reads it."""
         self._refused_in_step = False
