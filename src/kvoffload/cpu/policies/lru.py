@@ -51,7 +51,7 @@ class LRUCachePolicy(CachePolicy):
             if key in blocks:
                 move_to_end(key)
             elif skipped and key in skipped:
-                blocks[key] = skipped.pop(key).block
+                blocks[key] = skipped.pop(key)[1]
 
     def evict(self, n: int, protected: Collection[OffloadKey], incoming: Sequence[OffloadKey] = ()) -> Victims | None:
         if not n:

@@ -12,27 +12,14 @@ from kvoffload.base import OffloadKey
 from kvoffload.cpu.policies.base import BlockStatus, Victims
 
 
-class _Skipped:
-    """A block that a sweep stepped over.
-
-    ``rank`` grows with recency. ``queued`` says whether the block has an entry in the heap.
-    """
-
-    __slots__ = ("block", "queued", "rank")
-
-    def __init__(self, block: BlockStatus, rank: int) -> None:
-        self.block = block
-        self.rank = rank
-        self.queued = False
-
-
 class RecencyList:
     """Blocks from least to most recently used.
 
     ``blocks`` contains them in that order, except for blocks that a sweep stepped over because they were pinned or
-    protected. ``skipped`` contains these with their ranks, and the heap ``returned`` lists the skipped blocks that may
-    be idle again. Every skipped block is less recent than all of ``blocks``, and ranks order the skipped blocks, so the
-    order is always exact. A pinned block costs one step in total, and O(log skipped) when it becomes idle.
+    protected. ``skipped`` contains these with their ranks, which grow with recency. The heap ``returned`` lists the
+    skipped blocks that may be idle again, and perhaps blocks that are no longer skipped. Every skipped block is less
+    recent than all of ``blocks``, so the order is always exact. A pinned block costs one step in total, and
+    O(log skipped) when it becomes idle.
 
     Callers on a hot path may read ``blocks`` (and ``skipped`` if it is not empty) directly.
     """
@@ -41,7 +28,7 @@ class RecencyList:
 
     def __init__(self) -> None:
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.skipped: dict[OffloadKey, _Skipped] = {}
+        self.skipped: dict[OffloadKey, tuple[int, BlockStatus]] = {}
         self.returned: list[tuple[int, OffloadKey]] = []
         self.next_rank = 0
 
@@ -50,13 +37,13 @@ class RecencyList:
 
     def __iter__(self) -> Iterator[OffloadKey]:
         """Yield the keys, least recently used first. For tests and reports: O(n log n) in skipped blocks."""
-        yield from sorted(self.skipped, key=lambda key: self.skipped[key].rank)
+        yield from sorted(self.skipped, key=lambda key: self.skipped[key][0])
         yield from self.blocks
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         block = self.blocks.get(key)
         if block is None and self.skipped and key in self.skipped:
-            return self.skipped[key].block
+            return self.skipped[key][1]
         return block
 
     def pop(self, key: OffloadKey) -> BlockStatus | None:
@@ -64,7 +51,7 @@ class RecencyList:
         block = self.blocks.pop(key, None)
         if block is None and self.skipped:
             skipped = self.skipped.pop(key, None)
-            return skipped.block if skipped else None
+            return skipped[1] if skipped else None
         return block
 
     def released(self, keys: Iterable[OffloadKey]) -> None:
@@ -72,9 +59,8 @@ class RecencyList:
         if self.skipped:
             for key in keys:
                 skipped = self.skipped.get(key)
-                if skipped is not None and not skipped.queued:
-                    skipped.queued = True
-                    heappush(self.returned, (skipped.rank, key))
+                if skipped is not None:
+                    heappush(self.returned, (skipped[0], key))
 
     def clear(self) -> None:
         self.blocks.clear()
@@ -86,12 +72,12 @@ class RecencyList:
         skipped = self.skipped
         for position, key in enumerate(keys):
             if found[position] is None and key in skipped:
-                found[position] = skipped[key].block
+                found[position] = skipped[key][1]
 
     def first_idle(self, n: int) -> list[OffloadKey]:
         """Return the ``n`` least recently used idle blocks, or fewer if there are fewer. Changes nothing."""
-        skipped = self.skipped
-        returned = [key for _, key in sorted(self.returned) if key in skipped and skipped[key].block.pins == 0]
+        skipped, waiting = self.skipped, dict.fromkeys(sorted(self.returned))
+        returned = [key for rank, key in waiting if self._is_skipped(rank, key) and skipped[key][1].pins == 0]
         missing = n - len(returned)
         if missing <= 0:
             return returned[:n]
@@ -99,21 +85,21 @@ class RecencyList:
 
     def check_invariants(self) -> None:
         assert not self.blocks.keys() & self.skipped.keys()
-        ranks = [skipped.rank for skipped in self.skipped.values()]
+        ranks = [rank for rank, _ in self.skipped.values()]
         assert len(set(ranks)) == len(ranks)
         assert all(rank < self.next_rank for rank in ranks)
-        queued = {(skipped.rank, key) for key, skipped in self.skipped.items() if skipped.queued}
-        assert queued <= set(self.returned)
-        assert len(set(self.returned)) == len(self.returned)
-        assert all(key not in self.skipped or (rank, key) in queued for rank, key in self.returned)
-        for key, skipped in self.skipped.items():
-            assert skipped.queued or not skipped.block.is_idle, f"{key!r} is idle, but no sweep would find it"
+        returned = set(self.returned)
+        for key, (rank, block) in self.skipped.items():
+            assert (rank, key) in returned or not block.is_idle, f"{key!r} is idle, but no sweep would find it"
 
-    def skip(self, key: OffloadKey, block: BlockStatus, rank: int) -> None:
-        self.skipped[key] = skipped = _Skipped(block, rank)
+    def skip(self, rank: int, key: OffloadKey, block: BlockStatus) -> None:
+        self.skipped[key] = rank, block
         if block.pins == 0:
-            skipped.queued = True
             heappush(self.returned, (rank, key))
+
+    def _is_skipped(self, rank: int, key: OffloadKey) -> bool:
+        """Return whether ``key`` has been skipped with this rank, and not used or removed since."""
+        return key in self.skipped and self.skipped[key][0] == rank
 
 
 class Sweep:
@@ -123,34 +109,38 @@ class Sweep:
     ``skipped``, which keeps their order. The next sweep visits only those of them that may be idle.
     """
 
-    __slots__ = ("_base", "_deferred", "_gaps", "_list", "_protected", "_ranks", "victims")
+    __slots__ = ("_deferred", "_list", "_protected", "_ranks", "victims")
 
     def __init__(self, recency: RecencyList, protected: Collection[OffloadKey]) -> None:
         self.victims: Victims = []
-        """The blocks removed so far: first skipped blocks, then others."""
+        """The blocks removed so far."""
         self._list = recency
         self._protected = protected
-        self._base = recency.next_rank
-        self._ranks: list[int] = []  # the ranks of victims that were skipped
-        self._gaps: list[int] = []  # the ranks of the blocks in ``blocks`` that this sweep stepped over
+        self._ranks: list[int] = []  # the ranks of the victims
         self._deferred: list[tuple[int, OffloadKey]] = []  # protected blocks, out of the heap until the sweep ends
 
     def take(self, n: int) -> int:
         """Remove up to ``n`` more idle, unprotected blocks from the list. Returns how many it found."""
-        recency, victims = self._list, self.victims
+        recency, victims, protected, ranks = self._list, self.victims, self._protected, self._ranks
         before = len(victims)
         if recency.returned:
             self._take_returned(n)
-        blocks, protected = recency.blocks, self._protected
+        blocks, rank = recency.blocks, recency.next_rank
         pop, take = blocks.popitem, victims.append
         missing = n - (len(victims) - before)
         while missing and blocks:
             item = pop(False)
-            if item[1].pins or item[0] in protected:
-                self._step_over(*item)
+            key, block = item
+            if block.pins or key in protected:
+                recency.skipped[key] = rank, block
+                if not block.pins:
+                    self._deferred.append((rank, key))
             else:
                 take(item)
+                ranks.append(rank)
                 missing -= 1
+            rank += 1
+        recency.next_rank = rank
         return n - missing
 
     def commit(self) -> None:
@@ -159,28 +149,12 @@ class Sweep:
             heappush(self._list.returned, entry)
 
     def undo(self) -> None:
-        """Put the victims back where they were. Call this only after a ``take`` that found fewer than ``n`` blocks."""
-        recency = self._list
-        assert not recency.blocks
+        """Put the victims back as skipped blocks. Call this only after a ``take`` that found fewer than ``n`` blocks,
+        so that none of ``blocks`` is less recent than they are."""
+        assert not self._list.blocks
         self.commit()
-        skipped, others = self.victims[: len(self._ranks)], self.victims[len(self._ranks) :]
-        for rank, (key, block) in zip(self._ranks, skipped, strict=True):
-            recency.skip(key, block, rank)
-        # The rank of a block that this sweep stepped over is its position among all blocks that the sweep visited in
-        # ``blocks``. So the other victims get the ranks in between. The victims after the last gap are more recent than
-        # every skipped block, and return to ``blocks``.
-        gaps = set(self._gaps)
-        last_gap = self._gaps[-1] if self._gaps else -1
-        rank = self._base
-        for key, block in others:
-            while rank in gaps:
-                rank += 1
-            if rank < last_gap:
-                recency.skip(key, block, rank)
-            else:
-                recency.blocks[key] = block
-            rank += 1
-        recency.next_rank = max(recency.next_rank, rank)
+        for rank, (key, block) in zip(self._ranks, self.victims, strict=True):
+            self._list.skip(rank, key, block)
 
     def _take_returned(self, n: int) -> None:
         """Remove up to ``n`` skipped blocks that are idle again."""
@@ -188,24 +162,15 @@ class Sweep:
         heap = recency.returned
         while n and heap:
             rank, key = entry = heappop(heap)
-            skipped = recency.skipped.get(key)
-            if skipped is None:
-                continue  # it was used or removed after it was queued, and is not skipped again until the heap is empty
-            if skipped.block.pins:
-                skipped.queued = False  # pinned again: released() will queue it again
-            elif key in self._protected:
+            if not recency._is_skipped(rank, key):
+                continue  # it was used or removed after it was queued
+            block = recency.skipped[key][1]
+            if block.pins:
+                continue  # pinned again: released() will queue it again
+            if key in self._protected:
                 self._deferred.append(entry)
             else:
                 del recency.skipped[key]
-                self.victims.append((key, skipped.block))
+                self.victims.append((key, block))
                 self._ranks.append(rank)
                 n -= 1
-
-    def _step_over(self, key: OffloadKey, block: BlockStatus) -> None:
-        rank = self._base + len(self.victims) - len(self._ranks) + len(self._gaps)
-        self._list.next_rank = rank + 1
-        self._gaps.append(rank)
-        skipped = self._list.skipped[key] = _Skipped(block, rank)
-        if not block.pins:
-            skipped.queued = True
-            self._deferred.append((rank, key))
