@@ -168,6 +168,12 @@ def test_an_environment_file_that_keeps_quotes_is_named(path: str) -> None:
         file_in_environment({ENVIRONMENT: path})
 
 
+def test_nobody_waits_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe cannot be read: it is not a regular file"):
+        load_config_file(tmp_path / "pipe")
+
+
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     """Somebody has named a file of weights."""
     path = tmp_path / "model.yaml"

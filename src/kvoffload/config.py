@@ -21,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from kvoffload.errors import ConfigError, LayoutError, Problems, reason_of, suggest
+from kvoffload.files import read_file
 from kvoffload.units import parse_bytes, parse_seconds
 
 
@@ -101,8 +102,7 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         elif version.keys() == {"file"}:
             where = f"weights_version is to be read from {version['file']}, which"
             try:
-                with open(os.path.expanduser(version["file"]), "rb") as file:
-                    version = file.read(_LONGEST_VERSION + 2).decode().strip()
+                version = read_file(version["file"]).decode("utf-8-sig").strip()
             except (OSError, ValueError) as exc:
                 raise ConfigError(f"{where} fails: {reason_of(exc)}.") from exc
         else:

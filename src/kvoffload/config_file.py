@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.errors import ConfigError, MissingExtraError, Problems
+from kvoffload.files import read_file
 
 ENVIRONMENT = "KVOFFLOAD_CONFIG"
 """The environment variable that names the file if the configuration contains no ``config_file``."""
@@ -23,7 +24,6 @@ ENVIRONMENT = "KVOFFLOAD_CONFIG"
 _WRAPPERS = ("kv-transfer-config", "kv_transfer_config", "kv_connector_extra_config")
 """Keys of vLLM's own files and of its option, from the outermost: the innermost contains the configuration."""
 
-_MOST_BYTES = 16 << 20
 _MOST_VALUES = 100_000
 """Limit on the values in a YAML file, with aliases expanded. No real configuration has as many, but a few lines of
 aliases can expand to billions."""
@@ -81,11 +81,7 @@ def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     wrappers: dict[str, Any] = {}
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ConfigError(f"is larger than {_MOST_BYTES >> 20} MiB, so it is not a configuration.")
-        text = _text_of(content)
+        text = _text_of(read_file(path))
         found = _yaml(text) if is_yaml else _json(text)
         for wrapper in _WRAPPERS:
             if isinstance(found, dict) and wrapper in found:

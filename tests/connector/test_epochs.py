@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,24 @@ def test_files_without_a_name_are_refused(content: bytes, tmp_path: Path) -> Non
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="weights_version is to be read from"):
         config(weights_version={"file": str(path)})
+
+
+@pytest.mark.parametrize("content", [b"one", b"one\r\n", b"\xef\xbb\xbfone\n"])
+def test_files_of_any_editor_have_the_name(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "version"
+    path.write_bytes(content)
+    assert config(weights_version={"file": str(path)}).read_weights_version() == "one"
+
+
+def test_a_reset_does_not_wait_for_a_pipe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "version"
+    epochs = Epochs(by_file(path, "one"))
+    one = epochs.use()
+    path.unlink()
+    os.mkfifo(path)
+    epochs.reset()
+    assert epochs.current.seed != one.seed
+    assert "it is not a regular file" in caplog.text
 
 
 def test_a_request_that_is_admitted_again_after_a_reset_finds_nothing_of_before() -> None:

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import os
-import stat
 from collections.abc import Sequence
 
 from kvoffload.errors import ConfigError, reason_of
+from kvoffload.files import read_file
 
 Secret = str | dict[str, str]
 """Text, or where to read it: ``{"file": path}`` or ``{"env": name}``. Only the last two keep it out of the engine's own
@@ -19,24 +18,6 @@ Keys = str | dict[str, str] | list[str | dict[str, str]]
 """One secret, or several."""
 
 _SHORTEST_KEY = 16
-_LARGEST_FILE_BYTES = 16 << 20
-"""Limit on a file of a secret or of certificates."""
-
-
-def read_file(path: str) -> bytes:
-    """Return the content of a small file that a configuration names. Raises ``OSError``, also for a pipe, which might
-    never end, and for a file that is too large. Raises ``ValueError`` for a path that cannot exist."""
-    fd = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        if status.st_size > _LARGEST_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"it is larger than {_LARGEST_FILE_BYTES >> 20} MiB", path)
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(_LARGEST_FILE_BYTES)
-    finally:
-        os.close(fd)
 
 
 def check_secret(secret: Secret | None, what: str) -> None:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvoffload.errors import ConfigError, MissingExtraError, reason_of
+from kvoffload.files import read_file
 from kvoffload.proxies import through_proxy
-from kvoffload.tiering.stores.secrets import Secret, read_file, read_secret
+from kvoffload.tiering.stores.secrets import Secret, read_secret
 from kvoffload.units import printable
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}

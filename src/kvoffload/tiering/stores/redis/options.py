@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvoffload.errors import ConfigError, Problems, reason_of
+from kvoffload.files import read_file
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.redis.connector import Access, Timeouts
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.remote import RemoteOptions, check_age
-from kvoffload.tiering.stores.secrets import Secret, check_secret, read_file
+from kvoffload.tiering.stores.secrets import Secret, check_secret
 from kvoffload.units import parse_seconds
 
 _NEVER = "never"
