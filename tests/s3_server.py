@@ -125,6 +125,12 @@ class S3Server:
     def get(self, name: str) -> bytes:
         return bytes(self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
+    def archive(self, name: str) -> None:
+        """Move an object to an archive, as a lifecycle rule does."""
+        self.client.copy_object(
+            Bucket=BUCKET, Key=name, CopySource={"Bucket": BUCKET, "Key": name}, StorageClass="GLACIER"
+        )
+
     def put(self, name: str, value: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=name, Body=value)
 

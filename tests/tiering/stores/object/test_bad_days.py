@@ -260,6 +260,21 @@ def test_what_a_lifecycle_rule_removed_is_a_miss(shared_s3: S3Server, open_store
     assert store.stats().corrupt_blocks == 0
 
 
+def test_what_a_lifecycle_rule_archived_is_a_miss_and_is_written_again(
+    shared_s3: S3Server, open_store: OpenStore
+) -> None:
+    """Its size can be asked, but it cannot be read."""
+    store = open_store(shared_s3, "archive")
+    write(store, keys(1, 2))
+    (path,) = [path for path in shared_s3.names("archive") if path.endswith(keys(1)[0].hex())]
+    shared_s3.archive(path)
+    assert store.contains(keys(1)) == [True]
+    assert read(store, keys(1)) == [False], "a miss, and the store works"
+    assert read(store, keys(2)) == [True]
+    assert write(store, keys(1)) == [True]
+    assert read(store, keys(1, 2)) == [True, True]
+
+
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 def test_a_wall_clock_that_jumps_costs_misses_until_it_is_right(shared_s3: S3Server, tmp_path: Path) -> None:
     """A service refuses signatures of another day (moto does not). Nothing hangs, and nothing else is wrong."""

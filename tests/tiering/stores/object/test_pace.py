@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test a service that answers SlowDown, and a service that permits no deletions."""
+"""Test a service that answers SlowDown, and a service that permits neither deletions nor conditions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from tests.tiering.stores.blocks import BLOCK_BYTES, read
+from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys
@@ -23,7 +23,8 @@ SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request ra
 
 
 class Service:
-    """Objects in memory. Answers SlowDown while it has more than ``most`` requests, and refuses to delete."""
+    """Objects in memory. Answers SlowDown while it has more than ``most`` requests, and refuses deletions and
+    conditions."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -73,8 +74,8 @@ def serving(service: Service) -> Iterator[dict[str, str]]:
 
         def do_PUT(self) -> None:
             def put(body: bytes) -> None:
-                if self.headers.get("If-None-Match") and self.path in service.objects:
-                    self.answer(412)
+                if self.headers.get("If-None-Match") or self.headers.get("If-Match"):
+                    self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
                     return
                 service.objects[self.path] = body
                 self.answer(200)
@@ -109,6 +110,15 @@ def serving(service: Service) -> Iterator[dict[str, str]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_service_without_conditional_writes_stores_blocks() -> None:
+    with serving(Service(most=100)) as config:
+        store = ObjectStore("s3://bucket/kv", BLOCK_BYTES, config=config)
+        for wanted in (keys(1), keys(1, 2)):
+            assert write(store, wanted) == [True] * len(wanted)
+            assert read(store, wanted) == [True] * len(wanted)
+        store.close()
 
 
 def test_fewer_requests_are_in_flight_after_a_slow_down() -> None:

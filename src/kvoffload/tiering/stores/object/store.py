@@ -16,6 +16,7 @@ from kvoffload.tiering.stores.object.client import (
     Deadlines,
     asks_to_slow_down,
     check_url,
+    code_of,
     in_words,
     is_without_reason,
 )
@@ -27,6 +28,9 @@ from kvoffload.tiering.stores.shared import SharedStore, outcomes
 T = TypeVar("T")
 
 _LONGEST_KEY = 112
+_UNREADABLE = ("InvalidObjectState", "BlobArchived")
+"""Codes of S3 and Azure for an object that a lifecycle rule has moved to an archive. Its size can be asked, but it
+cannot be read."""
 
 
 class ObjectStore(SharedStore):
@@ -77,19 +81,13 @@ class ObjectStore(SharedStore):
         def put(index: int) -> bool:
             # Another engine may have written it. Asking costs a fraction of an upload, which the service would receive
             # completely before rejecting it.
-            is_bad = keys[index] in self._bad.kept
-            size = None if is_bad else self._size(keys[index])
-            if size == self._file_bytes:
+            if self._is_there(keys[index]):
                 there.add(index)
                 return True
             sealed = b"".join(self._sealer.seal(keys[index], self._bytes(blocks[index])))
-            # A value of another length is not the block.
-            mode = "create" if size is None and not is_bad else "overwrite"
-            path, obstore = self._path(keys[index]), self._client.obstore
-            try:
-                self._request(lambda bucket: obstore.put(bucket, path, sealed, mode=mode, use_multipart=False))
-            except obstore.exceptions.AlreadyExistsError:
-                pass
+            path = self._path(keys[index])
+            # Not on the condition that it is absent: some services reject conditions, and both writers have this block.
+            self._request(lambda bucket: self._client.obstore.put(bucket, path, sealed, use_multipart=False))
             self._bad.kept.discard(keys[index])
             return True
 
@@ -108,6 +106,9 @@ class ObjectStore(SharedStore):
                         return True
             except FileNotFoundError:
                 return False
+            except Exception as exc:
+                if code_of(exc) not in _UNREADABLE:
+                    raise
             bad.append(key)
             return False
 
@@ -160,7 +161,7 @@ class ObjectStore(SharedStore):
         bucket, num_slowed = self._client.bucket, self._pace.num_slowed
         try:
             result = call(bucket)
-        except (FileNotFoundError, self._client.obstore.exceptions.AlreadyExistsError, KeyboardInterrupt, SystemExit):
+        except (FileNotFoundError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # a panic of obstore's is not an Exception
             if asks_to_slow_down(exc):
