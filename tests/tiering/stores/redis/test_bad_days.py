@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import redis
 from tests.ports import free_port
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer, wait_until
-from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, write
+from tests.tiering.stores.blocks import BLOCK_BYTES, UNTOUCHED, buffers, read, succeeds, write
 from tests.tiering.stores.redis.inside import idle_of, name_of, servers_of
 from tests.tiering.stores.redis.strangers import Mute, answering_server
 
@@ -132,6 +133,49 @@ def test_a_user_who_may_not_write_reads_on(start_server: StartServer, open_store
     elsewhere = open_store(server.url, username="reader", password="pw", prefix="other")
     with pytest.raises(StoreError, match="NOPERM"):
         elsewhere.contains(keys(1))
+
+
+@pytest.mark.parametrize("password", [None, "hunter2"])
+def test_a_server_with_too_many_clients_is_named_as_such(
+    password: str | None, start_server: StartServer, open_store: OpenStore
+) -> None:
+    """It answers before it has read a command, and closes the connection."""
+    options = {} if password is None else {"requirepass": password}
+    server = start_server(maxclients="1", **options)
+    with server.client(password=password) as client:
+
+        def is_the_only_one() -> bool:
+            try:
+                return bool(client.ping())
+            except redis.ConnectionError:  # the connection that waited for the server's start is still open there
+                return False
+
+        wait_until(is_the_only_one, "the server accepts a client")
+        store = open_store(server.url, password=password)
+        for call in (lambda: read(store, keys(1)), lambda: write(store, keys(1, 2)), lambda: store.contains(keys(1))):
+            with pytest.raises(StoreError, match="as many clients as its maxclients allows") as caught:
+                call()
+            assert "password" not in str(caught.value)
+    wait_until(lambda: succeeds(lambda: store.contains(keys(1)) == [False]), "the other client is gone")
+
+
+PROTECTED = (
+    b"-DENIED Redis is running in protected mode because protected mode is enabled and no password is set for the "
+    b"default user. In this mode connections are only accepted from the loopback interface. "
+    + b"You may ... " * 40
+    + b"\r\n"
+)
+"""The beginning of a long line."""
+
+
+@pytest.mark.parametrize("password", [None, "hunter2"])
+def test_a_server_in_protected_mode_is_named_as_such(password: str | None, open_store: OpenStore) -> None:
+    """It accepts connections from its own machine, so another server takes its part."""
+    with answering_server(PROTECTED) as port:
+        store = open_store(f"redis://127.0.0.1:{port}", password=password)
+        for call in (lambda: read(store, keys(1)), lambda: write(store, keys(1, 2)), lambda: store.contains(keys(1))):
+            with pytest.raises(StoreError, match="is in protected mode"):
+                call()
 
 
 # --------------------------------------------------------------------------------------------- frozen, killed, slow

@@ -31,6 +31,12 @@ _MOST_REPLIES = 1 << 16
 _DEEPEST_LIST = 8
 """Limits on a reply without a block, so that no server can make the engine use much memory."""
 _MOST_CHARACTERS = 300
+_REJECTIONS = {
+    b"-ERR max number of clients": "it already has as many clients as its maxclients allows",
+    b"-DENIED": "it is in protected mode, in which it accepts connections from other machines only with a password",
+}
+"""Errors with which a server closes a connection before it has read a command, and their meanings."""
+_REJECTION_BYTES = 64
 _PRECISION = 8
 """A deadline is precise to this fraction of its time limit. The kernel's timeout is set again whenever that much time
 has passed, not before each call."""
@@ -82,6 +88,8 @@ class Wire(ABC):
         self._timeout_s = 0.0
         self._left = memoryview(b"")
         """Bytes that were received but not used."""
+        self._is_accepted = False
+        """Whether the server has sent anything but a rejection."""
         self._lines_place = memoryview(bytearray(_LINES_BYTES))
         # The line before a value, and the memory that receives it.
         self._num_bytes, self._head, self._head_place = 0, b"", bytearray()
@@ -108,6 +116,16 @@ class Wire(ABC):
     @abstractmethod
     def _receive_exactly(self, targets: Sequence[Place]) -> None:
         """Fill all of ``targets``."""
+
+    def _check_start(self, targets: Sequence[Place], count: int) -> None:
+        """Raise ``ConnectionError`` if the server closed the connection, or if its first ``count`` bytes, which are in
+        ``targets``, say that it will."""
+        if not count:
+            raise ConnectionError("the server closed the connection")
+        start = b"".join(_before(targets, min(count, _REJECTION_BYTES)))
+        if reason := next((reason for error, reason in _REJECTIONS.items() if start.startswith(error)), None):
+            raise ConnectionError(reason)
+        self._is_accepted = True
 
     def _remaining_s(self) -> float:
         remaining_s = self._end_s - time.monotonic()
@@ -286,8 +304,8 @@ class _PlainWire(Wire):
             count = self.socket.recvmsg_into(targets, 0, flags)[0]
         except BlockingIOError as exc:
             raise TimeoutError("no answer in time") from exc
-        if not count:
-            raise ConnectionError("the server closed the connection")
+        if not count or not self._is_accepted:
+            self._check_start(targets, count)
         return count
 
     def _limit(self) -> None:
@@ -324,8 +342,8 @@ class _TlsWire(Wire):
     def _receive(self, targets: Sequence[Place]) -> int:
         self.socket.settimeout(self._remaining_s())
         count = self.socket.recv_into(targets[0])
-        if not count:
-            raise ConnectionError("the server closed the connection")
+        if not count or not self._is_accepted:
+            self._check_start(targets, count)
         return count
 
     def _receive_exactly(self, targets: Sequence[Place]) -> None:
