@@ -576,7 +576,7 @@ class TestAccess:
         write(store, *KEYS[4:12])
         store.refresh()
 
-    def test_a_slab_with_a_second_name_is_not_used(self, open_store, tmp_path: Path) -> None:
+    def test_a_slab_with_a_second_name_is_not_used(self, open_store, tmp_path: Path, caplog) -> None:
         store = open_store(max_bytes=two_slabs())
         write(store, *KEYS[:4])
         store.close()
@@ -584,6 +584,7 @@ class TestAccess:
         before = (tmp_path / "second").read_bytes()
         store = open_store(max_bytes=two_slabs())
         assert right(store, *KEYS[:4]) == set()
+        assert "hard link" in caplog.text, "somebody wonders where the blocks are"
         assert write(store, *KEYS[:4]) == [True] * 4
         assert (tmp_path / "second").read_bytes() == before
 

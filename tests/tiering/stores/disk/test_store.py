@@ -277,7 +277,7 @@ class TestDamage:
         assert store.stats().corrupt_blocks == 2
 
     @pytest.mark.parametrize("position", [0, 12, 30, 4095])
-    def test_a_damaged_header_costs_its_slab(self, open_store, tmp_path: Path, position: int) -> None:
+    def test_a_damaged_header_costs_its_slab(self, open_store, tmp_path: Path, position: int, caplog) -> None:
         store = open_store()
         write(store, *KEYS[:3])
         store.close()
@@ -287,6 +287,7 @@ class TestDamage:
         path.write_bytes(data)
         store = open_store()
         assert right(store, *KEYS[:3]) == set()
+        assert position == 0 or "is damaged" in caplog.text
         assert write(store, *KEYS[:3]) == [True] * 3, "it is nobody's, and gives way"
         assert disk_bytes(tmp_path) <= slab_of(8)
 

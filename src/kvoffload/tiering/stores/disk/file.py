@@ -134,12 +134,14 @@ class SlabFile:
                 fds.append(fd)
                 _leave_files(fd)
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode) or not access.admits(status) or status.st_nlink != 1:
+                if not stat.S_ISREG(status.st_mode) or not access.admits(status):
                     raise SlabRefused(f"{name}{suffix} is not ours")
+                if status.st_nlink != 1:
+                    raise SlabRefused(f"{name}{suffix} has another name, a hard link")
             table_fd, payload_fd = fds
             num_slots = layout.parse_header(os.pread(table_fd, PAGE_BYTES, 0))
             if num_slots is None:
-                raise SlabRefused(f"{name} is of another format")
+                raise SlabRefused(f"{name}{TABLE_SUFFIX} is damaged, or of another version or block size")
             if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
                 raise SlabRefused(f"{name}{TABLE_SUFFIX} was cut off")
             if os.fstat(payload_fd).st_size < num_slots * layout.block_bytes:

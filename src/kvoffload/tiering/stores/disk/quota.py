@@ -196,12 +196,7 @@ class Quota:
         open_bytes = sum(self._layout.slab_bytes(slab.file.num_slots) for slab in self._slabs.snapshot())
         most_bytes = _MOST_QUOTAS * (self._max_bytes or _disk_bytes(self._root))
         if open_bytes + self._layout.slab_bytes(file.num_slots) > most_bytes:
-            _log.warning(
-                "kvoffload ignores the slab %s at %s: with it, the group's open slabs would exceed twice the quota",
-                file.name,
-                self._root,
-            )
-            raise SlabRefused(f"{file.name} would exceed twice the quota")
+            raise SlabRefused(f"with {file.name}, the group's open slabs would exceed twice the quota")
 
     def close(self) -> None:
         self._request.withdraw()

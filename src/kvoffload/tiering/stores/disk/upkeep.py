@@ -155,13 +155,17 @@ class Upkeep:
             return file.num_slots
         except FileNotFoundError:
             pass  # removed meanwhile
-        except SlabRefused:
-            self._slabs.quarantined.add(name)
-        except OSError as exc:
-            if exc.errno in TOO_MANY_FILES:
+        except (OSError, SlabRefused) as exc:
+            if isinstance(exc, OSError) and exc.errno in TOO_MANY_FILES:
                 self._slabs.note_limit(exc)
                 return None
-            _log.warning("kvoffload ignores the slab %s at %s: %s", name, self._directory.root, reason_of(exc))
+            if not self._slabs.quarantined:  # the others probably have the same fault
+                _log.warning(
+                    "kvoffload ignores the blocks of a slab at %s: %s. It also ignores other slabs like this one, and "
+                    "replaces them when it needs room.",
+                    self._directory.root,
+                    reason_of(exc).rstrip("."),
+                )
             self._slabs.quarantined.add(name)
         return 0
 
