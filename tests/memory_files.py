@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 
 from kvoffload.cpu.memory_limits import memory_file_system
 
-__all__ = ["memory_directory"]
+__all__ = ["memory_directory", "unbounded_directory"]
 
 _SHM = "/dev/shm"
 
@@ -25,3 +26,16 @@ def memory_directory() -> Iterator[Path]:
         pytest.skip(f"needs a tmpfs at {_SHM}")
     with tempfile.TemporaryDirectory(dir=_SHM, prefix="kvoffload-test-") as path:
         yield Path(path)
+
+
+@contextmanager
+def unbounded_directory(place: Path) -> Iterator[Path]:
+    """Mount a tmpfs without a size at ``place``, and yield it."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=0", "kvoffload-test", str(place)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 from tests.cpu import partner
 from tests.forks import Fork
 from tests.leaks import open_in
+from tests.memory_files import unbounded_directory
 from tests.users import NOBODY, as_user, needs_root
 
+from kvoffload.cpu.memory_limits import check_all_engines
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.errors import CapacityError, ConfigError
 
@@ -401,6 +405,38 @@ def test_the_lock_of_another_user_is_another_lock(name: str) -> None:
         assert as_user(NOBODY, start) == 1
     join(name, 1, 4096, num_processes=2).close()
     region.close()
+
+
+def test_a_mount_without_a_size_has_room(name: str, tmp_path: Path) -> None:
+    with unbounded_directory(tmp_path / "shm") as mount:
+        check_all_engines(1 << 20, 2, mount=mount)
+        region = SharedOffloadRegion.shared(name, 16, 4096, 1, mount=mount)
+        np.asarray(region.create_kv_memoryview())[:] = 1
+        region.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "kinds"), [(resource.RLIMIT_AS, ("anonymous", "shared")), (resource.RLIMIT_FSIZE, ("shared",))]
+)
+def test_a_limit_of_the_process_is_one_sentence(limit: int, kinds: tuple[str, ...], name: str) -> None:
+    """Batch systems set such limits. The region is larger than the limit, and memory suffices."""
+    child = Fork(partner.make_beyond, limit, kinds, name, SHM)
+    found = child.pipe.recv()
+    child.end()
+    assert [kind for kind, _ in found] == ["CapacityError"] * len(kinds)
+    assert all("ulimit" in text for _, text in found)
+
+
+def test_a_machine_without_shared_memory_is_one_sentence(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist or cannot be written to; mount a tmpfs there"):
+        SharedOffloadRegion.shared(name, 1, 4096, 1, mount=tmp_path / "absent")
+
+
+@needs_root
+def test_shared_memory_that_a_user_may_not_write_is_one_sentence(name: str) -> None:
+    SHM.chmod(0o755)
+    with pytest.raises(ConfigError, match="does not exist or cannot be written to; mount a tmpfs there"):
+        as_user(NOBODY, partial(join, name, 1, 4096, num_processes=1))
 
 
 def mapping_of(address: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from kvoffload.cpu.cgroups import cgroup_limits
 from kvoffload.errors import CapacityError
@@ -49,9 +50,8 @@ def check_all_engines(wanted: int, num_engines: int, *, root: Path = Path("/"), 
     bounds = {"this machine has": memory_bytes(root)}
     for limit in cgroup_limits(root):
         bounds[f"the control group {limit.folder} may use"] = limit.limit_bytes
-    if mount is not None and mount.is_dir():
-        stats = os.statvfs(mount)
-        bounds[f"{mount} holds"] = stats.f_blocks * stats.f_frsize
+    if mount is not None and mount.is_dir() and (room := room_of(mount)) is not None:
+        bounds[f"{mount} holds"] = room.total_bytes
     for holder, bound in bounds.items():
         if bound is not None and wanted * num_engines > bound:
             raise CapacityError(
@@ -76,13 +76,26 @@ def check_host_memory(wanted: int, promised: int = 0) -> None:
 def check_shared_memory(wanted: int, mount: Path, promised: int = 0) -> None:
     """Raise ``CapacityError`` if the shared-memory ``mount`` has no room for ``wanted`` bytes, in addition to the
     ``promised`` bytes that other processes are about to allocate."""
-    stats = os.statvfs(mount)
-    free = max(0, stats.f_bavail * stats.f_frsize - promised)
-    if wanted > free:
+    room = room_of(mount)
+    if room is not None and wanted > (free := max(0, room.free_bytes - promised)):
         raise CapacityError(
             f"cpu_bytes_to_use needs {format_bytes(wanted)} of shared memory, but {mount} has only "
             f"{format_bytes(free)} free; lower cpu_bytes_to_use or enlarge that mount (docker: --shm-size)."
         )
+
+
+class Room(NamedTuple):
+    """The size of a file system, and the part of it that this user may still use."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def room_of(path: str | os.PathLike[str]) -> Room | None:
+    """Return the room on the file system of ``path``, or ``None`` if it has no bound, like a tmpfs without a size.
+    Raises ``OSError``."""
+    stats = os.statvfs(path)
+    return Room(stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail) if stats.f_blocks else None
 
 
 def memory_file_system(path: str | os.PathLike[str]) -> str | None:
@@ -112,12 +125,11 @@ def check_pool(max_bytes: int, used_bytes: int, path: str | os.PathLike[str], be
     missing_bytes = max(0, max_bytes - used_bytes)
     more = f"{format_bytes(missing_bytes)} more than it uses"
     pool = f"max_bytes of the pool in {path} is {format_bytes(max_bytes)}, {more},"
-    stats = os.statvfs(path)
-    free, available = stats.f_bavail * stats.f_frsize, available_bytes()
-    if stats.f_blocks and missing_bytes > free:  # a ramfs has no blocks, and no bound
+    room, available = room_of(path), available_bytes()
+    if room is not None and missing_bytes > room.free_bytes:
         raise CapacityError(
-            f"{pool} but its file system has only {format_bytes(free)} free; lower max_bytes or enlarge that mount "
-            "(docker: --shm-size)."
+            f"{pool} but its file system has only {format_bytes(room.free_bytes)} free; lower max_bytes or enlarge "
+            "that mount (docker: --shm-size)."
         )
     if available is not None and missing_bytes + beside_bytes > available:
         beside = f", in addition to {format_bytes(beside_bytes)} of host memory" if beside_bytes else ""

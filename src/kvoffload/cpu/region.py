@@ -30,9 +30,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory
+from kvoffload.cpu.memory_limits import SHM, check_host_memory, check_shared_memory, room_of
 from kvoffload.cpu.populate import populate
-from kvoffload.errors import CapacityError, ConfigError
+from kvoffload.errors import CapacityError, ConfigError, reason_of
 from kvoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class SharedOffloadRegion:
         size = _size(num_blocks, block_bytes)
         check_host_memory(size)
         # Private, because the kernel uses no huge pages for shared anonymous memory.
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _mapped(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # kernels without transparent huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         # Without this, a write after a fork would move a page while a GPU copies to it.
@@ -106,6 +106,11 @@ class SharedOffloadRegion:
         size = _size(num_blocks, block_bytes)
         if num_processes < 1:
             raise ConfigError(f"A shared region needs at least one process, not {num_processes}.")
+        if not os.access(mount, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"{mount}, where the processes of one engine share host memory, does not exist or cannot be written "
+                "to; mount a tmpfs there."
+            )
         segment = mount / (_PREFIX + hashlib.sha256(f"{os.getuid()}\0{instance_id}".encode()).hexdigest()[:24])
         with _exclusive(mount, timeout_s):
             promised_bytes = _reclaim(mount)
@@ -183,6 +188,17 @@ def _leave_out_of_dumps(memory: mmap.mmap) -> None:
     anywhere."""
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_DONTDUMP)
+
+
+def _mapped(descriptor: int, size: int, flags: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, size, flags=flags)
+    except (OSError, OverflowError) as exc:
+        raise CapacityError(
+            f"cpu_bytes_to_use needs {format_bytes(size)} of host memory, but the system rejects this mapping "
+            f"({reason_of(exc)}); lower cpu_bytes_to_use, or raise the limit of address space (ulimit -v, or "
+            "vm.overcommit_memory)."
+        ) from exc
 
 
 def _size(num_blocks: int, block_bytes: int) -> int:
@@ -290,10 +306,15 @@ def _join(segment: Path, terms: tuple[int, int, int], promised_bytes: int) -> tu
         if not num_joined:
             os.truncate(descriptor, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + _TERMS.size)
         os.pwrite(descriptor, _TERMS.pack(*terms, num_joined + 1), os.fstat(descriptor).st_size - _TERMS.size)
-    except BaseException:
+    except BaseException as exc:
         _unlink(segment, descriptor)
         os.close(descriptor)
-        raise
+        if not isinstance(exc, OSError):
+            raise
+        raise CapacityError(
+            f"{segment.parent} rejects a file of {format_bytes(size)} ({exc.strerror}); lower cpu_bytes_to_use, or "
+            "raise the limit on the size of files (ulimit -f)."
+        ) from exc
     return descriptor, num_joined + 1
 
 
@@ -308,12 +329,12 @@ def _read_terms(descriptor: int) -> tuple[int, int, int, int]:
 def _map(descriptor: int, size: int, mount: Path) -> mmap.mmap:
     """Map the file, and allocate all of its pages. A sparse file would cause SIGBUS when the mount fills up. Every
     process of the engine does this, so that none has to wait for another."""
-    memory = mmap.mmap(descriptor, size)
+    memory = _mapped(descriptor, size, mmap.MAP_SHARED)
     with contextlib.suppress(OSError):  # kernels without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     _leave_out_of_dumps(memory)
-    stats = os.statvfs(mount)
-    if size - os.fstat(descriptor).st_blocks * 512 <= stats.f_bavail * stats.f_frsize:
+    room = room_of(mount)
+    if room is None or size - os.fstat(descriptor).st_blocks * 512 <= room.free_bytes:
         populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)), size)  # the next call uses one thread
     try:
         os.posix_fallocate(descriptor, 0, size)

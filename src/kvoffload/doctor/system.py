@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvoffload.cpu.memory_limits import SHM, available_bytes, limit_bytes, memory_bytes
+from kvoffload.cpu.memory_limits import SHM, available_bytes, limit_bytes, memory_bytes, room_of
 from kvoffload.doctor.report import Device, Host, Versions
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def versions() -> Versions:
 
 def host_facts(root: Path = Path("/")) -> Host:
     """Return the facts about this machine. ``root`` is the directory that contains ``/proc`` and ``/sys``."""
-    shm = os.statvfs(SHM) if SHM.is_dir() else None
+    shm = room_of(SHM) if SHM.is_dir() else None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     huge = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     allowed = re.search(r"^Mems_allowed_list:\s*(\S+)$", _text(root / "proc/self/status") or "", re.MULTILINE)
@@ -44,8 +44,8 @@ def host_facts(root: Path = Path("/")) -> Host:
         memory_bytes=memory_bytes(root),
         available_bytes=available_bytes(root),
         limit_bytes=limit_bytes(root),
-        shm_bytes=shm.f_blocks * shm.f_frsize if shm else None,
-        shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else None,
+        shm_bytes=shm.total_bytes if shm else None,
+        shm_free_bytes=shm.free_bytes if shm else None,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
         huge_pages=huge[1] if huge else None,
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))),

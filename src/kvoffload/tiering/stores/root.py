@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import quote, unquote
 
-from kvoffload.cpu.memory_limits import mount_type
+from kvoffload.cpu.memory_limits import mount_type, room_of
 from kvoffload.errors import ConfigError, StoreError, reason_of, suggest
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
@@ -309,8 +309,8 @@ class RootedStore(BlockStore):
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
             with contextlib.suppress(OSError):
-                disk = os.statvfs(self._root)
-                self._free_bytes = disk.f_frsize * disk.f_bavail
+                room = room_of(self._root)
+                self._free_bytes = None if room is None else room.free_bytes
 
     def _bytes(self, block: memoryview) -> memoryview:
         return bytes_of(block, self._block_bytes)

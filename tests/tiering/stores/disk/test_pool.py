@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.forks import Fork, output_of, output_of_module
-from tests.memory_files import memory_directory
+from tests.memory_files import memory_directory, unbounded_directory
 from tests.sizes import by_size
 from tests.tiering.stores.disk.rig import (
     PAGED,
@@ -45,6 +45,15 @@ KILLS = by_size(quick=8, thorough=400)
 def pool() -> Iterator[Path]:
     with memory_directory() as path:
         yield path / "kv"
+
+
+def test_a_memory_file_system_without_a_size_has_room(tmp_path: Path) -> None:
+    with unbounded_directory(tmp_path / "memory") as path:
+        tier = parse_tier({"type": "disk", "path": str(path / "kv"), "max_bytes": slab_of(20)})
+        store = tier.open_store(SMALL, "")
+        assert write(store, *KEYS[:10]) == [True] * 10
+        assert store.stats().free_bytes is None
+        store.close()
 
 
 class TestFiles:

@@ -54,6 +54,7 @@ _LEAST_SHARE = 8
 _FREE_SHARE = 5
 """Without a quota, one in this many bytes of the disk stays free. The kubelet evicts pods of a node whose disk has less
 than 10% free, or less than 15% where images share it, and others write there as well."""
+_UNBOUNDED = 1 << 62
 _MOST_QUOTAS = 2
 """Limit on the open slabs of a group, in quotas. Members may have different quotas, or may lower theirs."""
 _GROW_S = 1.0
@@ -329,6 +330,8 @@ def existing_directory(path: str) -> str:
 def _free_bytes(root: str) -> int:
     """Return the bytes of the disk that two more files may use."""
     disk = os.statvfs(root)
+    if not disk.f_blocks:  # a tmpfs without a size
+        return _UNBOUNDED
     return disk.f_frsize * (disk.f_bavail - 2)  # each in whole blocks
 
 
