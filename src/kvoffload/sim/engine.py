@@ -34,10 +34,10 @@ from kvoffload.connector import (
     TransferJob,
     WorkerReport,
 )
+from kvoffload.device_pool import DevicePool
 from kvoffload.metrics import HOST as HOST_LABEL
 from kvoffload.sim.config import SimConfig
 from kvoffload.sim.disk import Link
-from kvoffload.sim.pool import DevicePool
 from kvoffload.sim.result import DEVICE, HOST
 from kvoffload.sim.trace import Trace
 

@@ -76,6 +76,9 @@ def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verd
     else:
         more = [*_load_warnings(plan)]
         answer, load = _answer(plan, prices), _load(plan)
+    # Without a choice of sizes, no price decided anything.
+    if plan.report.results and prices == Prices(currency=prices.currency):
+        warnings = [*warnings, "the prices are placeholders: set your own with prices in the file of --fleet."]
     return Verdict(answer, _rows(plan, prices), load, (*more, *warnings), _settings(plan.chosen))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvoffload.config import GroupKind, KVGroupLayout
 from kvoffload.connector import NO_BLOCK, BoundaryState
-from kvoffload.engines.reference.block_pool import BlockPool
+from kvoffload.device_pool import DevicePool
 from kvoffload.engines.reference.request import Request
 
 
@@ -35,7 +35,7 @@ class KVCache:
     def __init__(self, groups: tuple[KVGroupLayout, ...], num_blocks: int, prefix_caching: bool = True) -> None:
         self._groups = groups
         self._block_tokens = groups[0].block_tokens
-        self._pools = tuple(BlockPool(num_blocks) for _ in groups)
+        self._pools = tuple(DevicePool(num_blocks) for _ in groups)
         self._tables: dict[str, tuple[list[int], ...]] = {}
         self._named: dict[str, int] = {}
         """Number of leading blocks of each request that other requests can find, or that no request may find."""
@@ -53,8 +53,7 @@ class KVCache:
         hashes = request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
         for pool, group in zip(self._pools, self._groups, strict=True):
             if group.kind is GroupKind.FULL_ATTENTION:
-                present = next((i for i, name in enumerate(hashes) if pool.find(name) is None), len(hashes))
-                hashes = hashes[:present]
+                hashes = hashes[: len(pool.find_prefix(hashes))]
         while hashes:
             tables = [self._window(group, hashes) for group in range(len(self._groups))]
             if all(table is not None for table in tables):
@@ -68,9 +67,8 @@ class KVCache:
         """Return the table of one group for this prefix, or ``None`` if a block that a continuation needs is
         missing."""
         first = self._first_needed_block(group, len(hashes) * self._block_tokens)
-        found = [self._pools[group].find(name) for name in hashes[first:]]
-        blocks = [block for block in found if block is not None]
-        return (*[NO_BLOCK] * first, *blocks) if len(blocks) == len(found) else None
+        blocks = self._pools[group].find(hashes[first:])
+        return None if blocks is None else (*[NO_BLOCK] * first, *blocks)
 
     def _first_needed_block(self, group: int, num_tokens: int) -> int:
         """Return the block of the first token to which the token after ``num_tokens`` attends. For states, it is the
@@ -93,7 +91,7 @@ class KVCache:
                 holes = max(holes, self._first_needed_block(group, loaded_tokens) - len(own))
             fresh = -(-num_tokens // self._block_tokens) - len(own) - holes
             shared = [block for block in own if block != NO_BLOCK]
-            if fresh > pool.num_free - sum(pool.is_free(block) for block in shared):
+            if fresh > pool.room_beside(shared):
                 return False
             plans.append((shared, own, holes, fresh))
         tables = []
@@ -150,9 +148,8 @@ class KVCache:
             return
         for group, (pool, table) in enumerate(zip(self._pools, self._tables[request.request_id], strict=True)):
             has_states = self._groups[group].kind is GroupKind.SINGLE_STATE
-            for index in range(stop - 1 if has_states else first, stop):
-                if table[index] != NO_BLOCK:
-                    pool.name(table[index], request.block_hashes[index])
+            begin = stop - 1 if has_states else first
+            pool.name(table[begin:stop], request.block_hashes[begin:stop])
         self._named[request.request_id] = stop
 
     def release(self, request: Request) -> None:
@@ -173,6 +170,8 @@ class KVCache:
         """Check that reference counts equal the tables, and that exactly ``request_ids`` have tables. For tests."""
         assert request_ids is None or request_ids == set(self._tables) == set(self._named)
         for group, pool in enumerate(self._pools):
-            pool.check_invariants(tables[group] for tables in self._tables.values())
+            pool.check_invariants(
+                [block for block in tables[group] if block != NO_BLOCK] for tables in self._tables.values()
+            )
         for request_id, tables in self._tables.items():
             assert len({len(table) for table in tables}) == 1, f"{request_id}: groups disagree about the length"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvoffload.sim.pool import DevicePool
+from kvoffload.device_pool import DevicePool
 from kvoffload.testing import keys
 
 
@@ -72,6 +72,17 @@ def test_a_pool_of_unknown_size_has_room_and_finds_nothing() -> None:
     assert serve(pool, keys(*range(1000))) == 0
     assert serve(pool, keys(*range(1000))) == 0
     assert pool.num_free > 1 << 50
+
+
+def test_forgetting_leaves_users_their_blocks() -> None:
+    pool = DevicePool(2, finds_copies=True)
+    blocks = pool.take(2)
+    pool.name(blocks, keys(1, 1))
+    pool.forget_all()
+    pool.check_invariants([blocks])
+    assert pool.find(keys(1)) is None and pool.num_free == 0
+    pool.name(blocks[:1], keys(2))
+    assert pool.find(keys(2)) == blocks[:1]
 
 
 @pytest.mark.parametrize("seed", range(5))

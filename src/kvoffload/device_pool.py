@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own KV pool and prefix cache, as vLLM and the reference engine manage it."""
+"""The KV pool and prefix cache of an engine's KV group, for the reference engine and for the simulator."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ class DevicePool:
             del self._copies[key]
 
     def name(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Let others find ``blocks`` by these keys."""
+        """Let others find ``blocks`` by these keys. Leaves out blocks that do not exist."""
         if not self.num_blocks:
             return
         for block, key in zip(blocks, keys):
-            if block >= self.num_blocks or block in self._key_of:
+            if not 0 <= block < self.num_blocks or block in self._key_of:
                 continue
             if key not in self._block_of:
                 self._block_of[key], self._key_of[block] = block, key
@@ -140,6 +140,11 @@ class DevicePool:
             return False
         del users[block]
         return block < self.num_blocks
+
+    def forget_all(self) -> None:
+        """Forget all content. Users keep their blocks."""
+        for names in (self._key_of, self._block_of, self._copies):
+            names.clear()
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Check the pool against ``tables``, the blocks of each request. For tests."""
