@@ -167,7 +167,9 @@ def test_a_recorded_trace_leaves_nothing_to_guess(
     lines[5]["story"] = ["another program's"]
     recorded = tmp_path / "recorded.jsonl"
     recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    _, _, told = plan(capsys, recorded, "--hit-rate", "80")
+    prices = tmp_path / "prices.json"
+    prices.write_text(json.dumps({"prices": {"cpu": 0.1}}))
+    _, _, told = plan(capsys, recorded, "--hit-rate", "80", "--fleet", prices)
     assert told["verdict"]["warnings"] == []
     assert told["block_bytes"] == 512 * 262_144
     assert told["without_offloading"]["gpu_blocks"] == 80
@@ -175,6 +177,19 @@ def test_a_recorded_trace_leaves_nothing_to_guess(
     assert without["prefill_s"] == pytest.approx(without["computed_tokens"] / (10 / 0.2 * 512))
     _, _, told = plan(capsys, recorded, "--hit-rate", "80", *MACHINE)
     assert told["block_bytes"] == 512 * 131_072
+
+
+def test_placeholder_prices_are_warned_about_once(
+    recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
+    file = tmp_path / "prices.json"
+    for prices, is_warned in (({}, True), ({"currency": "EUR"}, True), ({"disk": 0.001}, False)):
+        file.write_text(json.dumps({"prices": prices}))
+        _, _, told = plan(capsys, *args, "--fleet", file)
+        assert sum("prices" in warning for warning in told["verdict"]["warnings"]) == is_warned
+    _, _, told = plan(capsys, recurring, "--hit-rate", "1", "--gpu-kv-tokens", "4000000", *MACHINE)
+    assert told["runs"] == told["verdict"]["warnings"] == [], "no price decides"
 
 
 def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
