@@ -38,4 +38,4 @@ def unbounded_directory(place: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # a test that fails leaves files open

@@ -318,8 +318,10 @@ class RootedStore(BlockStore):
     def _outcomes(self, answers: list[bool], errors: Sequence[OSError], was_here: Sequence[bool] = ()) -> list[bool]:
         """Return the ``answers`` of a batch in which these ``errors`` happened. A missing root also counts as an error.
         Raises ``StoreError`` if all blocks failed, ignoring those that ``was_here`` marks as already present."""
+        if not errors and any(answers):
+            return answers
         failures = [self._failed(error) for error in errors[:1]]
-        if answers and not any(answers) and not errors and not os.path.isdir(self._root):
+        if answers and not errors and not os.path.isdir(self._root):
             failures.append(StoreError(gone(self._root)))
         return outcomes(answers, failures, [at for at, here in enumerate(was_here) if here] if failures else ())
 

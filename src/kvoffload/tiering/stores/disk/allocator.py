@@ -111,18 +111,20 @@ class FreeRuns:
         itself may have empty entries."""
         self._counts_here = 0
         """A bit for each length that some run has."""
+        self._begun: Run | None = None
+        """The rest of the run that was taken from last, which is in no dictionary, so that a single slot costs little.
+        No other free run touches it."""
         self._num_slots_of: defaultdict[int, int] = defaultdict(int)
         """Number of free slots by slab."""
         self.num_slots = 0
-
-    def __len__(self) -> int:
-        return sum(map(len, self._counts.values()))
 
     def add(self, run: Run) -> None:
         start, count = run.start, run.count
         self.num_slots += count
         self._num_slots_of[start // SLAB_STRIDE] += count
         end = start + count
+        if (begun := self._begun) is not None and begun.start <= end and start <= begun.start + begun.count:
+            self._put_back()
         starts, counts = self._starts.get(start >> _SECTION_BITS), self._counts.get(end >> _SECTION_BITS)
         if starts and (before := starts.pop(start, None)) is not None:
             self._unlist(before, self._counts[before >> _SECTION_BITS].pop(before))
@@ -135,6 +137,15 @@ class FreeRuns:
 
     def take(self, count: int) -> list[Run]:
         """Take ``count`` slots in as few runs as possible; fewer slots if not enough are free."""
+        if (begun := self._begun) is not None:
+            if begun.count > count:
+                start = begun.start
+                begun.start += count
+                begun.count -= count
+                self.num_slots -= count
+                self._num_slots_of[start // SLAB_STRIDE] -= count
+                return [Run(start, count)]
+            self._put_back()
         taken = []
         while count > 0 and self._counts_here:
             shortest = count if count <= _LONG else _LONG + 1
@@ -153,12 +164,9 @@ class FreeRuns:
             have = used = self._counts[section].pop(start)
             end = start + have
             if have > count:
-                # The rest of the run begins later, and keeps its end.
                 used = count
-                self._starts[end >> _SECTION_BITS][end] = start + used
-                self._list(start + used, have - used)
-            else:
-                del self._starts[end >> _SECTION_BITS][end]
+                self._begun = Run(start + used, have - used)
+            del self._starts[end >> _SECTION_BITS][end]
             taken.append(Run(start, used))
             self.num_slots -= used
             self._num_slots_of[start // SLAB_STRIDE] -= used
@@ -167,6 +175,7 @@ class FreeRuns:
 
     def drop_slab(self, slab: int) -> object:
         """Remove a slab's runs. Returns objects to free without the lock, because that may take long."""
+        self._put_back()
         self.num_slots -= self._num_slots_of.pop(slab, 0)
         sections = range(slab * SLAB_STRIDE >> _SECTION_BITS, (slab + 1) * SLAB_STRIDE >> _SECTION_BITS)
         every: tuple[dict[int, Any], ...] = (self._counts, self._starts, *self._by_count)
@@ -175,7 +184,15 @@ class FreeRuns:
         return freed
 
     def runs(self) -> list[Run]:
+        self._put_back()
         return sorted(Run(start, count) for runs in self._counts.values() for start, count in runs.items())
+
+    def _put_back(self) -> None:
+        if (begun := self._begun) is not None:
+            self._begun = None
+            end = begun.start + begun.count
+            self._starts[end >> _SECTION_BITS][end] = begun.start
+            self._list(begun.start, begun.count)
 
     def _list(self, start: int, count: int) -> None:
         at, section = count if count <= _LONG else _LONG + 1, start >> _SECTION_BITS

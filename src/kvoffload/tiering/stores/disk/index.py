@@ -140,8 +140,10 @@ class SlotIndex:
                     self._rebuild(count, lock)
 
     def _lacks_room(self, count: int) -> bool:
-        lacks_numbers = len(self.tables) >= _NUM_SLABS - 1 and self._num_dead > 0
-        return lacks_numbers or self._cells.num_held + count > self._cells.well_held
+        cells = self._cells
+        if cells.num_held + count > cells.well_held:
+            return True
+        return self._num_dead > 0 and len(self.tables) >= _NUM_SLABS - 1
 
     def _make_room_at_last(self, count: int) -> None:
         """Make room for a caller that holds the lock and finds that others have used the room. The last eighth is
