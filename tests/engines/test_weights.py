@@ -210,6 +210,25 @@ def test_weights_that_are_not_on_this_host_are_an_error(tmp_path: Path, model: s
         local_directory(model, cache_dir=str(tmp_path))
 
 
+@pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
+def test_the_hub_s_cache_says_nothing_about_files_from_elsewhere(
+    variable: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine loads this name from ModelScope, whose files may differ."""
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / ("1" * 40)
+    for file in (snapshot / "model.safetensors", snapshot.parents[1] / "refs" / "main"):
+        file.parent.mkdir(parents=True)
+        file.write_text("1" * 40)
+    assert local_directory("org/tiny", cache_dir=str(tmp_path)) == snapshot
+    monkeypatch.setenv(variable, "True")
+    with pytest.raises(FileNotFoundError, match=variable):
+        local_directory("org/tiny", cache_dir=str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=variable):
+        Files.of_adapter("org/tiny")
+    assert local_directory(str(model)) == model
+
+
 def test_a_directory_is_itself(model: Path) -> None:
     assert local_directory(str(model)) == model
 

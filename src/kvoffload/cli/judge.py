@@ -27,6 +27,7 @@ import msgspec
 from kvoffload.config import OffloadingConfig
 from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.rejections import problems_of
+from kvoffload.engines.vllm.adapters import note_on_adapters
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.media import note_on_media
 from kvoffload.engines.vllm.rejections import (
@@ -139,8 +140,9 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla:
         rows.remove(ONE_PIECE)
         verdict.unjudged.append(f"{ONE_PIECE.setup}, because this vLLM runs on CPUs, where latent attention needs AMX")
-    if (note := note_on_media(vllm_config, config)) is not None:
-        verdict.notes.append(f"{note[0].upper()}{note[1:]}.")
+    for note in (note_on_adapters(vllm_config, config), note_on_media(vllm_config, config)):
+        if note is not None:
+            verdict.notes.append(f"{note[0].upper()}{note[1:]}.")
     problems = problems_of(rows, Setup(vllm_config, config))
     memory = Problems()
     with memory:

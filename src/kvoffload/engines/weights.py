@@ -51,6 +51,10 @@ Known = Callable[[], str | None]
 STARTUP_S = 0.5
 """How long a start waits for a name. Small models are hashed by then."""
 
+_MODELSCOPE = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
+"""Variables that make an engine download what is not on this host from ModelScope instead of the Hub."""
+_UNSET = ("", "0", "false")
+
 _THREADS = 2
 _READ_BYTES = 1 << 20
 
@@ -72,16 +76,26 @@ def outliving_tier(config: OffloadingConfig) -> str | None:
 def local_directory(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """Return the directory with the files of ``model``: ``model`` itself, or a snapshot in the Hub's cache.
 
-    Asks no server. Raises ``FileNotFoundError`` if the files are not on this host.
+    Asks no server. Raises ``FileNotFoundError`` if the files are not on this host, or not in the Hub's cache.
     """
     if os.path.isdir(model):
         return Path(model)
+    if (why := why_not_of_hub(model)) is not None:
+        raise FileNotFoundError(f"the files of {model!r} are not known: {why}")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
     except (OSError, ValueError) as exc:
         raise FileNotFoundError(f"the files of {model!r} are not on this host") from exc
+
+
+def why_not_of_hub(model: str) -> str | None:
+    """Return why an engine may load the files of ``model`` from elsewhere than the Hub's cache, or ``None``."""
+    if os.path.exists(model):
+        return None
+    found = next((name for name in _MODELSCOPE if os.environ.get(name, "").strip().lower() not in _UNSET), None)
+    return None if found is None else f"{found} has them loaded from elsewhere than the Hub's cache"
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def vllm_config(**changes: Any) -> Any:
         scheduler_config=scheduler,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         aux_output_config=SimpleNamespace(enabled=False),
+        ec_manager_config=stub("EncoderCacheManagerConfig"),
         use_v2_model_runner=False,
         instance_id="1",
     )
@@ -281,8 +282,8 @@ def sliding(window: int, **changes: Any) -> Any:
     return _spec("SlidingWindowSpec", "sliding_window", **SHAPE | {"sliding_window": window} | changes)
 
 
-def latent(window: int | None = None) -> Any:
-    shape = SHAPE | {"num_kv_heads": 1}
+def latent(window: int | None = None, **changes: Any) -> Any:
+    shape = SHAPE | {"num_kv_heads": 1} | changes
     if window is None:
         return _spec("MLAAttentionSpec", "mla_attention", **shape)
     return _spec("SlidingWindowMLASpec", "sliding_window_mla", **shape, sliding_window=window)

@@ -528,11 +528,13 @@ def two_nodes(
     disks: list[str],
     rounds: list[tuple[str, int, int]],
     namespace: str = "",
+    second_model: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Run an engine over two nodes, each with its own disk tier of ``disks``.
 
-    A round first applies a fault to the second node's disk, or none, and then asks a range of prompts, a few at a time.
+    The second node may have another model, ``second_model``, of the same shape. A round first applies a fault to the
+    second node's disk, or none, and then asks a range of prompts, a few at a time.
     """
     address = os.environ["VLLM_HOST_IP"]
     with socket.socket() as each:
@@ -541,9 +543,11 @@ def two_nodes(
     tier = {"type": "disk", "max_bytes": "64MiB"}
     extras = [extra | {"secondary_tiers": [tier | {"path": path}]} for path in disks]
     options |= {"nnodes": 2, "master_addr": address, "master_port": port, "distributed_executor_backend": "mp"}
-    node = SecondNode(model, disks[1], extras[1], namespace, gpu_blocks=100, **options)
+    node = SecondNode(second_model or model, disks[1], extras[1], namespace, gpu_blocks=100, **options)
     try:
         engine = Engine(model, extra=extras[0], gpu_blocks=100, node_rank=0, **options)
+        engine.answers(long_prompts(1))  # the second node reports its weights
+        engine.drain()
         result: dict[str, Any] = {"rounds": []}
         for fault, first, last in rounds:
             if fault:

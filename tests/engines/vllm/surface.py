@@ -93,8 +93,10 @@ _ATTRIBUTES = {
     ("vllm.config.vllm", "VllmConfig"): (
         "kv_transfer_config parallel_config cache_config model_config kv_events_config speculative_config lora_config "
         "attention_config load_config weight_transfer_config use_v2_model_runner num_hash_lookahead_tokens "
-        "observability_config ec_transfer_config device_config instance_id scheduler_config aux_output_config"
+        "observability_config ec_transfer_config ec_manager_config device_config instance_id scheduler_config "
+        "aux_output_config"
     ),
+    ("vllm.config.ec_manager_config", "EncoderCacheManagerConfig"): "encoder_cache_manager_cls",
     ("vllm.config.scheduler", "SchedulerConfig"): "async_scheduling enable_chunked_prefill",
     ("vllm.config.aux_output", "AuxOutputConfig"): "enabled",
     ("vllm.config.observability", "ObservabilityConfig"): "otlp_traces_endpoint",
@@ -115,7 +117,7 @@ _ATTRIBUTES = {
     ),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): "identifier mm_position data modality",
     ("vllm.multimodal.inputs", "MultiModalFieldElem"): "data",
-    ("vllm.multimodal.inputs", "PlaceholderRange"): "offset length is_embed",
+    ("vllm.multimodal.inputs", "PlaceholderRange"): "offset length is_embed get_num_embeds",
     ("vllm.lora.request", "LoRARequest"): (
         "adapter_id name lora_name lora_path lora_int_id load_inplace is_3d_lora_weight"
     ),

@@ -13,13 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.engines.vllm.configs import stub, vllm_config
 from tests.sizes import by_size
 
 from kvoffload.connector import TransferJob
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.engines.vllm import adapters as adapters_module
-from kvoffload.engines.vllm import loaded_adapters
-from kvoffload.engines.vllm.adapters import Adapters, Loaded, NamedRequest
+from kvoffload.engines.vllm import loaded_adapters, tell_connectors
+from kvoffload.engines.vllm.adapters import Adapters, Loaded, NamedRequest, adapters_of, note_on_adapters
+from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters, Read
 from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 
@@ -178,6 +180,38 @@ def test_an_adapter_without_files_is_left_out_with_one_warning(
     assert "adapters_never_change" in caplog.text
 
 
+@pytest.mark.parametrize("others", [[], [{"kv_connector": "NixlConnector"}]], ids=["alone", "beside NIXL"])
+def test_adapters_are_left_out_beside_other_connectors(others: list[Any], tmp_path: Path) -> None:
+    """Another connector may bring KV that a server with other files at this path has computed."""
+    extra = {
+        "cpu_bytes_to_use": "1MiB",
+        "spec_name": "TieringOffloadingSpec",
+        "secondary_tiers": [{"type": "disk", "path": "/kv", "max_bytes": "1GiB"}],
+    }
+    ours = {"kv_connector": "KVOffloadConnector", "kv_connector_extra_config": extra}
+    transfer = SimpleNamespace(
+        kv_connector="MultiConnector",
+        kv_connector_extra_config={"connectors": [*others, ours]},
+        kv_load_failure_policy="recompute",
+    )
+    tell_connectors(transfer)
+    extra = transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"]
+    for promise, is_left_out in (({}, bool(others)), ({"adapters_never_change": True}, False)):
+        engine = vllm_config(lora_config=stub("LoRAConfig"))
+        engine.kv_transfer_config.kv_connector_extra_config = extra | promise
+        config, asked = config_of(extra | promise), lora("a", write(tmp_path / "a", "a"))
+        adapters, note = adapters_of(engine, config), note_on_adapters(engine, config)
+        if not is_left_out:
+            assert not adapters.leaves_out(named(adapters, asked))
+            assert note is None or "hashed" in note
+            continue
+        adapters.load(asked)
+        assert adapters._current[1].seed is None
+        assert adapters.leaves_out(adapters.of(request("asked", asked)))
+        assert note is not None
+        assert "another connector" in note
+
+
 def job(number: int, request_id: str) -> TransferJob:
     return TransferJob(number, request_id, CPULoadStoreSpec([0]), CPULoadStoreSpec([0]))
 
@@ -215,6 +249,7 @@ class World:
         self.version = 0
         self.disk: dict[str, tuple[str, str]] = {}
         """By path: digest and content."""
+        self.earlier: dict[str, list[tuple[str, str]]] = {}
         self.reads: list[Callable[[], None]] = []
         self.delays = shared
         monkeypatch.setattr(adapters_module, "in_background", self.in_background)
@@ -236,8 +271,12 @@ class World:
             self.replace(path)
 
     def replace(self, path: str) -> None:
+        """Other files take the place of the adapter's, or its own earlier ones come back."""
         self.version += 1
-        self.disk[path] = f"digest {self.version}", f"content {self.random.randrange(4)}"
+        new = f"digest {self.version}", f"content {self.random.randrange(4)}"
+        earlier = self.earlier.setdefault(path, [])
+        self.disk[path] = self.random.choice(earlier) if earlier and self.random.random() < 0.4 else new
+        earlier.append(self.disk[path])
 
     def files(self, path: str) -> Any:
         digest, content = self.disk[path]

@@ -39,6 +39,7 @@ from kvoffload.config import parse_config
 from kvoffload.engines.vllm import adapters as adapters_module
 from kvoffload.engines.vllm import identity
 from kvoffload.engines.vllm.adapters import adapters_of
+from kvoffload.engines.vllm.arguments import ALONE
 from kvoffload.engines.vllm.layout import layout_of
 from kvoffload.engines.vllm.rejections import check_engine
 from kvoffload.errors import ConfigError
@@ -86,7 +87,7 @@ class Engine:
     def namespace(self) -> str:
         extra = NAMED | self.extra
         config = parse_config(extra)
-        engine = vllm_config(kv_transfer_config__kv_connector_extra_config=extra, **self.changes)
+        engine = vllm_config(kv_transfer_config__kv_connector_extra_config=extra | {ALONE: True}, **self.changes)
         for part, value in self.fields.items():
             setattr(engine, part, of_newer_vllm(getattr(engine, part), value))
         check_engine(engine)
@@ -757,15 +758,8 @@ def test_hashes_that_can_collide_are_refused_where_others_read(algorithm: str, m
         engine(cache_config__prefix_caching_hash_algo=algorithm).namespace()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"cache_config__calculate_kv_scales": True},
-        {"model_config__multimodal_config": stub("MultiModalConfig", mm_encoder_attn_dtype="fp8")},
-    ],
-    ids=["KV", "images"],
-)
-def test_scales_that_a_process_measures_are_refused_where_blocks_outlive_it(change: dict[str, Any]) -> None:
+def test_scales_that_a_process_measures_are_refused_where_blocks_outlive_it() -> None:
+    change = {"model_config__multimodal_config": stub("MultiModalConfig", mm_encoder_attn_dtype="fp8")}
     check_engine(vllm_config(**change))
     with pytest.raises(ConfigError, match="scales that a process measures"):
         engine(**change).namespace()

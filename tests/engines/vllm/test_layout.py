@@ -19,6 +19,7 @@ from tests.engines.vllm.configs import (
     chunked,
     know_plain_specs,
     kv_cache_config,
+    latent,
     mamba,
     registry,
     replayed_window,
@@ -223,6 +224,40 @@ def test_unequal_stages_of_layers_that_differ_are_refused() -> None:
     check_kv_cache(of_stages(3), of_stage(4, sliding(64)))  # equal stages
 
 
+def with_indexers(num_layers: int, without: int = 0, is_worker: bool = True) -> Any:
+    """The KV cache of a rank whose layers also have the cache of an indexer (DeepSeek V3.2), except ``without``."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    caches = of_stage(num_layers)
+    (group,) = caches.kv_cache_groups
+    own, indexer = latent(), latent(head_size=4)
+    specs = {f"model.layers.{n + 5}.self_attn.attn": own for n in range(num_layers)}
+    specs |= {f"model.layers.{n + 5}.self_attn.indexer.k_cache": indexer for n in range(without, num_layers)}
+    group.layer_names = list(specs)
+    num_bytes = sum(spec.page_size_bytes for spec in specs.values())
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs) if is_worker else own
+    for tensor in caches.kv_cache_tensors:
+        tensor.size = num_bytes * caches.num_blocks
+    return caches
+
+
+@pytest.mark.vllm
+def test_layers_of_unequal_stages_may_have_two_caches_each() -> None:
+    config, sizes = of_stages(5), (2, 2, 3, 3, 2)
+    for rank, size in enumerate(sizes):
+        check_kv_cache(config, with_indexers(size), rank)
+        with pytest.raises(ConfigError, match="stages have 2, 2, 3, 3, 2 layers"):
+            check_kv_cache(config, with_indexers(size, without=1), rank)
+    check_kv_cache(config, with_indexers(sizes[0], is_worker=False))
+    layouts = [
+        layout_of(config, with_indexers(size), parse_config(EXTRA), rank, is_worker=True)
+        for rank, size in enumerate(sizes)
+    ]
+    layouts.append(layout_of(config, with_indexers(sizes[0], is_worker=False), parse_config(EXTRA)))
+    per_layer = latent().page_size_bytes + latent(head_size=4).page_size_bytes
+    assert {layout.slice_bytes(1) for layout in layouts} == {3 * per_layer}
+
+
 @pytest.mark.vllm
 def test_over_stages_a_drafter_needs_the_kv_of_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the last stage, whose size the other stages must know."""
@@ -234,7 +269,7 @@ def test_over_stages_a_drafter_needs_the_kv_of_its_target(monkeypatch: pytest.Mo
     unlike = of_stage(2)
     target, drafter = unlike.kv_cache_groups[0].kv_cache_spec, attention(num_kv_heads=4)
     unlike.kv_cache_groups[0].kv_cache_spec = UniformTypeKVCacheSpecs(
-        block_size=16, kv_cache_specs={"layers.11": target, "draft": drafter}
+        block_size=16, kv_cache_specs={"layers.0": target, "layers.1": drafter}
     )
     for caches in (unlike, of_stage(1), of_stage(2, sliding(64))):
         with pytest.raises(ConfigError, match="stages have 6, 5, 2 layers"):

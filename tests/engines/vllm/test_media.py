@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from kvoffload.engines.vllm import media as module
 from kvoffload.engines.vllm import tell_connectors
 from kvoffload.engines.vllm.adapters import Adapters
 from kvoffload.engines.vllm.arguments import ALONE, config_of
-from kvoffload.engines.vllm.media import Media, media_of, note_on_media
+from kvoffload.engines.vllm.media import Media, encodings_are_foreign, media_of, note_on_media
+from kvoffload.logs import RateLimitedLog
 
 HASHES = [bytes([n]) * 32 for n in range(8)]
 BLOCK = 4
@@ -35,8 +37,27 @@ def data(value: float, dtype: torch.dtype = torch.float32, shape: tuple[int, ...
     return UserDict(pixels=SimpleNamespace(data=pixels), grid=SimpleNamespace(data=[torch.tensor([1, 2]), None]))
 
 
-def medium(identifier: str, content: Any, offset: int = 5, length: int = 3, modality: str = "image") -> Any:
-    position = SimpleNamespace(offset=offset, length=length, is_embed=None)
+@dataclass
+class Position:
+    """vLLM's ``PlaceholderRange``."""
+
+    offset: int
+    length: int
+    is_embed: torch.Tensor | None = None
+
+    def get_num_embeds(self) -> int:
+        return self.length if self.is_embed is None else int(self.is_embed.sum())
+
+
+def medium(
+    identifier: str,
+    content: Any,
+    offset: int = 5,
+    length: int = 3,
+    modality: str = "image",
+    mask: list[bool] | None = None,
+) -> Any:
+    position = Position(offset, length, None if mask is None else torch.tensor(mask))
     return SimpleNamespace(identifier=identifier, data=content, mm_position=position, modality=modality)
 
 
@@ -103,8 +124,7 @@ def test_contents_that_differ_in_any_part_are_apart() -> None:
         medium("x", UserDict(pixels=SimpleNamespace(data=torch.full((2, 3), 1.0)))),
     ):
         assert keys(Media(BLOCK), base)[2] != keys(Media(BLOCK), other)[2]
-    masked = medium("x", data(1))
-    masked.mm_position.is_embed = torch.tensor([True, False, True])
+    masked = medium("x", data(1), mask=[True, False, True])
     assert keys(Media(BLOCK), base)[2] != keys(Media(BLOCK), masked)[2]
 
 
@@ -119,6 +139,40 @@ def test_two_media_with_one_identifier_are_not_offloaded() -> None:
     assert not media.leaves_out(other)
     media.finish(honest)
     assert media.leaves_out(honest)
+
+
+def test_the_text_around_the_embeddings_of_a_medium_is_not_its_content() -> None:
+    """The placeholders of MiniCPM-V contain the number of the image in the prompt, so their length varies."""
+    media = Media(BLOCK)
+    short, long = medium("x", data(1), mask=[False, True, True]), medium("x", data(1), length=4, mask=[False, True] * 2)
+    one, two = (media.of(request(str(each.mm_position.length), each)) for each in (short, long))
+    assert not media.leaves_out(one)
+    assert not media.leaves_out(two)
+    assert one.block_hashes[:1] == two.block_hashes[:1]
+    assert set(one.block_hashes[1:]).isdisjoint(two.block_hashes[1:])
+
+
+def test_a_client_that_places_a_medium_on_other_tokens_is_left_out() -> None:
+    """vLLM's block hashes contain the identifier and where a placeholder begins, but not where it ends."""
+    media = Media(BLOCK)
+    asked = [media.of(request(str(length), medium("x", data(1), length=length))) for length in (3, 4)]
+    assert all(map(media.leaves_out, asked))
+
+
+def test_one_warning_says_which_media_are_not_offloaded(caplog: pytest.LogCaptureFixture) -> None:
+    media = Media(BLOCK)
+    for number in range(3):
+        hidden = UserDict(pixels=SimpleNamespace(data=torch.ones(2, device="meta")))
+        assert media.leaves_out(media.of(request(str(number), medium(str(number), hidden, modality="video"))))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "video" in record.message
+    assert "media_never_change" in record.message
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_log", RateLimitedLog(module.logger))
 
 
 @pytest.mark.parametrize(
@@ -165,9 +219,7 @@ def test_media_are_left_out_beside_other_connectors() -> None:
         tell_connectors(transfer)
         found.append((transfer.kv_connector_extra_config["connectors"][-1]["kv_connector_extra_config"], is_left_out))
     for extra, is_left_out in found:
-        config = vllm_config(
-            model_config__multimodal_config=stub("MultiModalConfig", **options), ec_transfer_config=None
-        )
+        config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **options))
         config.kv_transfer_config.kv_connector_extra_config = extra
         media = media_of(config, config_of(extra), BLOCK, 0)
         assert media.leaves_out(media.of(request("a", medium("x", data(1))))) == is_left_out
@@ -251,7 +303,7 @@ def test_no_key_is_of_two_contents(seed: int) -> None:
 
 def test_an_engine_says_whether_it_serves_media() -> None:
     media = {"mm_processor_cache_type": "lru", "mm_processor_cache_gb": 4}
-    config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media), ec_transfer_config=None)
+    config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media))
     config.kv_transfer_config.kv_connector_extra_config = {ALONE: True}
     asked = request("a", medium("x", data(1)))
 
@@ -269,6 +321,13 @@ def test_an_engine_says_whether_it_serves_media() -> None:
     assert of(DISK) == (False, True)
     assert "--mm-processor-cache-type" in str(note_on_media(config, parse_config(DISK)))
     config.model_config.multimodal_config.mm_processor_cache_type = "lru"
-    config.ec_transfer_config = SimpleNamespace()
-    assert of(DISK) == (False, True)
-    assert "another server" in str(note_on_media(config, parse_config(DISK)))
+    assert not encodings_are_foreign(config)
+    for foreign in (
+        {"ec_transfer_config": SimpleNamespace()},
+        {"ec_manager_config": stub("EncoderCacheManagerConfig", encoder_cache_manager_cls="mine.Manager")},
+    ):
+        config = vllm_config(model_config__multimodal_config=stub("MultiModalConfig", **media), **foreign)
+        config.kv_transfer_config.kv_connector_extra_config = {ALONE: True}
+        assert encodings_are_foreign(config)
+        assert of(DISK) == (False, True)
+        assert "encoder cache manager" in str(note_on_media(config, parse_config(DISK)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.engines.greedy import Baseline
-from tests.engines.models import SmallModel
+from tests.engines.models import SEED, SmallModel, write_llama
 from tests.engines.vllm.harness import run_child
 from tests.engines.vllm.prompts import BLOCK_BYTES, BLOCK_TOKENS, many_prompts
 from tests.engines.vllm.test_serving import assert_idle
@@ -120,6 +120,9 @@ def test_blocks_outlive_the_engine_and_need_both_nodes(
     llama: SmallModel, right: Baseline, network: dict[str, Any], tmp_path: Path
 ) -> None:
     disks = [tmp_path / "0", tmp_path / "1"]
+    # An engine whose nodes have different weights leaves nothing that others find.
+    other = write_llama(tmp_path / "other", seed=SEED + 1)
+    serve(llama, TENSOR | {"second_model": other.path}, network, disks, [("", 0, 20)])
     stored, again = serve(llama, TENSOR, network, disks, [("", 0, 150), ("", 0, 50)])
     (restarted,) = serve(llama, TENSOR, network, disks, [("", 0, 150)])
     # A part of another node is not taken for one's own; and where one node has lost all, nothing is left.

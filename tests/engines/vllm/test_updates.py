@@ -172,6 +172,10 @@ def test_each_byte_of_the_weights_is_compared() -> None:
         states.append(weights_state(worker))
     flat[:10000].copy_(flat[:10000].flip(0))
     states.append(weights_state(worker))
+    for one, other in ((0, 2), (100, 5000), (-9, -3)):  # words change places, as if somebody had sorted rows
+        words = worker.model.weight.data.view(torch.int64).view(-1)
+        words[[one, other]] = words[[other, one]]
+        states.append(weights_state(worker))
     scale[2] = 2.0
     states.append(weights_state(worker))
     assert len({str(state) for state in states}) == len(states)
@@ -234,14 +238,14 @@ class Pool:
     ("free", "held", "cached", "is_empty"), [(9, 0, 0, True), (8, 0, 0, False), (9, 0, 1, False), (7, 2, 0, True)]
 )
 def test_a_device_without_blocks_is_empty(free: int, held: int, cached: int, is_empty: bool) -> None:
-    device = Device(outputs_are_shared=False)
+    device = Device(outputs_are_foreign=False)
     assert not device.is_empty()
     device.bind(Pool(free, cached), lambda: held)
     assert device.is_empty() is is_empty
 
 
 def test_what_encoders_made_of_old_weights_is_waited_for() -> None:
-    device = Device(outputs_are_shared=False)
+    device = Device(outputs_are_foreign=False)
     device.bind(Pool(9, 0), lambda: 0)
     device.weights_may_change()
     assert device.is_empty()
@@ -251,7 +255,7 @@ def test_what_encoders_made_of_old_weights_is_waited_for() -> None:
     assert not device.is_empty()
     device.encoder_cache_is_reset()
     assert device.is_empty()
-    shared = Device(outputs_are_shared=True)
+    shared = Device(outputs_are_foreign=True)
     shared.bind(Pool(9, 0), lambda: 0)
     assert shared.is_empty()
     shared.weights_may_change()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError, facts_of
+from kvoffload.engines.vllm.arguments import is_alone
 from kvoffload.engines.vllm.fields import FIELDS
 from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 from kvoffload.engines.weights import Files, in_background, outliving_tier
@@ -365,24 +366,48 @@ def adapters_of(vllm_config: Any, config: OffloadingConfig) -> Adapters:
     """Return an ``Adapters`` for this engine. In persistent tiers keys contain the content of adapters, unless the user
     promises that no adapter is ever replaced."""
     lora = vllm_config.lora_config
-    # Files on other nodes may differ, and their inodes do.
-    is_one_node = vllm_config.parallel_config.nnodes_within_dp == 1
-    if lora is None or config.adapters_never_change or outliving_tier(config) is None:
-        return Adapters(reads_files=lora is not None and is_one_node, adapts_media=_adapts_media(lora))
-    try:
-        facts = json.dumps(facts_of(lora, FIELDS), sort_keys=True)
-        why = None if is_one_node else "its ranks run on several nodes, where the files of an adapter may differ"
-    except UnclearError as exc:
-        facts, why = "", f"vLLM's {exc}"
-    if why is None:
-        logger.info("kvoffload's tiers serve requests with a LoRA adapter once it has hashed the adapter's files")
-    else:
-        logger.warning(
-            "kvoffload does not offload requests with a LoRA adapter, because %s. Set adapters_never_change if you "
-            "never replace an adapter at its path, or leave out persistent tiers.",
-            why,
+    if not _are_in_question(vllm_config, config):
+        return Adapters(reads_files=lora is not None and _is_one_node(vllm_config), adapts_media=_adapts_media(lora))
+    is_read = why_unread(vllm_config) is None
+    return Adapters(_facts(lora) if is_read else "", reads_files=is_read, adapts_media=_adapts_media(lora))
+
+
+def note_on_adapters(vllm_config: Any, config: OffloadingConfig) -> str | None:
+    """Return a sentence about adapters for the log and for ``check-config``, or ``None`` if there is nothing to say."""
+    if not _are_in_question(vllm_config, config):
+        return None
+    if (why := why_unread(vllm_config)) is not None:
+        return (
+            f"kvoffload neither stores nor loads for requests with a LoRA adapter, because {why}: set "
+            "adapters_never_change if you never replace an adapter at its path, or leave out persistent tiers"
         )
-    return Adapters(facts, reads_files=why is None, adapts_media=_adapts_media(lora))
+    return "kvoffload's tiers serve requests with a LoRA adapter once it has hashed the adapter's files"
+
+
+def why_unread(vllm_config: Any) -> str | None:
+    """Return why the files of an adapter do not identify its KV, as a clause, or ``None`` if they do."""
+    if not _is_one_node(vllm_config):
+        return "its ranks run on several nodes, where the files of an adapter may differ"
+    if not is_alone(vllm_config):
+        return "another connector may bring KV that was computed with other files of an adapter"
+    try:
+        _facts(vllm_config.lora_config)
+    except UnclearError as exc:
+        return f"vLLM's {exc}"
+    return None
+
+
+def _are_in_question(vllm_config: Any, config: OffloadingConfig) -> bool:
+    has_adapters = vllm_config.lora_config is not None
+    return has_adapters and not config.adapters_never_change and outliving_tier(config) is not None
+
+
+def _is_one_node(vllm_config: Any) -> bool:
+    return bool(vllm_config.parallel_config.nnodes_within_dp == 1)
+
+
+def _facts(lora: Any) -> str:
+    return json.dumps(facts_of(lora, FIELDS), sort_keys=True)
 
 
 def _adapts_media(lora: Any) -> bool:

@@ -20,6 +20,11 @@ ALONE = "_is_only_connector"
 ``MultiConnector`` does not see the others, so without this key there may be some."""
 
 
+def is_alone(vllm_config: Any) -> bool:
+    """Return whether kvoffload is certainly the only connector, so that no other one brings KV."""
+    return bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALONE))
+
+
 def config_of(extra: Mapping[str, Any]) -> OffloadingConfig:
     """Return the configuration in ``kv_connector_extra_config``, merged over a file that it or the environment names.
 

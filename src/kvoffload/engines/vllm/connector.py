@@ -41,7 +41,7 @@ from kvoffload.connector import (
 )
 from kvoffload.cpu.spec import CPUOffloadingSpec
 from kvoffload.engines.vllm import loaded_adapters, undone_steps
-from kvoffload.engines.vllm.adapters import AdapterChecks, Adapters, Mismatch, adapters_of
+from kvoffload.engines.vllm.adapters import AdapterChecks, Adapters, Mismatch, adapters_of, note_on_adapters
 from kvoffload.engines.vllm.announcements import Place, places_of
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.events import EventTranslator
@@ -50,7 +50,8 @@ from kvoffload.engines.vllm.kv_caches import LayerCache, canonicalize, canonical
 from kvoffload.engines.vllm.layout import fails_by_block, layout_of, preferred_layout
 from kvoffload.engines.vllm.loaded_adapters import LoadedAdapters
 from kvoffload.engines.vllm.log import log_with_vllm
-from kvoffload.engines.vllm.media import Media, media_of, note_on_media
+from kvoffload.engines.vllm.media import Media, encodings_are_foreign, media_of, note_on_media
+from kvoffload.engines.vllm.other_nodes import EqualWeights, num_other_nodes, weights_on_node
 from kvoffload.engines.vllm.rejections import (
     NO_SHARED_MEMORY,
     TWO_CONNECTORS,
@@ -136,6 +137,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Adapters that workers have loaded from other files than expected."""
     must_undo: bool = False
     """The step computed with blocks of another adapter."""
+    weights: tuple[str, ...] = ()
+    """Names of the weights on other nodes than the scheduler's, which each sends once."""
     is_taken: bool = False
     """Whether the scheduler side has read this report."""
 
@@ -145,6 +148,7 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.packets + other.packets,
             self.other_adapters | other.other_adapters,
             self.must_undo or other.must_undo,
+            self.weights + other.weights,
         )
 
 
@@ -180,7 +184,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if outliving_tier(config) is not None:
                 _log_who_finds_blocks(vllm_config, config)
             with unclear_is_rejected(config, UNREADABLE_WEIGHTS):
-                weights_name = name_of_weights(vllm_config, config)
+                own_weights = name_of_weights(vllm_config, config)
             self._scheduler = _SchedulerSide(
                 spec,
                 layout,
@@ -189,8 +193,8 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
-                encodings_are_shared=vllm_config.ec_transfer_config is not None,
-                weights_name=weights_name,
+                encodings_are_foreign=encodings_are_foreign(vllm_config),
+                weights_name=EqualWeights(own_weights, num_other_nodes(vllm_config, config)),
                 adapters=adapters_of(vllm_config, config),
                 media=media_of(vllm_config, config, layout.hash_block_tokens, hash_lookahead_tokens(vllm_config)),
             )
@@ -198,7 +202,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch(vllm_config, self._scheduler)
             undone_steps.watch(self._scheduler)
         else:
-            self._worker = _WorkerSide(spec, layout, kv_cache_config)
+            self._worker = _WorkerSide(spec, layout, kv_cache_config, weights_on_node(vllm_config, config, rank))
             if vllm_config.lora_config is not None:
                 self._worker.watch_adapters()
         self._open[self._name] = self
@@ -375,8 +379,9 @@ def _check_region(spec: OffloadingSpec) -> None:
 
 def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
     logger.info("kvoffload's tiers serve engines with the same options and weights")
-    if (note := note_on_media(vllm_config, config)) is not None:
-        logger.info("%s", note)
+    for note in (note_on_adapters(vllm_config, config), note_on_media(vllm_config, config)):
+        if note is not None:
+            logger.info("%s", note)
 
 
 def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
@@ -423,22 +428,22 @@ class _SchedulerSide:
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
-        encodings_are_shared: bool = False,
-        weights_name: Known = str,
+        encodings_are_foreign: bool = False,
+        weights_name: EqualWeights | None = None,
         adapters: Adapters | None = None,
         media: Media | None = None,
     ) -> None:
         """``leaves_out`` tells whether the keys of a request identify its blocks too poorly.
 
         ``can_describe``: a block's hash covers all tokens up to its end, so that events can name them. ``group_ids``:
-        vLLM's numbers of the offloaded groups, or ``None`` for all. ``encodings_are_shared``: encodings of media also
-        come from other engines. ``weights_name`` returns the name of the weights that vLLM has loaded.
+        vLLM's numbers of the offloaded groups, or ``None`` for all. ``encodings_are_foreign``: see ``Device``.
+        ``weights_name`` returns the name of the weights that vLLM has loaded on all nodes.
         """
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
         self._adapters = adapters or Adapters(reads_files=False)
         self._media = media or Media()
-        self._device = Device(encodings_are_shared)
+        self._device = Device(encodings_are_foreign)
         self.core = OffloadingConnectorScheduler(
             manager,
             layout,
@@ -447,8 +452,9 @@ class _SchedulerSide:
                 self._adapters.leaves_out(request) or self._media.leaves_out(request) or leaves_out(request)
             ),
             watch=_spans() if layout.traces_enabled else None,
-            weights_name=weights_name,
+            weights_name=weights_name or str,
         )
+        self._weights_name = weights_name
         self._group_ids = group_ids
         self._steps = StepTranslator(group_ids)
         self._has_states = layout.has_states
@@ -571,6 +577,8 @@ class _SchedulerSide:
                 self._nodes.receive(worker_meta.packets)
             self.core.update_connector_output(worker_meta.report)
             self._adapters.others_are_loaded(worker_meta.other_adapters)
+            if self._weights_name is not None:
+                self._weights_name.add(worker_meta.weights)
             self._is_reported = False
 
     def request_finished(self, request: Any) -> None:
@@ -644,7 +652,13 @@ def _spans() -> Watch:
 class _WorkerSide:
     """``OffloadingConnectorWorker``, and the results of loads in vLLM's form. Used in a worker, on its thread."""
 
-    def __init__(self, spec: OffloadingSpec, layout: EngineLayout, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        layout: EngineLayout,
+        kv_cache_config: Any,
+        weights_on_node: Known = lambda: None,
+    ) -> None:
         self.core = OffloadingConnectorWorker(layout.rank)
         self._spec = spec
         self._layout = layout
@@ -653,6 +667,8 @@ class _WorkerSide:
         self._agent = spec.make_agent() if isinstance(spec, TieringOffloadingSpec) else None
         self._invalid_block_ids: set[int] = set()
         self._adapters = LoadedAdapters(layout.rank)
+        self._weights_on_node = weights_on_node
+        """The name that this worker must still send."""
 
     def watch_adapters(self) -> None:
         """vLLM serves adapters: record which files it loads."""
@@ -685,8 +701,11 @@ class _WorkerSide:
         refused, others, must_undo = self._adapters.take()
         if refused:
             report = WorkerReport.merge((report, WorkerReport(refused)))
-        has_news = report.results or report.undefined_loads or packets or others or must_undo
-        return StepReport(report, packets, others, must_undo) if has_news else None
+        weights: tuple[str, ...] = ()
+        if (name := self._weights_on_node()) is not None:
+            weights, self._weights_on_node = (name,), lambda: None
+        has_news = report.results or report.undefined_loads or packets or others or must_undo or weights
+        return StepReport(report, packets, others, must_undo, weights) if has_news else None
 
     def register(self, kv_caches: dict[str, torch.Tensor], flushes_on_host: bool) -> None:
         """Register ``kv_caches``, by layer name. Layers that only reuse the cache of another layer are ignored."""

@@ -62,7 +62,6 @@ FIELDS: Table = {
     },
     "CacheConfig": {
         "counts by the name that is the same in all processes (identity.py)": "cache_dtype",
-        "rejected with persistent tiers (rejections.py)": "calculate_kv_scales",
         "counts as hash_algorithm and layout (identity.py)": "prefix_caching_hash_algo kv_cache_layout",
         _SPECS: "block_size user_specified_block_size _block_size_resolved sliding_window is_attention_free "
         "mamba_page_size_padded skip_page_size_padded mamba_block_size user_specified_mamba_block_size "

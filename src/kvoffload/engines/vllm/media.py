@@ -20,11 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.config import OffloadingConfig
-from kvoffload.engines.vllm.arguments import ALONE
+from kvoffload.engines.vllm.arguments import is_alone
 from kvoffload.engines.vllm.seeded_hashes import SeededHashes
 from kvoffload.engines.weights import outliving_tier
+from kvoffload.errors import text_of
+from kvoffload.logs import RateLimitedLog
 
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 _MOST_IDENTIFIERS = 1 << 19
 """The number of identifiers that an engine remembers. Each takes about 250 bytes."""
@@ -82,7 +85,9 @@ class Media:
         self._hash_tokens, self._lookahead_tokens = hash_tokens, lookahead_tokens
         self._leaves_out_all = leaves_out_all
         self._contents: dict[str, bytes] = {}
-        """The hash of the content by identifier. Empty: several contents, or an unknown one."""
+        """The hash of the content by identifier. Empty: several contents, or an unknown one.
+
+        vLLM's caches know only the identifier, and use the same embeddings for each of its placeholders."""
         self._digests: dict[int, tuple[weakref.ref[Any], bytes]] = {}
         """The hash of data that vLLM keeps, by the data's ``id``. A chat contains its images again in each turn."""
         self._requests: dict[str, MediaRequest] = {}
@@ -118,32 +123,47 @@ class Media:
         return bool(self._contents.get(identifier))
 
     def note(self, feature: Any) -> bytes:
-        """Return the hash of a medium's content, and remember it by the medium's identifier."""
-        digest, known = self._digest_of(feature), self._contents.get(feature.identifier)
-        if known is not None and known != digest:
+        """Return the hash of a medium's content and placeholder, and remember the content by its identifier."""
+        content, placed = self._hashes_of(feature)
+        known = self._contents.get(feature.identifier)
+        if known is not None and known != content:
             self._contents[feature.identifier] = b""
         elif known is None and len(self._contents) < _MOST_IDENTIFIERS:
-            self._contents[feature.identifier] = digest
+            self._contents[feature.identifier] = content
             if len(self._contents) == _MOST_IDENTIFIERS:
                 logger.warning(
                     "kvoffload has seen %d images, videos or sounds, and does not offload requests with others. "
                     "Restart the server, or set media_never_change.",
                     _MOST_IDENTIFIERS,
                 )
-        return digest
+        return placed
 
-    def _digest_of(self, feature: Any) -> bytes:
+    def _hashes_of(self, feature: Any) -> tuple[bytes, bytes]:
+        """Return the hash of a medium's content, and the same with its placeholder. Both are empty if it is unknown.
+
+        The length of a placeholder may depend on the text beside it, such as the medium's number in the prompt
+        (MiniCPM-V). The number of embeddings in it depends only on the content, unless a client lies about it.
+        """
         data, position = feature.data, feature.mm_position
         known, content = self._digests.get(id(data), (lambda: None, b""))
         try:
-            if data is None or known() is not data:
+            if data is None:
+                raise TypeError("vLLM does not show it to the scheduler")
+            if known() is not data:
                 content = _hash_of({name: element.data for name, element in data.items()})
                 key = id(data)
                 self._digests[key] = weakref.ref(data, lambda _: self._digests.pop(key, None)), content
-            return _hash_of([feature.modality, content.hex(), position.length, position.is_embed])
+            of_data = [feature.modality, content.hex()]
+            return _hash_of([*of_data, position.get_num_embeds()]), _hash_of(
+                [*of_data, position.length, position.is_embed]
+            )
         except Exception as exc:  # noqa: BLE001 - then the request is left out
-            logger.debug("kvoffload cannot read the data of a medium: %r", exc)
-            return b""
+            _log.warning(
+                f"kvoffload neither stores nor loads for a request, because it cannot read the data of its "
+                f"{feature.modality}: {text_of(exc)}. Set media_never_change if no client sends the uuid of another "
+                "medium."
+            )
+            return b"", b""
 
 
 def media_of(vllm_config: Any, config: OffloadingConfig, hash_tokens: int, lookahead_tokens: int) -> Media:
@@ -161,12 +181,18 @@ def _are_in_question(vllm_config: Any, config: OffloadingConfig) -> bool:
     return has_media and not config.media_never_change and outliving_tier(config) is not None
 
 
+def encodings_are_foreign(vllm_config: Any) -> bool:
+    """Return whether encodings of media may come from others than this engine's own encoders."""
+    is_custom = vllm_config.ec_manager_config.encoder_cache_manager_cls is not None
+    return is_custom or vllm_config.ec_transfer_config is not None
+
+
 def why_unseen(vllm_config: Any) -> str | None:
     """Return why the scheduler's process does not see the data of media, as a clause, or ``None`` if it does."""
-    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALONE):
+    if not is_alone(vllm_config):
         return "another connector may bring KV that was computed from other media"
-    if vllm_config.ec_transfer_config is not None:
-        return "another server encodes them"
+    if encodings_are_foreign(vllm_config):
+        return "another server or a custom encoder cache manager may encode them"
     if vllm_config.model_config.multimodal_config.mm_processor_cache_type != "lru":
         return "only vLLM's workers see their data (--mm-processor-cache-type)"
     return None

@@ -141,13 +141,12 @@ def _hashes(setup: Setup) -> str | None:
 
 
 def _measured_scales(setup: Setup) -> str | None:
-    if setup.persistent_tier is None:
-        return None
     images = setup.engine.model_config.multimodal_config
-    if getattr(setup.engine.cache_config, "calculate_kv_scales", False):
-        return f"{setup.persistent_tier} and --calculate-kv-scales"
     is_measured = (
-        images is not None and images.mm_encoder_attn_dtype == "fp8" and images.mm_encoder_fp8_scale_path is None
+        setup.persistent_tier is not None
+        and images is not None
+        and images.mm_encoder_attn_dtype == "fp8"
+        and images.mm_encoder_fp8_scale_path is None
     )
     option = "--mm-encoder-attn-dtype fp8 without --mm-encoder-fp8-scale-path"
     return _if(is_measured, f"{setup.persistent_tier} and {option}")
@@ -272,41 +271,6 @@ ONE_PIECE = Rejection(
     peers="vLLM asks its connectors in this case too, which can cause wrong answers.",
 )
 BEFORE_LOAD = (
-    FAILURE_POLICY,
-    ROLE,
-    Rejection(
-        setup="several ranks under the external launcher",
-        applies=_launcher,
-        reason="each rank has its own scheduler, and their lookups may get different answers",
-        remedy="set --distributed-executor-backend to mp or ray",
-        opened_by="One rank would have to decide for all ranks.",
-        peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="lower tiers if several data-parallel engines each span several nodes",
-        applies=_engines_over_nodes,
-        reason="no test has shown that their tiers return correct blocks",
-        remedy="leave out secondary_tiers, or run each engine without --data-parallel-size",
-        opened_by="A test that runs two such engines.",
-        peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="--enable-fault-tolerance",
-        applies=lambda setup: _if(setup.engine.parallel_config.enable_fault_tolerance),
-        reason="a worker that fails before it starts the transfers of a step never reports that they ended",
-        remedy="leave it out, or serve without kvoffload",
-        opened_by="vLLM would have to report which steps failed. vLLM 0.33 returns the reports of failed workers only "
-        "if they got as far as their transfers.",
-        peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="prefill context parallelism",
-        applies=_prefill_context,
-        reason="its ranks divide the tokens of a block in a way that kvoffload does not know",
-        remedy="set prefill_context_parallel_size to 1",
-        opened_by="Slices for these parts of the tokens, and a test with vLLM's scheduler.",
-        peers=_ACCEPTED,
-    ),
     Rejection(
         setup="parallel drafting, several MTP modules, and speculative methods that are not listed above",
         applies=_drafter,
@@ -315,14 +279,6 @@ BEFORE_LOAD = (
         "module, or serve without kvoffload",
         opened_by="Tests that compare how many drafts are accepted after a load.",
         peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="HiSparse",
-        applies=lambda setup: _if(setup.engine.attention_config.hisparse_config is not None),
-        reason="HiSparse keeps KV in host memory itself",
-        remedy="leave out its configuration, or serve without kvoffload",
-        opened_by="Offloading only the groups of the indexer, as vLLM does.",
-        peers="vLLM's offloading stores only the groups of HiSparse's indexer.",
     ),
     Rejection(
         setup="sleep mode on GPUs before vLLM 0.33",
@@ -341,22 +297,47 @@ BEFORE_LOAD = (
         opened_by="A test of the other backends on a GPU.",
         peers=_ACCEPTED,
     ),
+    EXPERTS,
     Rejection(
-        setup="models whose answer needs all tokens of the prompt, such as some embedding models",
-        applies=_pooled,
-        reason="vLLM cannot skip any token of these prompts",
-        remedy=_WITHOUT,
-        opened_by="Nothing, because there is nothing to load.",
-        peers="vLLM turns its own prefix cache off for them, but asks its connectors.",
+        setup="--enable-fault-tolerance",
+        applies=lambda setup: _if(setup.engine.parallel_config.enable_fault_tolerance),
+        reason="a worker that fails before it starts the transfers of a step never reports that they ended",
+        remedy="leave it out, or serve without kvoffload",
+        opened_by="vLLM would have to report which steps failed. vLLM 0.33 returns the reports of failed workers only "
+        "if they got as far as their transfers.",
+        peers=_ACCEPTED,
     ),
-    ONE_PIECE,
     Rejection(
-        setup="models that transformers code computes with dynamic or LongRoPE frequencies beyond their trained length",
-        applies=_rope,
-        reason="one longer request changes the rotary frequencies of its whole batch, so equal tokens have unequal KV",
-        remedy=f"set --max-model-len to the trained length at most, or {_WITHOUT}",
-        opened_by="transformers would have to compute the frequencies of each request separately.",
-        peers="vLLM's prefix cache and offloading accept it, and may return wrong answers.",
+        setup="prefill context parallelism",
+        applies=_prefill_context,
+        reason="its ranks divide the tokens of a block in a way that kvoffload does not know",
+        remedy="set prefill_context_parallel_size to 1",
+        opened_by="Slices for these parts of the tokens, and a test with vLLM's scheduler.",
+        peers=_ACCEPTED,
+    ),
+    Rejection(
+        setup="several ranks under the external launcher",
+        applies=_launcher,
+        reason="each rank has its own scheduler, and their lookups may get different answers",
+        remedy="set --distributed-executor-backend to mp or ray",
+        opened_by="One rank would have to decide for all ranks.",
+        peers=_ACCEPTED,
+    ),
+    Rejection(
+        setup="lower tiers if several data-parallel engines each span several nodes",
+        applies=_engines_over_nodes,
+        reason="no test has shown that their tiers return correct blocks",
+        remedy="leave out secondary_tiers, or run each engine without --data-parallel-size",
+        opened_by="A test that runs two such engines.",
+        peers=_ACCEPTED,
+    ),
+    Rejection(
+        setup="HiSparse",
+        applies=lambda setup: _if(setup.engine.attention_config.hisparse_config is not None),
+        reason="HiSparse keeps KV in host memory itself",
+        remedy="leave out its configuration, or serve without kvoffload",
+        opened_by="Offloading only the groups of the indexer, as vLLM does.",
+        peers="vLLM's offloading stores only the groups of HiSparse's indexer.",
     ),
     Rejection(
         setup="diffusion models",
@@ -366,7 +347,31 @@ BEFORE_LOAD = (
         opened_by="vLLM would have to say which blocks are final.",
         peers=_ACCEPTED,
     ),
-    EXPERTS,
+    Rejection(
+        setup="models whose answer needs all tokens of the prompt, such as some embedding models",
+        applies=_pooled,
+        reason="vLLM cannot skip any token of these prompts",
+        remedy=_WITHOUT,
+        opened_by="Nothing, because there is nothing to load.",
+        peers="vLLM turns its own prefix cache off for them, but asks its connectors.",
+    ),
+    Rejection(
+        setup="models that transformers code computes with dynamic or LongRoPE frequencies beyond their trained length",
+        applies=_rope,
+        reason="one longer request changes the rotary frequencies of its whole batch, so equal tokens have unequal KV",
+        remedy=f"set --max-model-len to the trained length at most, or {_WITHOUT}",
+        opened_by="transformers would have to compute the frequencies of each request separately.",
+        peers="vLLM's prefix cache and offloading accept it, and may return wrong answers.",
+    ),
+    ONE_PIECE,
+    Rejection(
+        setup="persistent tiers with weights that kvoffload cannot tell from others",
+        applies=_unnamed_weights,
+        reason="the tier would serve their KV to servers with other weights",
+        remedy='set weights_version to a name of the weights or to {"file": path}, or leave out the tier',
+        opened_by="A hash of weights that do not come from the model's files.",
+        peers=_NAMES_FILES,
+    ),
     HASHES,
     Rejection(
         setup="persistent tiers with scales that a process measures",
@@ -374,14 +379,6 @@ BEFORE_LOAD = (
         reason="each process measures its own scales, so another process would misread the blocks",
         remedy="leave out the option or the tier",
         opened_by="Scales that are fixed before the first block, and are part of its key.",
-        peers=_NAMES_FILES,
-    ),
-    Rejection(
-        setup="persistent tiers with weights that kvoffload cannot tell from others",
-        applies=_unnamed_weights,
-        reason="the tier would serve their KV to servers with other weights",
-        remedy='set weights_version to a name of the weights or to {"file": path}, or leave out the tier',
-        opened_by="A hash of weights that do not come from the model's files.",
         peers=_NAMES_FILES,
     ),
     Rejection(
@@ -408,8 +405,10 @@ BEFORE_LOAD = (
         opened_by="A test of these layouts on a GPU.",
         peers="vLLM's offloading always asks for LBHNC.",
     ),
+    FAILURE_POLICY,
+    ROLE,
 )
-"""Rows that need only vLLM's configuration."""
+"""Rows that need only vLLM's configuration. Setups that users look for first come first, as in ``WITH_KV_CACHE``."""
 
 NO_GROUP = Rejection(
     setup="models without a KV group in vLLM's prefix cache",
@@ -431,22 +430,14 @@ UNEQUAL_STAGES = Rejection(
 
 WITH_KV_CACHE = (
     Rejection(
-        setup="a kv_cache_layout that vLLM does not use",
-        applies=_other_layout,
-        reason="this model's attention backend lacks it, or VLLM_KV_CACHE_LAYOUT is set",
-        remedy="leave out kv_cache_layout, or choose another attention backend",
-        opened_by="An attention backend that supports this layout.",
-        peers="vLLM's offloading uses the layout that it gets.",
-    ),
-    Rejection(
-        setup="the speculative method draft_model if vLLM creates several KV groups",
-        applies=_drafter_beside_groups,
-        reason="vLLM itself then returns other tokens than without drafts",
-        remedy=f"use one of {', '.join(DRAFTERS_WITHOUT_KV)}, or serve without kvoffload",
-        opened_by="A repair in vLLM.",
+        setup="recurrent states with speculative decoding",
+        applies=lambda setup: _if(setup.states and setup.engine.speculative_config is not None),
+        reason="a rejected draft rolls a state back after the step that computed it",
+        remedy=f"serve this model without a speculative_config, or {_WITHOUT.removeprefix('serve this model ')}",
+        opened_by="A test on a GPU that compares 300 answers. vLLM's CPU platform lacks the kernel that copies states "
+        "between drafts.",
         peers=_ACCEPTED,
     ),
-    NO_GROUP,
     Rejection(
         setup="KV groups that block hashes cannot restore, such as cross attention and encoders (Whisper)",
         applies=_unknown_groups,
@@ -456,21 +447,29 @@ WITH_KV_CACHE = (
         peers="vLLM's offloading rejects them too.",
     ),
     Rejection(
+        setup="short convolutions (LFM2)",
+        applies=lambda setup: _if(any(spec.mamba_type.name == "SHORT_CONV" for spec in setup.states)),
+        reason="no test has shown that they are right after a load",
+        remedy=_WITHOUT,
+        opened_by="A test on a GPU, or a model of this kind that vLLM's CPU platform can run.",
+        peers=_ACCEPTED,
+    ),
+    UNEQUAL_STAGES,
+    Rejection(
+        setup="the speculative method draft_model if vLLM creates several KV groups",
+        applies=_drafter_beside_groups,
+        reason="vLLM itself then returns other tokens than without drafts",
+        remedy=f"use one of {', '.join(DRAFTERS_WITHOUT_KV)}, or serve without kvoffload",
+        opened_by="A repair in vLLM.",
+        peers=_ACCEPTED,
+    ),
+    Rejection(
         setup="KV groups with layers of different windows",
         applies=_unequal_windows,
         reason="kvoffload keeps one window for each group",
         remedy=_WITHOUT,
         opened_by="Using the largest window of the group, and a test.",
         peers="vLLM's offloading uses the window of one layer.",
-    ),
-    UNEQUAL_STAGES,
-    Rejection(
-        setup="KV caches in several allocations",
-        applies=_several_allocations,
-        reason="kvoffload expects one size of blocks for all groups",
-        remedy=f"{_WITHOUT}, or use a vLLM version that kvoffload was tried with",
-        opened_by="A model that has such a KV cache in a supported version of vLLM.",
-        peers="vLLM's offloading reads the size of each group.",
     ),
     Rejection(
         setup="recurrent states without vLLM's prefix cache",
@@ -479,23 +478,6 @@ WITH_KV_CACHE = (
         remedy="add --enable-prefix-caching",
         opened_by="Nothing, because there is no state to store.",
         peers="vLLM's offloading rejects it too, and names the same option.",
-    ),
-    Rejection(
-        setup="short convolutions (LFM2)",
-        applies=lambda setup: _if(any(spec.mamba_type.name == "SHORT_CONV" for spec in setup.states)),
-        reason="no test has shown that they are right after a load",
-        remedy=_WITHOUT,
-        opened_by="A test on a GPU, or a model of this kind that vLLM's CPU platform can run.",
-        peers=_ACCEPTED,
-    ),
-    Rejection(
-        setup="recurrent states with speculative decoding",
-        applies=lambda setup: _if(setup.states and setup.engine.speculative_config is not None),
-        reason="a rejected draft rolls a state back after the step that computed it",
-        remedy=f"serve this model without a speculative_config, or {_WITHOUT.removeprefix('serve this model ')}",
-        opened_by="A test on a GPU that compares 300 answers. vLLM's CPU platform lacks the kernel that copies states "
-        "between drafts.",
-        peers=_ACCEPTED,
     ),
     Rejection(
         setup="recurrent states with --use-replayssm",
@@ -512,6 +494,23 @@ WITH_KV_CACHE = (
         remedy="leave out both options, or serve without kvoffload",
         opened_by="Limiting hits to ends of states, and a test.",
         peers="vLLM's offloading accepts it if the hash size divides the block size.",
+    ),
+    NO_GROUP,
+    Rejection(
+        setup="KV caches in several allocations",
+        applies=_several_allocations,
+        reason="kvoffload expects one size of blocks for all groups",
+        remedy=f"{_WITHOUT}, or use a vLLM version that kvoffload was tried with",
+        opened_by="A model that has such a KV cache in a supported version of vLLM.",
+        peers="vLLM's offloading reads the size of each group.",
+    ),
+    Rejection(
+        setup="a kv_cache_layout that vLLM does not use",
+        applies=_other_layout,
+        reason="this model's attention backend lacks it, or VLLM_KV_CACHE_LAYOUT is set",
+        remedy="leave out kv_cache_layout, or choose another attention backend",
+        opened_by="An attention backend that supports this layout.",
+        peers="vLLM's offloading uses the layout that it gets.",
     ),
 )
 """Rows that need the KV groups of the loaded model."""
@@ -564,7 +563,8 @@ WHILE_STARTING = (NO_SHARED_MEMORY, UNCLEAR, UNREADABLE_WEIGHTS, UNKNOWN_TENSORS
 """Rows that only a starting engine can judge. The code that finds them raises the error; for the last one, that is
 ``tiering.spec``, with a sentence of its own, because tiers import no engine."""
 
-TABLE = (*BEFORE_LOAD, *WITH_KV_CACHE, TWO_CONNECTORS, *WHILE_STARTING)
+TABLE = (*WITH_KV_CACHE, *BEFORE_LOAD, *WHILE_STARTING, TWO_CONNECTORS)
+"""All rows in the order of the page: models, features, tiers, and mistakes in the configuration."""
 
 
 # ---------------------------------------------------------------------------------------------------------- checks

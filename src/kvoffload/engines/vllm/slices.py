@@ -111,15 +111,29 @@ def stage_of(vllm_config: Any, rank: int) -> int:
 
 def layers_are_alike(vllm_config: Any, kv_cache_config: Any, rank: int) -> bool:
     """Return whether all layers of the rank keep the same KV in one group, so that its size determines the size of
-    stages with other numbers of layers."""
+    stages with other numbers of layers. A layer may have several caches, such as one for an indexer."""
     num_layers = stage_sizes(vllm_config)[stage_of(vllm_config, rank)]
     if len(kv_cache_config.kv_cache_groups) != 1:
         return False
     (group,) = kv_cache_config.kv_cache_groups
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # in a worker, if the layers of its group differ
-    is_one_size = len({spec.page_size_bytes for spec in specs.values()}) < 2
-    names, num_bytes = group.layer_names, _bytes_per_gpu_block(kv_cache_config)
-    return bool(names) and is_one_size and not len(names) % num_layers and not num_bytes % num_layers
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # in a worker, if the group's caches differ
+    sizes_of_layers: dict[str, list[int]] = {}
+    for name in group.layer_names:
+        size = specs[name].page_size_bytes if specs else 0
+        sizes_of_layers.setdefault(_layer_of(name), []).append(size)
+    kinds = {tuple(sorted(sizes)) for sizes in sizes_of_layers.values()}
+    return (
+        len(sizes_of_layers) == num_layers
+        and len(kinds) == 1
+        and not _bytes_per_gpu_block(kv_cache_config) % num_layers
+    )
+
+
+def _layer_of(cache: str) -> str:
+    """Return the layer of a cache, such as ``model.layers.3`` of ``model.layers.3.self_attn.attn``."""
+    parts = cache.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
 
 
 def _bytes_per_gpu_block(kv_cache_config: Any) -> int:

@@ -164,13 +164,13 @@ class Device:
     """Tracks data on the GPU that may depend on weights before their last update: KV in vLLM's block pool, and outputs
     of encoders. Scheduler thread only."""
 
-    def __init__(self, outputs_are_shared: bool) -> None:
-        """Create the record. ``outputs_are_shared``: outputs of encoders also come from other engines, whose weights
-        are unknown."""
+    def __init__(self, outputs_are_foreign: bool) -> None:
+        """Create the record. ``outputs_are_foreign``: outputs of encoders may also come from others, whose weights are
+        unknown."""
         self._pool: Any = None
         self._num_held: Callable[[], int] = lambda: 0
-        self._outputs_are_shared = outputs_are_shared
-        self._has_outputs = outputs_are_shared
+        self._outputs_are_foreign = outputs_are_foreign
+        self._has_outputs = outputs_are_foreign
         self._has_old_outputs = False
 
     def bind(self, pool: Any, num_held: Callable[[], int]) -> None:
@@ -182,7 +182,7 @@ class Device:
         self._has_outputs = True
 
     def encoder_cache_is_reset(self) -> None:
-        if not self._outputs_are_shared:
+        if not self._outputs_are_foreign:
             self._has_outputs = self._has_old_outputs = False
 
     def weights_may_change(self) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 
 from kvoffload.config import OffloadingConfig
 from kvoffload.engines.facts import UnclearError
-from kvoffload.engines.weights import WEIGHT_FILES, Files, Known, in_background, local_directory, outliving_tier
+from kvoffload.engines.weights import (
+    WEIGHT_FILES,
+    Files,
+    Known,
+    in_background,
+    local_directory,
+    outliving_tier,
+    why_not_of_hub,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +40,6 @@ _before_load: dict[str, list[Files | str | OSError]] = {}
 """The files as they were right before vLLM loaded them, by ``instance_id`` of an engine in this process."""
 
 _IS_SCALE_UP = "VLLM_ELASTIC_EP_SCALE_UP_LAUNCH"
-_IS_MODELSCOPE = "VLLM_USE_MODELSCOPE"
 
 
 def drafter_with_kv(vllm_config: Any) -> Any:
@@ -78,9 +85,20 @@ def name_of_weights(vllm_config: Any, config: OffloadingConfig) -> Known:
             doubt,
         )
         return lambda: None
-    texts = [found for found in after if isinstance(found, str)]
-    files = [found for found in after if isinstance(found, Files)]
-    return in_background(lambda: " ".join([*texts, *(each.name() for each in files)]))
+    return in_background(lambda: _name_of(after))
+
+
+def name_of_current_files(vllm_config: Any) -> str:
+    """Return the name of the weights in the current files of this node. Reads them; raises ``OSError``."""
+    return _name_of(_files(vllm_config))
+
+
+def _name_of(sources: list[Files | str | OSError]) -> str:
+    for found in sources:
+        if isinstance(found, OSError):
+            raise found
+    texts = [found for found in sources if isinstance(found, str)]
+    return " ".join([*texts, *(each.name() for each in sources if isinstance(each, Files))])
 
 
 def _doubt(before: list[Files | str | OSError] | None, after: list[Files | str | OSError]) -> str | None:
@@ -141,8 +159,8 @@ def _why_unnamed(load: Any, model: Any) -> str | None:
         return f"{loader} loads --load-format {load.load_format}"
     if load.load_format == "dummy":
         return None
-    if os.environ.get(_IS_MODELSCOPE, "").strip().lower() not in ("", "0", "false") and not os.path.exists(model.model):
-        return f"{_IS_MODELSCOPE} has them loaded from elsewhere than the Hub's cache"
+    if (why := why_not_of_hub(model.model)) is not None:
+        return why
     overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
     elsewhere = next(_elsewhere([model.hf_config.to_dict(), dict(overrides)], model.model), None)
     return None if elsewhere is None else f"the model's configuration names others, {elsewhere}"
