@@ -38,10 +38,10 @@ from kvoffload.engines.vllm.rejections import (
     ONE_PIECE,
     ROLE,
     TWO_CONNECTORS,
-    WHILE_STARTING,
     WITH_KV_CACHE,
     Setup,
     check_memory,
+    undecided,
 )
 from kvoffload.errors import ConfigError, KVOffloadError, Problems, text_of
 
@@ -125,7 +125,7 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
-    verdict = Verdict(unjudged=[row.setup for row in WHILE_STARTING])
+    verdict = Verdict()
     try:
         vllm_config = _ours(_read(model, arguments))
     except ConfigError as exc:
@@ -136,6 +136,8 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         return verdict
     verdict.judged_by = _vllm_and_platform()
     config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    setup = Setup(vllm_config, config)
+    verdict.unjudged += [row.setup for row in undecided(setup)]
     rows = list(BEFORE_LOAD)
     if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla:
         rows.remove(ONE_PIECE)
@@ -143,7 +145,7 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     for note in (note_on_adapters(vllm_config, config), note_on_media(vllm_config, config)):
         if note is not None:
             verdict.notes.append(f"{note[0].upper()}{note[1:]}.")
-    problems = problems_of(rows, Setup(vllm_config, config))
+    problems = problems_of(rows, setup)
     memory = Problems()
     with memory:
         check_memory(vllm_config, config)
@@ -309,7 +311,7 @@ def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     # pydantic puts its own heading first
     line = next((line for line in lines if "Value error" in line), lines[0])
-    return line.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".")
+    return line.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".: ")
 
 
 if __name__ == "__main__":

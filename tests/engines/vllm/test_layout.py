@@ -35,13 +35,24 @@ from kvoffload.cpu.memory_limits import SHM
 from kvoffload.engines.vllm.arguments import config_of
 from kvoffload.engines.vllm.held_blocks import are_written_early
 from kvoffload.engines.vllm.layout import layout_of
-from kvoffload.engines.vllm.rejections import check_engine, check_kv_cache
+from kvoffload.engines.vllm.rejections import (
+    NO_SHARED_MEMORY,
+    UNCLEAR,
+    UNKNOWN_TENSORS,
+    UNREADABLE_WEIGHTS,
+    WHILE_STARTING,
+    Setup,
+    check_engine,
+    check_kv_cache,
+    undecided,
+)
 from kvoffload.engines.vllm.steps import StepTranslator, with_states
 from kvoffload.errors import ConfigError
 
 EXTRA = {"cpu_bytes_to_use": "1MiB"}
 CONFIG = parse_config(EXTRA)
 TIERING = {"spec_name": "TieringOffloadingSpec"}
+DISK = TIERING | {"secondary_tiers": [{"type": "disk", "path": "/kv", "max_bytes": "1GiB"}]}
 NO_GROUPS: dict[str, Any] = {
     "prefix_cacheable_group_ids": [],
     "kv_cache_groups": [],
@@ -486,6 +497,27 @@ def test_the_scheduler_maps_host_memory_on_the_first_node() -> None:
     assert [layout.num_processes for layout in layouts] == [3, 3, 2, 2]
     assert [layout.slice for layout in layouts] == [RankSlice(0, 2), RankSlice(1, 2)] * 2
     assert {layout.num_ranks for layout in layouts} == {4}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("extra", "parallel", "rows"),
+    [
+        ({}, {}, []),
+        ({}, {"world_size": 2}, [NO_SHARED_MEMORY]),
+        (DISK, {}, [UNCLEAR, UNREADABLE_WEIGHTS]),
+        (DISK | {"weights_version": "1"}, {"world_size": 2}, [NO_SHARED_MEMORY, UNCLEAR]),
+        (DISK, {"world_size": 2, "nnodes_within_dp": 2}, list(WHILE_STARTING)),
+    ],
+)
+def test_only_what_may_apply_is_left_to_a_starting_server(
+    extra: dict[str, Any], parallel: dict[str, Any], rows: list[Any]
+) -> None:
+    changes = {f"parallel_config__{name}": value for name, value in parallel.items()}
+    setup = Setup(vllm_config(**changes), parse_config(EXTRA | extra))
+    assert [row.setup for row in undecided(setup)] == [
+        row.setup for row in WHILE_STARTING if row in rows or row is UNKNOWN_TENSORS
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- steps

@@ -272,7 +272,7 @@ ONE_PIECE = Rejection(
 )
 BEFORE_LOAD = (
     Rejection(
-        setup="parallel drafting, several MTP modules, and speculative methods that are not listed above",
+        setup="unsupported speculative methods, parallel drafting, and several MTP modules at once",
         applies=_drafter,
         reason="no test has shown that the drafter's KV is right after a load",
         remedy=f"use one of {', '.join(DRAFTERS_WITH_KV + DRAFTERS_WITHOUT_KV)} with sequential drafting by one "
@@ -422,8 +422,8 @@ UNEQUAL_STAGES = Rejection(
     setup="pipeline stages of unequal size, or with a drafter in the last one, if layers keep different KV",
     applies=_unequal_stages,
     reason="a process cannot compute the size of the other stages' blocks",
-    remedy="set pipeline_parallel_size to a divisor of the number of layers, and use one of "
-    f"{', '.join(DRAFTERS_WITHOUT_KV)} as the drafter",
+    remedy="use --tensor-parallel-size instead, or set pipeline_parallel_size to a divisor of the number of layers, "
+    f"with a drafter only from {', '.join(DRAFTERS_WITHOUT_KV)}",
     opened_by="vLLM would have to show every process the KV cache of each stage. It shows the scheduler only rank 0's.",
     peers="vLLM's offloading accepts it. Each worker stores files of its own size.",
 )
@@ -568,6 +568,18 @@ TABLE = (*WITH_KV_CACHE, *BEFORE_LOAD, *WHILE_STARTING, TWO_CONNECTORS)
 
 
 # ---------------------------------------------------------------------------------------------------------- checks
+
+
+def undecided(setup: Setup) -> list[Rejection]:
+    """Return the rows of ``WHILE_STARTING`` that may still apply when a server with this setup starts."""
+    parallel, has_tier = setup.engine.parallel_config, setup.persistent_tier is not None
+    may_apply = {
+        NO_SHARED_MEMORY.setup: parallel.world_size > 1,
+        UNCLEAR.setup: has_tier,
+        UNREADABLE_WEIGHTS.setup: has_tier and setup.config.weights_version is None,
+        ONE_NODE_TIER.setup: parallel.nnodes_within_dp > 1 and bool(setup.config.secondary_tiers),
+    }
+    return [row for row in WHILE_STARTING if may_apply.get(row.setup, True)]
 
 
 def check_engine(vllm_config: Any) -> OffloadingConfig:
