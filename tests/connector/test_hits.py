@@ -157,7 +157,7 @@ def test_a_load_that_is_not_sent_yet_ends_with_its_request() -> None:
     state, other = desk.arrive(), desk.arrive(first_gpu_block=20)
     assert desk.find(state) == 32
     desk.admit(state, 32)
-    assert desk.hits.is_new(state)
+    assert desk.jobs.new_load(state) is not None
     desk.forget(state)
     assert not desk.jobs.in_flight
     assert desk.jobs.take(()).is_empty()
@@ -171,7 +171,7 @@ def test_a_load_that_is_sent_ends_after_its_request_and_gives_its_pins_back() ->
     assert desk.find(state) == 32
     desk.admit(state, 32)
     (load,) = desk.jobs.take(()).loads
-    assert not desk.hits.is_new(state)
+    assert desk.jobs.new_load(state) is None
     desk.forget(state)
     assert desk.manager.get_stats()["primary_blocks_pinned",] == 8
     assert not desk.end(load.job_id), "no request waits for it"

@@ -987,3 +987,9 @@ def test_in_a_large_cache_what_others_drive_out_is_the_tail(eviction_policy: str
             rig.finish(other)
         found = held(rig, "p", 3 + number)
         assert found[0] and found == sorted(found, reverse=True), "what is left of the request is a prefix"
+
+
+def test_small_states_do_not_let_a_request_gather_more_tokens() -> None:
+    rig = Rig(groups=(FULL, STATE), num_blocks=1 << 13, block_size=16 * BT)
+    _, stores = decode_together(rig, 64, 8 * 16 * BT)
+    assert max(len(ids) for of_step in stores for ids in of_step) <= 128 // BT

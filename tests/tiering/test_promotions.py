@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from tests.tiering.rig import BLOCK_BYTES, Memory, content, keys
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import PrepareStoreOutput, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import Miss
 from kvoffload.testing import FakeTier
@@ -37,8 +35,8 @@ class Parts:
     def planner(self) -> LoadPlanner:
         return LoadPlanner(["fake"], BlockWorth(BLOCK_BYTES), self.clock)
 
-    def note_reservation(self, num_blocks: int, evicted: Collection[OffloadKey]) -> None:
-        self.waits.gone(evicted)
+    def note_reservation(self, output: PrepareStoreOutput) -> None:
+        self.waits.gone(output.evicted_keys)
 
     def request(self, name: str) -> TierRequest:
         self.requests.append(TierRequest(ReqContext(name), budget_s=1.0))

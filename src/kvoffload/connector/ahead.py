@@ -17,9 +17,9 @@ MOST_BLOCKS = 2048
 steps, so no blocks are looked up in those steps."""
 MOST_REQUESTS = 64
 """The number of requests at the head of the queue whose blocks may be looked up in a step."""
-REST_STEPS = 32
-"""The number of steps in which a request that has found nothing is not looked up again. Otherwise, a long queue without
-hits costs more time than all other work of a step."""
+REST_STEPS = 31
+"""The most steps in which a request that has found nothing is not looked up again. Otherwise, a long queue without hits
+costs more time than all other work of a step."""
 _NEVER = 1 << 40
 """The tokens ahead of a request that only has its blocks read: all of them arrive before the engine needs them."""
 
@@ -40,8 +40,15 @@ class _Place:
     """When a request that only has its blocks read gets its turn at the latest."""
     num_tokens: int = field(default=0, compare=False)
     """The tokens that it will probably compute."""
+    rest_steps: int = field(default=0, compare=False)
+    """The number of steps in which it is not looked up after a lookup that found nothing."""
     rests_until: int = field(default=0, compare=False)
     """The step before which it is not looked up."""
+
+    def rest(self, step: int) -> None:
+        """Look it up again later, because ``step`` found nothing for it."""
+        self.rest_steps = min(2 * self.rest_steps + 1, REST_STEPS)
+        self.rests_until = step + self.rest_steps
 
 
 class ReadAhead:
@@ -57,9 +64,12 @@ class ReadAhead:
     are in host memory, or ``most_s`` have passed since it arrived.
     """
 
-    def __init__(self, manager: OffloadingManager, hits: Hits, clock: Callable[[], float], most_s: float) -> None:
+    def __init__(
+        self, manager: OffloadingManager, hits: Hits, epochs: Epochs, clock: Callable[[], float], most_s: float
+    ) -> None:
         self._manager = manager
         self._hits = hits
+        self._epochs = epochs
         self._clock = clock
         self._most_s = most_s
         self._queue: list[_Place] = []
@@ -107,9 +117,12 @@ class ReadAhead:
         if place is not None and not place.only_reads:
             self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
 
-    def admit(self, request: Request) -> None:
-        """Remove a request that was admitted."""
+    def admit(self, request: Request, *, loads: bool) -> None:
+        """Remove a request that was admitted. If it ``loads`` nothing, it needs no blocks in host memory from now
+        on."""
         place = self._places.get(request)
+        if place is not None and place.is_reading and not loads:
+            self._manager.prepare_load((), request.context)
         if place is not None and not place.only_reads:
             share = place.num_tokens / max(request.of_engine.num_tokens, 1)
             self._computed_share += (share - self._computed_share) / 16
@@ -135,7 +148,7 @@ class ReadAhead:
         self._num_tokens += num_tokens - place.num_tokens
         place.num_tokens = num_tokens
 
-    def step(self, epochs: Epochs, step_tokens: int, queued_tokens: int) -> None:
+    def step(self, step_tokens: int, queued_tokens: int) -> None:
         """Look up blocks for the requests at the head of the queue, while a tier can begin to read.
 
         The engine computes ``step_tokens`` in this step, and leaves ``queued_tokens`` of running prompts for later
@@ -153,15 +166,19 @@ class ReadAhead:
                 request.context.tokens_behind = self._tokens_behind(place)
                 if self._manager.is_unchanged(request.context):
                     if not place.is_reading:
-                        place.rests_until = self._num_steps + REST_STEPS
+                        place.rest(self._num_steps)
                 else:
                     must_look = place.only_reads and place.is_reading
                     if self._left <= 0 or not (must_look or self._manager.reads_ahead()):
                         break
-                    if request.epoch is not (epoch := epochs.use()):
+                    if request.epoch is not (epoch := self._epochs.use()):
                         request.enter(epoch)
                     hit_tokens, is_coming = self._hits.search(request, 0)
                     place.is_reading = hit_tokens > 0 or is_coming
+                    if place.is_reading:
+                        place.rest_steps = 0
+                    else:
+                        place.rest(self._num_steps)
                     self.finds(request, hit_tokens)
                     self._left -= sum(len(own.keys) for own in request.groups)
                     if place.only_reads and not is_coming:

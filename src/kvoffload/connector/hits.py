@@ -154,7 +154,7 @@ class Hits:
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
     def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
-        """Return whether another request is already loading at least half of these blocks.
+        """Return whether another request is already loading the middle block of this hit, and so about half of it.
 
         When that load has ended, the engine's own prefix cache contains them. A request waits for at most one such
         load, so that requests with a shared prefix never form a queue.
@@ -277,10 +277,6 @@ class Hits:
         else:
             prefix.load_failed = True
         return True
-
-    def is_new(self, request: Request) -> bool:
-        """Return whether the request has a load that was not sent to the workers yet."""
-        return self._jobs.new_load(request) is not None
 
     def forget(self, request: Request) -> None:
         """Forget a request that ended. Cancels its load if it was not sent to the workers yet. A running load continues

@@ -74,7 +74,7 @@ class OffloadingConnectorScheduler:
         self._short_loads = ShortLoads(geometry, jobs, clock)
         self._hits = Hits(manager, geometry, jobs, self._short_loads, self._observer, clock)
         most_s = config.max_wait_s if config.secondary_tiers else 0.0
-        self._ahead = ReadAhead(manager, self._hits, clock, most_s)
+        self._ahead = ReadAhead(manager, self._hits, epochs, clock, most_s)
         self._hints = Hints()
         self._log = RateLimitedLog(logger)
 
@@ -198,7 +198,7 @@ class OffloadingConnectorScheduler:
         self._epochs.use()
         self._flush_users(block_ids, own.prefix.computed_tokens)
         own.set_gpu_blocks(block_ids)
-        self._ahead.admit(own)
+        self._ahead.admit(own, loads=num_external_tokens > 0)
         if own.prefix.is_answered:
             self._hits.admit(own, num_external_tokens)
             self._offers.admit(own, own.prefix.tokens)
@@ -217,7 +217,7 @@ class OffloadingConnectorScheduler:
         for request_id in step.preempted_request_ids:
             preempted = self._requests.get(request_id)
             # A load that was not sent yet belongs to this step: the request has been admitted again.
-            if preempted is not None and not self._hits.is_new(preempted):
+            if preempted is not None and self._jobs.new_load(preempted) is None:
                 self._jobs.flush_for_request(preempted)
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
@@ -263,7 +263,7 @@ class OffloadingConnectorScheduler:
         self._manager.note_step(work)
         if self._observer is not None:
             self._observer.step(work)
-        self._ahead.step(self._epochs, tokens, queued_tokens)
+        self._ahead.step(tokens, queued_tokens)
         self._manager.on_schedule_end()
         return self._jobs.take(stores)
 

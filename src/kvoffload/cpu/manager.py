@@ -447,7 +447,6 @@ class CPUOffloadingManager(OffloadingManager):
         self.slots = SlotTable(num_blocks, POLICIES.get(cache_policy), enable_events, clock, lost)
         """Slots, pins and readiness. The tiers below host memory also use this table."""
         self.num_blocks = num_blocks
-        self.medium = CPULoadStoreSpec.medium()
         self._max_used = max(2 * num_blocks, _MIN_USED)
         self._used: dict[str, set[OffloadKey]] = {}
         """For each announced request, the keys that it has stored or touched. Its later touches of these keys do not

@@ -118,8 +118,8 @@ class LoadPlanner:
         begun: Mapping[int, int],
     ) -> Plan:
         """Return the plan for the blocks of ``survey``. ``key`` is a block of their group, which is weighed. For
-        ``ends`` and ``so_far``, see ``plans.plan``. ``begun``: for each tier that is already
-        reading some of the blocks, the ``Link.num_begun`` of the last one."""
+        ``ends`` and ``so_far``, see ``plans.plan``. ``begun``: for each tier that is already reading some of the
+        blocks, the ``Link.num_begun`` of the last one."""
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)

@@ -3,7 +3,7 @@
 
 A lookup has four steps. *Ask*: take in the events since the last lookup; a caller who asks ``is_unchanged`` need not
 look up again. *Survey* (``Places``): find where each block is. *Plan*: decide how many of them to load. *Reserve*: take
-slots, and start the reads. Between two calls, the only state is the wait. Scheduler thread only.
+slots, and start the reads. Between two steps, the only state is the wait. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lookups:
         """Number of plans that replaced another plan of the same wait."""
         self.num_ended_early = 0
         """Number of waits that fell too far behind, and ended before all planned blocks had arrived."""
-        self._asking: TierRequest | None = None
+        self._last: TierRequest | None = None
         """The request that asked last, in this step."""
         for tier in tiers:
             tier.take_news()  # A tier records news from its first call on, and a lookup may come before a step ends.
@@ -61,19 +61,18 @@ class Lookups:
         ``ends``, a part of a hit is useful only if its last block is one of them."""
         if not keys:
             return []
-        is_ahead = request.context.tokens_ahead is not None
-        if (begun := request.wait) is not None and request is not self._asking:
-            if is_ahead:
-                self._waits.look_ahead(begun)
-            elif begun.is_ahead:
-                self._waits.take_turn(begun)
-        self._take_in(request)
+        is_first, self._last = request is not self._last, request
+        self._take_in()
         if self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
         else:
-            wait = self._waits.of(request)
-            if is_ahead and not wait.has_begun:
+            wait, is_ahead = self._waits.of(request), request.context.tokens_ahead is not None
+            if is_ahead and (is_first or not wait.is_ahead):
                 self._waits.look_ahead(wait)
+            elif wait.is_ahead and not is_ahead:
+                self._waits.take_turn(wait)
+            if is_first and wait.is_dirty:
+                self._waits.restart(wait)
             answers = self._look_up(wait, keys, ends)
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
         self._primary.count_lookups(asked, request.context)
@@ -86,7 +85,7 @@ class Lookups:
             return False  # it does not wait, or its turn has come
         if is_ahead:
             return wait.is_settled and not wait.declined
-        self._take_in(request)
+        self._take_in()
         return wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
 
     def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
@@ -100,28 +99,17 @@ class Lookups:
         self._places.end(request)
 
     def end_step(self) -> None:
-        self._asking = None
+        self._last = None
         if self._take_news():
             self._waits.news([*self._waits.watched])
         self._waits.end_step(self._places.is_unanswered)
         self._places.measure()
 
-    def _take_in(self, request: TierRequest) -> None:
-        """Take in the jobs and the news since the last call.
-
-        If the wait is dirty, the first question of its request in a step starts over.
-        """
+    def _take_in(self) -> None:
+        """Take in the jobs that have ended and the tiers' news."""
         self._poll()
-        wait = request.wait
-        if wait is None:
-            self._asking = request
-            return
-        if self._waits.watched and self._take_news():
-            self._waits.doubt(wait)
-        if request is not self._asking:
-            self._asking = request
-            if wait.is_dirty:
-                self._waits.restart(wait)
+        if self._waits.watched:
+            self._take_news()
 
     def _take_news(self) -> bool:
         """Mark the waits that news of the tiers concern, and return whether some tier cannot tell what is new."""
@@ -185,6 +173,8 @@ class Lookups:
             # Reserve.
             self._reserve(wait, keys[:stop], segments, answers, unanswered)
             if plan is not None:
+                if unanswered.is_kept:
+                    self._waits.note_reads(wait, plan)
                 self._probe(wait, keys, plan)
                 if is_due:
                     self._look_again(wait)

@@ -30,7 +30,7 @@ from kvoffload.tiering.base import CascadeMode, SecondaryTierManager
 from kvoffload.tiering.cascades import Cascades
 from kvoffload.tiering.load_policy import BlockWorth, LoadPlanner
 from kvoffload.tiering.lookups import Lookups
-from kvoffload.tiering.promotions import OnReserved, Promotions
+from kvoffload.tiering.promotions import Promotions
 from kvoffload.tiering.requests import TierRequest
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
@@ -85,14 +85,13 @@ class TieringOffloadingManager(OffloadingManager):
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades) if on_evict_tiers else None
-        self._on_reserved: OnReserved = self._write_back.on_reserved if self._write_back else lambda *_: None
         self._waits = Waits(primary_tier.slots, promotion_share, clock)
         names = [tier.name for tier in self._tiers]
         if block_worth is None:
             # Nothing is weighed. The memory of a simulation contains no bytes.
             block_worth = BlockWorth(max(1, primary_tier.kv_view.nbytes // primary_tier.num_blocks))
         self._planner = LoadPlanner(names, block_worth, clock)
-        self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._on_reserved)
+        self._promotions = Promotions(primary_tier, self._waits, self._jobs, self._planner, self._reserved)
         self._lookups = Lookups(
             primary_tier, self._tiers, self._waits, self._promotions, self._planner, self._poll, clock
         )
@@ -148,7 +147,7 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_load(keys, req_context)
         # The blocks are pinned, so claims are no longer needed.
         request = self._request(req_context)
-        if (wait := request.wait) is not None:
+        if keys and (wait := request.wait) is not None:
             self._planner.count_wait(wait.expected_s, wait.elapsed_s(self._clock()) - wait.planned_s)
         self._waits.end(request)
         return spec
@@ -171,10 +170,15 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context, self._waits.give_way)
         if output is None:
             return None
-        self._waits.news(output.keys_to_store)
-        self._on_reserved(len(output.keys_to_store), output.evicted_keys)
+        self._reserved(output)
         self._cascades.begin_stores(request, output.keys_to_store, keys)
         return output
+
+    def _reserved(self, output: PrepareStoreOutput) -> None:
+        """Note that host memory has reserved slots, for a store or a promotion."""
+        self._waits.news(output.keys_to_store)
+        if self._write_back is not None:
+            self._write_back.on_reserved(len(output.keys_to_store), output.evicted_keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext | None = None, success: bool = True

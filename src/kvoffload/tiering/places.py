@@ -27,7 +27,8 @@ _GROWTH = 16
 
 
 class Places:
-    """Looks blocks up in all tiers. Changes nothing except that tiers may ask their stores."""
+    """Looks blocks up in all tiers, and measures how long the tiers take to answer. Tiers may ask their stores; nothing
+    else changes."""
 
     def __init__(
         self,

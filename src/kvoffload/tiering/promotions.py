@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvoffload.cpu.common import CPULoadStoreSpec
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.miss import REFUSALS, Miss
@@ -16,9 +16,6 @@ from kvoffload.tiering.requests import TierRequest, Wait
 from kvoffload.tiering.segments import HERE, Place, Segment
 from kvoffload.tiering.tier_jobs import GuardedTier, TierJob, TierJobs
 from kvoffload.tiering.waits import Waits
-
-OnReserved = Callable[[int, Collection[OffloadKey]], None]
-"""Called after each reservation with its number of blocks and the keys that it evicted."""
 
 
 class Promotions:
@@ -35,7 +32,7 @@ class Promotions:
         waits: Waits,
         jobs: TierJobs,
         planner: LoadPlanner,
-        on_reserved: OnReserved,
+        on_reserved: Callable[[PrepareStoreOutput], object],
     ) -> None:
         self._primary = primary
         self._waits = waits
@@ -147,8 +144,7 @@ class Promotions:
         reserved = self._primary.prepare_write(keys[::-1], context, hits)
         if reserved is None:
             return None
-        self._waits.news(keys)
-        self._on_reserved(len(reserved.keys_to_store), reserved.evicted_keys)
+        self._on_reserved(reserved)
         assert isinstance(reserved.store_spec, CPULoadStoreSpec)
         return reserved.store_spec.slots[::-1]
 

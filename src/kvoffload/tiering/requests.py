@@ -85,7 +85,9 @@ class Wait:
     is_dirty: bool = False
     """Whether an event has concerned a block that it waits for or claims, so that its answers may have changed."""
     asked: dict[OffloadKey, Unanswered] = field(default_factory=dict)
-    """The unanswered blocks by the first key of each question."""
+    """The unanswered blocks by the first key of each question of the last lookup."""
+    before: dict[OffloadKey, Unanswered] = field(default_factory=dict)
+    """The same of the lookup before that one."""
     num_awaited: int = 0
     """Number of claimed blocks that are not ready, plus the number of questions for which its clock runs."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)

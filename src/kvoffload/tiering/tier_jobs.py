@@ -8,6 +8,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from kvoffload.boundary import Boundary, guarded, up_to_a_miss
@@ -18,9 +19,9 @@ from kvoffload.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 _log = logging.getLogger(__name__)
 
 
-def _for_each(answers: Sequence[bool], keys: Sequence[OffloadKey]) -> list[bool]:
+def _for_each(answers: Sequence[bool | None], keys: Sequence[OffloadKey], *_: object) -> list[Any]:
     """Return the answers, with ``False`` for each missing one."""
-    found = [bool(answer) for answer in answers[: len(keys)]]
+    found = [None if answer is None else bool(answer) for answer in answers[: len(keys)]]
     return found + [False] * (len(keys) - len(found))
 
 
@@ -94,10 +95,7 @@ class GuardedTier(Boundary):
     _lookup_each = guarded(
         SecondaryTierManager.lookup_each,
         lambda keys, *_: [False] * len(keys),
-        lambda found, keys, *_: (
-            [None if answer is None else bool(answer) for answer in found[: len(keys)]]
-            + [False] * (len(keys) - len(found))
-        ),
+        _for_each,
     )
     _submit_load = guarded(SecondaryTierManager.submit_load, lambda *_: False, lambda *_: True)
     _submit_store = guarded(SecondaryTierManager.submit_store, lambda *_: False, lambda *_: True)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The waits of requests and their claims. Scheduler thread only.
 
-A reverse index lists, for each block, the waits that claim it or wait for a tier's answer about it. An event that
-concerns a block marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any
-other request gets its last answers. ``Waits`` alone writes a ``Wait``; other parts report events.
+A reverse index lists, for each block, the waits that claim it, that wait for a tier's answer about it, or whose hit
+ends because it is missing. An event that concerns a block marks these waits as dirty. The request of a dirty wait is
+looked up again the next time it asks; any other request gets its last answers. ``Waits`` alone writes a ``Wait``; other
+parts report events.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Waits:
         self._due_s = inf
         """Before this time, no wait becomes as long as its request's budget."""
         self.lengths = Histogram("promotion_wait_seconds")
-        """The lengths of the waits that have ended."""
+        """The lengths of the waits that have ended and for which something was awaited or read."""
         self.num_expired = 0
         """Number of requests that gave up blocks because they had waited too long."""
 
@@ -76,7 +77,7 @@ class Waits:
 
     @property
     def watched(self) -> Collection[OffloadKey]:
-        """The watched blocks, about which some tier may have to ask its store."""
+        """The watched blocks: the first unknown block and the first missing block of each question."""
         return self._watchers.keys()
 
     def of(self, request: TierRequest) -> Wait:
@@ -132,6 +133,7 @@ class Waits:
         """Prepare to look up a request before its turn, as if it had just arrived. The wait begins, so its hits are
         claimed."""
         if wait.has_begun:
+            wait.request.budget_s -= wait.waited_s(self._clock())  # it had its turn, and is back in the queue
             self._plan_anew(wait)
         else:
             self.begin(wait)
@@ -222,8 +224,8 @@ class Waits:
         """Start a new lookup, because the request asks again in a later step. It stops waiting for answers that it does
         not ask for in this step."""
         wait.is_dirty = False
-        for rest in wait.asked.values():
-            rest.is_kept = False
+        wait.before, wait.asked = wait.asked, {}
+        for rest in wait.before.values():
             self._unwatch(wait, rest)
 
     def tell(self, wait: Wait, keys: Sequence[OffloadKey], answers: Sequence[bool | None], rest: Unanswered) -> None:
@@ -242,7 +244,7 @@ class Waits:
             rest.keys = [keys[at] for at in loose if answers[at] is None]
         if answers[-1] is False and (key := keys[len(answers) - 1]) not in wait.declined:
             rest.missing = key
-        before = wait.asked.get(keys[0])
+        before = wait.asked.get(keys[0]) or wait.before.get(keys[0])
         wait.asked[keys[0]] = rest
         if before is not None:
             self._unwatch(wait, before)
@@ -261,7 +263,7 @@ class Waits:
             self._add_awaited(wait, 1, self._clock())
 
     def _unwatch(self, wait: Wait, rest: Unanswered) -> None:
-        """Stop waiting for the watched block."""
+        """Stop watching the blocks of this question, and stop its clock."""
         for key in {rest.watched, rest.missing} - {None}:
             assert key is not None
             watchers = self._watchers.get(key)
@@ -275,11 +277,14 @@ class Waits:
         """Record a plan made for ``keys``. ``marks`` are the places of blocks that are not in flight. The plan's times
         count from ``seen_s``."""
         wait.plan, wait.planned, wait.marks = plan, keys, marks
-        wait.weighed += plan.weighed
         if wait.has_begun:
             self._set_deadline(wait, seen_s)
         elif wait.declined:
             wait.declined.difference_update(keys)  # by an earlier question; this one may wait for them
+
+    def note_reads(self, wait: Wait, plan: Plan) -> None:
+        """Record that the reads of a plan have begun."""
+        wait.weighed += plan.weighed
 
     def _set_deadline(self, wait: Wait, seen_s: float) -> None:
         if wait.plan is None:
@@ -353,10 +358,6 @@ class Waits:
                     wait.is_dirty = True
                     self._with_news[wait] = None
 
-    def doubt(self, wait: Wait) -> None:
-        """Mark the wait as dirty if it waits for answers, because a tier cannot tell whether it has news."""
-        wait.is_dirty |= any(rest.keys for rest in wait.asked.values())
-
     def gone(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """End all claims on blocks that were evicted or did not arrive. With a ``verdict``, they are misses for each
         request that waited for them. A block that had arrived for a wait is not promoted for it again."""
@@ -406,7 +407,8 @@ class Waits:
             self._asking.pop(request, None)
             return
         waited_s = wait.waited_s(self._clock())
-        self.lengths.observe(waited_s)
+        if waited_s or wait.sources:
+            self.lengths.observe(waited_s)
         request.budget_s -= waited_s
         self.restart(wait)
         self._with_news.pop(wait, None)

@@ -93,7 +93,7 @@ _JOIN_TIMEOUT_S = 30.0
 """Time limit for ranks to join the region in host memory after the scheduler has."""
 
 _STATS_INTERVAL_S = 1.0
-"""Time between reports while the server is busy. A report takes half a millisecond, which is too much for each step."""
+"""Time between reports while the server is busy. A report takes about a millisecond: too much for each step."""
 
 
 class _SharedSpec:
