@@ -178,6 +178,19 @@ def test_a_server_in_protected_mode_is_named_as_such(password: str | None, open_
                 call()
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("block_bytes", [2 << 20, 16 << 20])
+def test_a_block_that_is_too_large_for_a_server_is_named_as_such(
+    block_bytes: int, count: int, start_server: StartServer, open_store: OpenStore
+) -> None:
+    """The server rejects the length and closes the connection while the block is being sent."""
+    store = open_store(start_server(proto_max_bulk_len="1mb").url, block_bytes)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="invalid bulk length"):
+            write(store, keys(*range(count)), block_bytes)
+    assert store.contains(keys(1)) == [False], "the next exchange uses another connection"
+
+
 # --------------------------------------------------------------------------------------------- frozen, killed, slow
 
 

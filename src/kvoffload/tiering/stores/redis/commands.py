@@ -13,6 +13,8 @@ from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode
 from kvoffload.tiering.stores.seal import Sealer
 
 _AT_ONCE_BYTES = 1 << 20
+_PROTOCOL_ERROR = "ERR Protocol error"
+"""An error after which a server closes the connection, for instance because a block is too large for it."""
 
 _WHETHER = {b":0": False, b":1": True, b"+OK": True}
 _SET = {b"+OK": True, b"$-1": True}
@@ -121,6 +123,8 @@ class Put(Commands):
         for place, answer in enumerate(_answers(lines[num_asked:], _SET)):
             if answers[place] is not True:  # a full server also rejects a block that it contains
                 answers[place] = answer
+        if any(isinstance(answer, ErrorReply) and answer.startswith(_PROTOCOL_ERROR) for answer in answers):
+            return answers  # the server is closing the connection
         new = [place for place in rest if answers[place] is False]
         for start in range(0, len(new), self._at_once):
             places = new[start : start + self._at_once]

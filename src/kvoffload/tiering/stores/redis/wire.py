@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvoffload.errors import StoreError
+from kvoffload.errors import StoreError, reason_of
 from kvoffload.units import printable
 
 Buffer = bytes | bytearray | memoryview
@@ -291,6 +291,8 @@ class _PlainWire(Wire):
                 sent = self.socket.sendmsg(now)
             except BlockingIOError as exc:
                 raise TimeoutError("the server does not take what it is sent") from exc
+            except ConnectionError as exc:
+                raise ConnectionError(self._last_words() or reason_of(exc)) from exc
             parts = parts[_MOST_BUFFERS:] if sent == sum(map(len, now)) else _after(parts, sent)
 
     def _receive_exactly(self, targets: Sequence[Place]) -> None:
@@ -307,6 +309,14 @@ class _PlainWire(Wire):
         if not count or not self._is_accepted:
             self._check_start(targets, count)
         return count
+
+    def _last_words(self) -> str | None:
+        """Return the last error that the server sent before it closed the connection, or ``None``."""
+        try:
+            rest = self.socket.recv(_LINES_BYTES, socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        return next((error_reply(line) for line in reversed(rest.split(b"\r\n")) if line[:1] == b"-"), None)
 
     def _limit(self) -> None:
         """Set the kernel's time limit for a call. It is kept for a while, so the next calls may end a little later."""
