@@ -51,6 +51,15 @@ def test_a_large_quota_holds_within_a_tenth_and_the_oldest_go(
     )
 
 
+def test_one_write_lists_all_the_small_directories_in_which_it_wrote(open_store, tmp_path: Path) -> None:
+    max_blocks, numbers = 16 * NUM_FANS, itertools.count()
+    write(open_store(TINY), *keys_of(*itertools.islice(numbers, max_blocks)), size=TINY)
+    store = open_store(TINY, max_bytes=room_for(max_blocks, TINY))
+    for _ in range(32):
+        write(store, *keys_of(*itertools.islice(numbers, 64)), size=TINY)
+    assert disk_bytes(tmp_path) <= room_for(max_blocks, TINY)
+
+
 @pytest.mark.parametrize("max_blocks", by_size([1, 2, 5, 12], [1, 2, 5, 40]))
 def test_a_quota_of_few_blocks_is_kept_over_all_directories(open_store, tmp_path: Path, max_blocks: int) -> None:
     stores, numbers = [open_store(max_bytes=room_for(max_blocks)) for _ in range(3)], itertools.count()

@@ -53,6 +53,10 @@ class FileSeen(NamedTuple):
         return self.path.endswith(SUFFIX)
 
 
+_Part = tuple[int, Sequence[FileSeen]]
+"""A part of a listing's work: the number of files that were listed or deleted, and those that are gone."""
+
+
 class Quota:
     """The quota ``max_bytes`` for all files of all namespaces below ``root``. It holds on average over time and
     directories.
@@ -90,7 +94,7 @@ class Quota:
         self._proven_ns, self._end_ns = 0, 1 << 63
         """A time that the file system has, and its last time, once known."""
         self._lock = threading.Lock()
-        self._begun: deque[tuple[frozenset[int], Generator[Sequence[FileSeen], None, None]]] = deque()
+        self._begun: deque[tuple[frozenset[int], Generator[_Part, None, None]]] = deque()
         """Unfinished listings, by their fans. A thread removes one while it works on it."""
         self._namespaces = Namespaces(root, access, own)
 
@@ -178,8 +182,8 @@ class Quota:
                 if not self._begun:
                     break
                 fans, listing = self._begun.popleft()
-            for deleted in listing:
-                num_done += NAMES_AT_ONCE
+            for cost, deleted in listing:
+                num_done += cost
                 gone += [file.path for file in deleted]
                 if num_done >= _MOST_IN_A_WRITE:
                     with self._lock:
@@ -187,16 +191,16 @@ class Quota:
                     break
         return gone
 
-    def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Generator[Sequence[FileSeen], None, None]:
-        """List fans, and delete the oldest of their files if they exceed the quota. Yields the deleted files after each
-        part of the work."""
+    def _tidy(self, fans: Sequence[int], newest: Collection[str]) -> Generator[_Part, None, None]:
+        """List fans, and delete the oldest of their files if they exceed the quota. Yields after each part of the
+        work."""
         seen, cost = list[FileSeen](), 0
         for num_names, files in self._listed(fans):
             seen += files
             cost += num_names + _DIRECTORY_COSTS
             if cost >= NAMES_AT_ONCE:
+                yield cost, ()
                 cost = 0
-                yield ()
         self._date_again([file for file in seen if file.path in newest and file.written_ns < self._newest_ns])
         blocks = self._swept(seen)
         left_bytes, order = sum(file.size_bytes for file in blocks), deque(in_order(blocks, newest))
@@ -209,8 +213,10 @@ class Quota:
             gone = delete_oldest(self._root, chosen, -1, (), self._access)
             left_bytes -= sum(file.size_bytes for file in gone)
             gone_at_all |= bool(gone)
-            yield gone
+            yield cost + len(chosen), gone
+            cost = 0
         self._note_old(blocks, gone_at_all)
+        yield cost, ()
 
     def _date_again(self, files: Iterable[FileSeen]) -> None:
         """Set the times of files that were written just before a listing found a newer one."""
