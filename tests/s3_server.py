@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BUCKET = "kv-fleet"
 PATIENT = {"connect_timeout_s": 30.0, "request_timeout_s": 60.0}
 """Options of a tier whose test is not about deadlines."""
+USER = {"region": "us-east-1", "access_key_id": "someone", "secret_access_key": "hush"}
+"""Options of a tier's ``config`` for the only user who is no administrator."""
 
 
 class S3Server:
@@ -38,12 +40,7 @@ class S3Server:
         self.port = free_port()
         self._log = directory / f"s3-{self.port}.log"
         self.endpoint = f"{'https' if authority else 'http'}://127.0.0.1:{self.port}"
-        self.config = {
-            "endpoint": self.endpoint,
-            "region": "us-east-1",
-            "access_key_id": "someone",
-            "secret_access_key": "hush",
-        }
+        self.config = {"endpoint": self.endpoint} | USER
         self.client: Any = boto3.client(
             "s3",
             endpoint_url=self.endpoint,

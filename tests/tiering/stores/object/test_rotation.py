@@ -12,10 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.authority import Authority
-from tests.s3_server import BUCKET, PATIENT, S3Server
+from tests.s3_server import BUCKET, PATIENT, USER, S3Server
 from tests.tiering.stores.blocks import BLOCK_BYTES, read, write
 
 from kvoffload.errors import StoreError
@@ -25,6 +28,9 @@ from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.object.client import Client, Deadlines
 
 OpenTier = Callable[..., BlockStore]
+
+
+_OF_SIGNATURES = ("host", "authorization", "x-amz-security-token", "x-amz-date", "x-amz-content-sha256")
 
 
 class Gate(ThreadingHTTPServer):
@@ -52,7 +58,7 @@ class _Request(BaseHTTPRequestHandler):
         token = self.headers.get("x-amz-security-token", "")
         if token == self.server.token:
             onward = http.client.HTTPConnection("127.0.0.1", self.server.server.port, timeout=60)
-            onward.request(self.command, self.path, body, dict(self.headers))
+            onward.request(self.command, self.path, body, self._signed_again(body))
             answer = onward.getresponse()
             status, headers, content = answer.status, answer.getheaders(), answer.read()
             onward.close()
@@ -69,6 +75,15 @@ class _Request(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+    def _signed_again(self, body: bytes) -> dict[str, str]:
+        """Return the headers of this request without the session token, which the real server did not give out."""
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _OF_SIGNATURES}
+        request = AWSRequest(self.command, f"{self.server.server.endpoint}{self.path}", headers, body)
+        S3SigV4Auth(Credentials(USER["access_key_id"], USER["secret_access_key"]), "s3", USER["region"]).add_auth(
+            request
+        )
+        return dict(request.headers.items())
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
 
@@ -96,8 +111,8 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     opened: list[BlockStore] = []
 
     def make(endpoint: str, config: dict[str, object], **options: object) -> BlockStore:
-        known = {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "a", "secret_access_key": "b"}
-        tier = {"type": "object", "url": f"s3://{BUCKET}/rotation", "config": known | config} | PATIENT | options
+        tier = {"type": "object", "url": f"s3://{BUCKET}/rotation"} | PATIENT | options
+        tier["config"] = USER | {"endpoint": endpoint} | config
         opened.append(parse_tier(tier, BLOCK_BYTES).open_store(BLOCK_BYTES, str(tmp_path)))
         return opened[-1]
 
