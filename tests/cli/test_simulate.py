@@ -99,14 +99,13 @@ def test_hints_of_a_trace_count_in_simulate_and_plan(tmp_path: Path, capsys: pyt
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         common = ["--gpu-kv-tokens", str(5 * trace.block_tokens), "--processes", "1", "--json"]
-        rates = []
-        for command in (["simulate", path, "--cpu", "5%", "--policy", "density"], ["plan", path, "--hit-rate", "99"]):
-            figures = json.loads(run(capsys, *command, *common)[1])
-            runs = (figures[0] if command[0] == "simulate" else figures)["runs"]
-            size = max(1, int(0.05 * trace.num_unique))
-            rates += [each["hit_rate"] for each in runs if abs(each["cpu_blocks"] - size) <= 2][:1]
-        results[name] = rates
-    assert [len(rates) for rates in results.values()] == [2, 2]
+        plan = json.loads(run(capsys, "plan", path, "--hit-rate", "99", *common)[1])
+        rates = {each["cpu_blocks"]: each["hit_rate"] for each in plan["runs"]}
+        middle = sorted(rates)[len(rates) // 2]
+        cpu = f"{middle * plan['block_bytes'] >> 20}MiB"
+        (report,) = json.loads(run(capsys, "simulate", path, "--cpu", cpu, "--policy", "density", *common)[1])
+        assert report["runs"][-1]["cpu_blocks"] == middle
+        results[name] = rates[middle], report["runs"][-1]["hit_rate"]
     assert all(hinted > plain for hinted, plain in zip(results["with"], results["without"], strict=True))
 
 
