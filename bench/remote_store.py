@@ -277,12 +277,12 @@ def _objects(server: S3Server, size: int, total: int, repeats: int) -> list[Row]
     count = total // size
     rows = [memoryview(row) for row in np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)]
     store = ObjectStore(f"s3://{BUCKET}/store", size, config=server.config, deadlines=Deadlines(10.0, 60.0))
-    client = store._objects
+    client = store._client.bucket
     figures: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
     with ThreadPoolExecutor(REQUESTS) as pool:
 
         def put(name: str, row: memoryview) -> None:
-            obstore.put(client, name, bytes(row), mode="create", use_multipart=False)
+            obstore.put(client, name, bytes(row), use_multipart=False)
 
         def get(name: str, row: memoryview) -> None:
             row[:] = memoryview(obstore.get(client, name).buffer())
