@@ -294,7 +294,15 @@ def _specs_of_stage(vllm_config: Any, stage: int) -> dict[str, Any]:
     pipeline.ranks, pipeline.rank = list(range(pipeline.world_size)), stage
     tensor.world_size = parallel.tensor_parallel_size
     with set_current_vllm_config(vllm_config), set_default_torch_dtype(model.dtype), torch.device("meta"):
-        initialize_model(vllm_config)
+        try:
+            initialize_model(vllm_config)
+        except Exception:
+            if vllm_config.quant_config is None:
+                raise
+            # This platform may lack kernels for quantized weights, which do not change KV groups.
+            vllm_config.quant_config = None
+            vllm_config.compilation_config.static_forward_context.clear()
+            initialize_model(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
         return dict(GPUModelRunner.get_kv_cache_spec(runner))

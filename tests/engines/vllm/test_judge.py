@@ -38,6 +38,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 4096,
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LLAMA4 = {
     "architectures": ["Llama4ForCausalLM"],
     "model_type": "llama4_text",
@@ -64,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(root / "dense", num_layers=3)
     write_gemma3(root / "window")
     write_falcon_h1(root / "hybrid")
-    for name, config in (("latent", DEEPSEEK), ("chunked", LLAMA4)):
+    for name, config in (("latent", DEEPSEEK | {"quantization_config": FP8}), ("chunked", LLAMA4)):
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
     return root
@@ -89,6 +90,8 @@ def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(models: Path, tmp_p
     assert any("kv_cache_layout with latent attention (BLNHC)" in each for each in found.problems)
     assert not any("chunked prefill" in each for each in found.problems)
     assert any("chunked prefill" in each for each in found.unjudged)
+    # vLLM's CPU platform lacks a kernel for these weights.
+    assert not [each for each in found.unjudged if "KV groups" in each]
 
 
 def test_states_without_a_prefix_cache_are_rejected(models: Path, tmp_path: Path) -> None:
