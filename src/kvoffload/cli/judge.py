@@ -43,6 +43,7 @@ from kvoffload.engines.vllm.rejections import (
     check_memory,
     undecided,
 )
+from kvoffload.engines.vllm.weights import drafter_with_kv
 from kvoffload.errors import ConfigError, KVOffloadError, Problems, text_of
 
 _TIME_LIMIT_S = 300.0
@@ -303,6 +304,15 @@ def _specs_of_stage(vllm_config: Any, stage: int) -> dict[str, Any]:
             vllm_config.quant_config = None
             vllm_config.compilation_config.static_forward_context.clear()
             initialize_model(vllm_config)
+        drafter = drafter_with_kv(vllm_config)
+        if drafter is not None and stage == parallel.pipeline_parallel_size - 1:
+            draft = drafter.draft_model_config
+            if drafter.method == "draft_model":  # heads read their own configuration
+                whole = copy.copy(vllm_config)
+                whole.model_config, whole.quant_config = draft, None
+                initialize_model(whole, prefix="draft_model")
+            else:
+                initialize_model(vllm_config, model_config=draft)
         current_platform.update_block_size_for_backend(vllm_config)
         runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
         return dict(GPUModelRunner.get_kv_cache_spec(runner))

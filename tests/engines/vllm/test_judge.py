@@ -36,6 +36,7 @@ DEEPSEEK = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
     "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
     "max_position_embeddings": 4096,
 }
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -91,6 +92,13 @@ def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(models: Path, tmp_p
     assert not any("chunked prefill" in each for each in found.problems)
     assert any("chunked prefill" in each for each in found.unjudged)
     # vLLM's CPU platform lacks a kernel for these weights.
+    assert not [each for each in found.unjudged if "KV groups" in each]
+
+
+def test_over_a_pipeline_the_drafter_counts_for_the_last_stage(models: Path, tmp_path: Path) -> None:
+    method = '--speculative-config {"method":"mtp","num_speculative_tokens":1}'
+    found = verdict(models, tmp_path, "latent", f"--pipeline-parallel-size 2 {method}")
+    assert found.problems == []
     assert not [each for each in found.unjudged if "KV groups" in each]
 
 
