@@ -78,6 +78,8 @@ class Worker:
     ) -> None:
         """``left_out``: groups that are not offloaded. They come after all others."""
         self._block_tokens = block_tokens
+        self.factor = 1
+        """GPU blocks per slot, except for states."""
         self._state_groups = state_groups
         self._left_out = left_out
         self._lookahead = lookahead_tokens
@@ -129,10 +131,23 @@ class Worker:
             for block_id in load.destination.block_ids:
                 self._device.update({(int(block_id), offset): GARBAGE for offset in range(max(self._block_tokens))})
             return
-        for slot, block_id in zip(load.source.block_ids, load.destination.block_ids, strict=True):
-            for offset in range(max(self._block_tokens)):
-                content = self.slots[int(slot)][offset : offset + 1] if int(slot) in self.slots else [PROMOTED]
-                self._device[int(block_id), offset] = content[0] if content else GARBAGE
+        slots, gpu_blocks = iter(load.source.block_ids), iter(load.destination.block_ids)
+        groups = zip(load.destination.group_sizes, load.destination.block_indices, strict=True)
+        for group, (size, first) in enumerate(groups):
+            factor, tokens = self._factor(group), self._block_tokens[group]
+            slot = -1
+            for index in range(int(first), int(first) + size):
+                if index == first or index % factor == 0:
+                    slot = int(next(slots))
+                block_id, at = int(next(gpu_blocks)), index % factor * tokens
+                for offset in range(tokens):
+                    content = self.slots[slot][at + offset : at + offset + 1] if slot in self.slots else [PROMOTED]
+                    self._device[block_id, offset] = content[0] if content else GARBAGE
+        assert next(slots, None) is None
+        assert next(gpu_blocks, None) is None
+
+    def _factor(self, group: int) -> int:
+        return 1 if group in self._state_groups else self.factor
 
     def _begin_step(self, output: Any, requests: dict[str, Any]) -> None:
         self._store(output.kv_connector_metadata.meta.final_stores)
@@ -222,10 +237,13 @@ class Worker:
         ids = iter(int(block_id) for block_id in job.source.block_ids)
         slots = iter(int(slot) for slot in job.destination.block_ids)
         for group, size in enumerate(job.source.group_sizes):
-            for _ in range(size):
-                block_id = next(ids)
+            factor = self._factor(group)
+            for _ in range(size // factor):
+                blocks = [next(ids) for _ in range(factor)]
                 self.slots[next(slots)] = [
-                    self._device.get((block_id, offset), GARBAGE) for offset in range(self._block_tokens[group])
+                    self._device.get((block_id, offset), GARBAGE)
+                    for block_id in blocks
+                    for offset in range(self._block_tokens[group])
                 ]
         self._ended.append(job)
 

@@ -129,8 +129,9 @@ class Steps:
         from vllm.v1.structured_output import StructuredOutputManager
 
         groups = groups or (attention(),)
+        factor = options.get("block_size", BLOCK) // BLOCK
         if slots is not None:
-            num_bytes = slots * PAGE_BYTES * context_ranks * stages**2
+            num_bytes = slots * PAGE_BYTES * context_ranks * stages**2 * factor
             options = SCRIPTED | {"cpu_bytes_to_use": num_bytes} | options
         config = EngineArgs(
             model=model,
@@ -191,6 +192,7 @@ class Steps:
         self.workers = [*(FirstStage(self.block_tokens, 0) for _ in range(stages - 1)), *[self.worker] * of_stage]
         """By rank."""
         for each in self.workers:
+            each.factor = factor
             each.reads = {
                 group: functools.partial(first_read, spec)
                 for group, spec in enumerate(groups)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.engines.models import SmallModel
 from tests.engines.vllm.steps import BLOCK, Steps, aborted, attention, chunked, latent, replayed_window, ring
+from tests.sizes import by_size
 
 from kvoffload.errors import ConfigError
 
@@ -143,6 +144,44 @@ def test_what_chunks_read_after_a_load_is_right(llama: SmallModel, asynchronous:
         steps.drain()  # which checks what each position was computed from
         assert steps.scheduler.reset_prefix_cache()
     assert len(steps.loads()) > 10
+    steps.close()
+
+
+@pytest.mark.parametrize("seed", range(by_size(6, 100)))
+def test_whatever_the_groups_and_blocks_tokens_are_computed_from_the_right_ones(llama: SmallModel, seed: int) -> None:
+    """Windows and chunks of several sizes, blocks of up to three GPU blocks, little memory, aborts and failures."""
+    chance = random.Random(seed)
+    kinds = [
+        lambda: chunked(chance.choice([1, 2, 3, 5]) * BLOCK),  # vLLM's own hits are wrong for other chunks
+        lambda: attention(chance.choice([3, 5, 9, 14])),
+    ]
+    groups = [attention(), *(chance.choice(kinds)() for _ in range(chance.randrange(1, 4)))]
+    steps = Steps(
+        llama.path,
+        chance.random() < 0.5,
+        chance.choice([18, 22, 60]) * len(groups),
+        groups=groups,
+        slots=chance.choice([6, 12, 40]) * len(groups),
+        max_tokens_per_step=chance.choice([7, 16, 64]),
+        block_size=chance.choice([1, 1, 2, 3]) * BLOCK,
+    )
+    scheduler = steps.scheduler
+    for wave in range(12):
+        for number in range(chance.randrange(1, 5)):
+            name, cut, base = f"{wave} {number}", chance.randrange(1, 40), chance.choice([100, 200])
+            steps.add(name, [*range(base, base + cut), *[400] * chance.randrange(7)], chance.choice([1, 3, 9]))
+            if chance.random() < 0.15:
+                steps.failing.add(name)
+        for _ in range(chance.randrange(12)):
+            if scheduler.has_requests():
+                steps.step()  # which checks what each position was computed from
+            if chance.random() < 0.08 and scheduler.requests:
+                scheduler.finish_requests(chance.choice(sorted(scheduler.requests)), aborted())
+        if chance.random() < 0.6:
+            steps.drain()
+            assert scheduler.reset_prefix_cache()
+    steps.drain()
+    assert steps.loads()
     steps.close()
 
 
