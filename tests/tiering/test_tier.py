@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.tiering.store_rig import BLOCK_BYTES, CONTEXT, Region
 
-from kvoffload.base import OffloadKey, OffloadPolicy
+from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvoffload.errors import StoreError
 from kvoffload.testing.keys import keys as keys_of
@@ -171,6 +171,28 @@ def test_a_manager_hears_of_a_block_that_the_scan_finds_while_its_first_question
         time.sleep(0.001)
     assert manager.lookup_prefix(keys_of(1), CONTEXT) == [True]
     rig.gate.open_gate("contains")
+    manager.shutdown()
+
+
+def test_a_tier_keeps_no_news_of_requests_that_ended_before_its_answer(make) -> None:
+    rig = make()
+    rig.start()
+    manager = TieringOffloadingManager(CPUPrimaryTierOffloadingManager(4, Region(rig.view)), [rig.tier])
+    for number in range(3):
+        rig.gate.close_gate("contains")
+        context = ReqContext(f"r{number}")
+        manager.on_new_request(context)
+        assert manager.lookup_prefix(keys_of(number), context) == [None]
+        manager.on_schedule_end()
+        manager.on_request_finished(context)
+        rig.gate.open_gate("contains")
+        deadline = time.monotonic() + 10
+        while manager.has_pending_work():
+            assert time.monotonic() < deadline
+            manager.on_schedule_end()
+            time.sleep(0.001)
+        manager.on_schedule_end()
+    assert [*rig.tier.take_news()] == []
     manager.shutdown()
 
 

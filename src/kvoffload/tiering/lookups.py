@@ -115,11 +115,10 @@ class Lookups:
         """Mark the waits that news of the tiers concern, and return whether some tier cannot tell what is new."""
         cannot_tell = False
         for tier in self._tiers:
-            if self._waits.watched or self._places.is_watching(tier):
-                news = tier.take_news()
-                self._places.note_news(tier, news)
-                self._waits.news(news or ())
-                cannot_tell |= news is None
+            news = tier.take_news()  # although no request may wait, because a tier keeps its news until they are taken
+            self._places.note_news(tier, news)
+            self._waits.news(news or ())
+            cannot_tell |= news is None
         return cannot_tell
 
     # -------------------------------------------------------------------------------------------------- answers

@@ -142,10 +142,6 @@ class Places:
 
     # ------------------------------------------------------------------------------------------------- answers
 
-    def is_watching(self, tier: GuardedTier) -> bool:
-        """Return whether an answer of ``tier`` is being timed."""
-        return tier in self._asked
-
     def note_news(self, tier: GuardedTier, news: Collection[OffloadKey] | None) -> None:
         """Record that ``tier`` may know more about these blocks (``None``: about any block)."""
         asked = self._asked.get(tier)
