@@ -54,7 +54,10 @@ def run_child(scenario: str, timeout_s: float = 400, environment: dict[str, str]
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "answer.json"
         result = subprocess.run(
-            [sys.executable, "-m", "tests.engines.vllm.scenarios", scenario, json.dumps(options), str(answer)],
+            [
+                *(sys.executable, "-m", "tests.engines.vllm.scenarios"),
+                *(scenario, json.dumps(options), str(answer), str(0.925 * timeout_s)),
+            ],
             cwd=ROOT,
             env=child_environment() | (environment or {}),
             stdout=subprocess.PIPE,

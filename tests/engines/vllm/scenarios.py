@@ -1066,14 +1066,15 @@ def in_virtual_time(
     return found
 
 
-def exit_if_hung() -> None:
-    """Says in 370 s from now where this process is, and ends it, before its parent gives up. Replaces the last call."""
-    faulthandler.dump_traceback_later(370, exit=True)
+def exit_if_hung(seconds: float = 370.0) -> None:
+    """Says in ``seconds`` from now where this process is, and ends it, before its parent gives up. Replaces the last
+    call."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def main() -> None:
-    scenario, options, answer = sys.argv[1:]
-    exit_if_hung()
+    scenario, options, answer, *seconds = sys.argv[1:]
+    exit_if_hung(*map(float, seconds))
     Path(answer).write_text(json.dumps(globals()[scenario](**json.loads(options))))
 
 

@@ -28,7 +28,7 @@ def test_a_served_request_has_its_tiers_in_vllms_trace(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-    tier = {"type": "disk", "path": str(tmp_path / "blocks"), "cascade": "on_store"}
+    tier = {"type": "disk", "path": str(tmp_path / "blocks"), "cascade": "on_store", "max_bytes": "1GiB"}
     server = Server(
         llama.path,
         tmp_path,

@@ -28,7 +28,14 @@ def server(llama: SmallModel, tmp_path: Path) -> Iterator[Server]:
     extra = {
         "spec_name": "TieringOffloadingSpec",
         # Two, as some panels show disks one by one.
-        "secondary_tiers": [{"type": "disk", "path": [str(tmp_path / name) for name in "ab"], "cascade": "on_store"}],
+        "secondary_tiers": [
+            {
+                "type": "disk",
+                "path": [str(tmp_path / name) for name in "ab"],
+                "cascade": "on_store",
+                "max_bytes": "1GiB",
+            }
+        ],
         "load_policy": "always",
         "max_wait_s": 60.0,
         "record_trace": str(tmp_path / "trace.jsonl"),
