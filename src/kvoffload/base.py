@@ -334,8 +334,8 @@ class OffloadingManager(ABC):
         return False
 
     def is_unchanged(self, req_context: ReqContext) -> bool:
-        """Return whether the request's last lookups would get the same answers again and start no further reads: it
-        waits, perhaps for its turn, and nothing has happened to its blocks. Ready blocks among them stay."""
+        """Return whether to look up the request again would change nothing: it waits, perhaps for its turn, some of its
+        blocks have not arrived, or all stay ready, and nothing else has happened to them."""
         return False
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

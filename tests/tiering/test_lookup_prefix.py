@@ -13,6 +13,7 @@ from tests.tiering.rig import Rig, keys, prefix, stats_of_blocks
 from kvoffload.base import OffloadingManager, OffloadKey, OffloadPolicy, ReqContext
 from kvoffload.cpu import POLICIES, BlockStatus
 from kvoffload.cpu.policies.lru import LRUCachePolicy
+from kvoffload.tiering.load_policy import BlockWorth
 
 BLOCK = OffloadPolicy.BLOCK_LEVEL
 
@@ -229,6 +230,23 @@ def test_a_request_that_waits_is_unchanged_until_an_event_concerns_it() -> None:
         assert rig.ask(prefix(40), request) == [True] * 40
     rig.load(prefix(40), request)
     assert not unchanged(request), "it does not wait any more"
+
+
+def test_a_request_is_looked_up_again_when_the_last_of_its_blocks_has_arrived() -> None:
+    """Reads of large blocks end one by one. Each end was followed by a lookup of the whole prefix."""
+    rig = Rig(64, block_worth=BlockWorth(5 << 20))
+    rig.below(prefix(40))
+    request = rig.start("r")
+    assert rig.ask(prefix(40), request) == [None] * 40
+    rig.step()
+    jobs = [*rig.tier.jobs]
+    assert len(jobs) > 10
+    for job in jobs:
+        assert rig.manager.is_unchanged(request)
+        rig.tier.finish([job])
+        rig.step()
+    assert not rig.manager.is_unchanged(request)
+    assert rig.ask(prefix(40), request) == [True] * 40
 
 
 def test_with_a_reuse_filter_every_lookup_counts_and_none_is_left_out() -> None:

@@ -79,7 +79,7 @@ class Lookups:
         return answers
 
     def is_unchanged(self, request: TierRequest) -> bool:
-        """Return whether the request waits, and would get the same answers again and start no further reads."""
+        """Return whether the request waits, and another lookup would neither end its wait nor start further reads."""
         wait, is_ahead = request.wait, request.context.tokens_ahead is not None
         if wait is None or wait.is_ahead is not is_ahead:
             return False  # it does not wait, or its turn has come

@@ -83,7 +83,8 @@ class Wait:
     is_ahead: bool = False
     """Whether the request's turn has not come, so that its time in the engine's queue does not count as waiting."""
     is_dirty: bool = False
-    """Whether an event has concerned a block that it waits for or claims, so that its answers may have changed."""
+    """Whether an event has concerned a block that it waits for or claims, so that another lookup may find more. Before
+    the last block arrives, the arrival of another one changes nothing."""
     asked: dict[OffloadKey, Unanswered] = field(default_factory=dict)
     """The unanswered blocks by the first key of each question of the last lookup."""
     before: dict[OffloadKey, Unanswered] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class Wait:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no event has concerned its answers since they were given."""
+        """Whether no event has made another lookup useful since its answers were given."""
         return not self.is_dirty and all(each.is_kept for each in self.asked.values())
 
     @property

@@ -341,8 +341,9 @@ class Waits:
         for key in claimed:
             for wait in self._claims[key]:
                 if not wait.claims[key]:
-                    wait.claims[key] = wait.is_dirty = True
+                    wait.claims[key] = True
                     self._add_awaited(wait, -1, now_s)
+                    wait.is_dirty |= not wait.num_awaited
                 if source is not None:
                     wait.sources[key] = source
         self._hold([key for key in claimed if self._claims[key]])
