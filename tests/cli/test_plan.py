@@ -192,6 +192,24 @@ def test_placeholder_prices_are_warned_about_once(
     assert told["runs"] == told["verdict"]["warnings"] == [], "no price decides"
 
 
+def test_times_that_may_be_in_seconds_are_pointed_out(
+    recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.loads(line) for line in recurring.read_text().splitlines()]
+    for line in lines:
+        line["timestamp"] /= 1000
+    timed, file = tmp_path / "timed.jsonl", tmp_path / "stretch.json"
+    timed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text(json.dumps({"stretch": 1000}))
+    args = ["--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
+    _, _, told = plan(capsys, timed, *args)
+    assert any("stretch: 1000" in warning for warning in told["verdict"]["warnings"])
+    _, _, told = plan(capsys, timed, *args, "--fleet", file)
+    assert not any("stretch" in warning for warning in told["verdict"]["warnings"])
+    _, _, at_once = plan(capsys, recurring, *args)
+    assert told["chosen"]["cpu_blocks"] == at_once["chosen"]["cpu_blocks"]
+
+
 def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prices.json"
     file.write_text(json.dumps({"prices": {"currency": "EUR", "cpu": 0.1}}))

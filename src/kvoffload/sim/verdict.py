@@ -20,6 +20,8 @@ from kvoffload.sim.table import Table
 from kvoffload.units import counted, exact_size, format_bytes
 
 WIDTH, MOST_LINES = 80, 25
+_IN_MILLISECONDS = 100
+"""Requests per second that a trace for one server seldom has, unless somebody took its seconds for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,11 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
             f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
             "the time, so its times only show that it is too slow. Check --prefill-speed, or give a lower --rate."
         )
+        if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
+            yield (
+                f"the trace has {trace.requests_per_s:,.0f} requests/s. If its times are in seconds instead of "
+                "milliseconds, set stretch: 1000 in the file of --fleet."
+            )
     pool = without.server.gpu_blocks * trace.block_tokens
     too_long = int((trace.input_tokens + trace.output_tokens > pool).sum()) if pool else 0
     if too_long:
