@@ -94,6 +94,16 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float) -> None:
         assert 0.8 * low < found / trace.requests_per_s < 1.03 * high
 
 
+def test_first_requests_that_arrive_at_once_do_not_hide_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.sim.plan._CAPACITY_REQUESTS", 8)
+    times_s = TRACE.times_s.copy()
+    times_s[:8] = times_s[0]
+    trace = replace(TRACE, times_s=times_s)
+    plan = make_plan(trace, BASE, Goal(hit_rate=0.3), PRICES, max_disk_blocks=0, processes=1)
+    assert plan.capacities
+    assert all(0 < each.requests_per_s < 1e6 for each in plan.capacities)
+
+
 @pytest.mark.parametrize("prices", [{"cpu": -1.0}, {"link": math.nan}, {"disk": math.inf}])
 def test_prices_that_make_no_sense(prices: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -203,8 +203,10 @@ def _capacities(
             runs.append((what, min(meeting, key=lambda each: prices.of_tiers(each.server))))
         elif of_kind:
             runs.append((what, max(of_kind, key=plan.goal.reached)))
-    short = trace.first(_CAPACITY_REQUESTS).whole_blocks()
-    with runner(highest_load, short, num_processes(processes, len(runs)), progress) as run_each:
+    short = trace.first(_CAPACITY_REQUESTS)
+    if short.requests_per_s == math.inf:
+        short = trace  # the first requests arrive at once, at any rate
+    with runner(highest_load, short.whole_blocks(), num_processes(processes, len(runs)), progress) as run_each:
         rates = run_each([(run, plan.goal) for _, run in runs])
     return tuple(Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True))
 
@@ -238,8 +240,7 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
         if low and high < math.inf and not low < factor * _ALMOST < factor / _ALMOST < high:
             factor = math.sqrt(low * high)
         run = simulate(trace.stretched(1 / factor), run.server, hashes=hashes)
-    rate = len(trace) / max(float(trace.times_s[-1] - trace.times_s[0]), 1e-9) if len(trace) else 0.0
-    return low * rate
+    return low * trace.requests_per_s
 
 
 def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:
