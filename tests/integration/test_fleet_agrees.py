@@ -25,6 +25,7 @@ from tests.redis_server import PATIENT_OPTIONS, RedisServer
 from tests.sizes import by_size
 from tests.tiering.rig import quiesce
 
+from kvoffload.base import make_offload_key
 from kvoffload.config import parse_config
 from kvoffload.engines.reference import Engine, EngineOptions
 from kvoffload.sim.cluster import simulate
@@ -93,7 +94,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 def route(trace: Trace, router: str, num_engines: int) -> Iterator[tuple[int, int]]:
     """(request, engine): where the router sends each request, when all before it were answered."""
     choose, fleet = router_of(router), Fleet([ServerState() for _ in range(num_engines)])
-    keys = trace.keys()
+    keys = [make_offload_key(each, 0) for each in trace.hashes()]
     for request in range(len(trace)):
         tokens = int(trace.input_tokens[request])
         path = [keys[block] for block in trace.blocks(request)[: tokens // trace.block_tokens].tolist()]

@@ -9,10 +9,9 @@ count in the same way, so figures can be compared. The manager and the policy ar
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import OffloadKey, ReqContext, make_offload_key
 from kvoffload.config import DEFAULTS
 from kvoffload.cpu.manager import CPUOffloadingManager
 from kvoffload.sim.trace import Trace
@@ -43,16 +42,12 @@ def replay_policy(
     capacity_blocks: int,
     *,
     store_threshold: int = DEFAULTS.store_threshold,
-    keys: Sequence[OffloadKey] | None = None,
 ) -> ReplayResult:
-    """Replay ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``.
-
-    ``keys`` is ``trace.keys()``, so that several replays can share it.
-    """
+    """Replay ``trace`` through a ``CPUOffloadingManager`` of ``capacity_blocks``."""
     manager = CPUOffloadingManager(capacity_blocks, policy, store_threshold=store_threshold)
     # LRU evicts the same blocks in one batch as one by one. Policies that learn do so between two evictions.
     most_at_once = capacity_blocks if policy == "lru" else 1
-    table = trace.keys() if keys is None else keys
+    table = [make_offload_key(block_hash, 0) for block_hash in trace.hashes()]
     offsets = trace.offsets.tolist()
     hits = 0
     for request, (start, end) in enumerate(itertools.pairwise(offsets)):

@@ -44,7 +44,7 @@ def test_mooncake_form(tmp_path: Path) -> None:
     assert trace.ids.tolist() == [0, 1, 0, 1, 2, 3, 4]
     assert trace.sessions.tolist() == [NO_SESSION, 0, 0, 1]
     assert (len(trace), trace.num_accesses, trace.num_unique) == (4, 7, 5)
-    assert len(set(trace.keys())) == 5
+    assert len(set(trace.hashes())) == 5
 
 
 def test_what_clients_said_of_the_next_use(tmp_path: Path) -> None:

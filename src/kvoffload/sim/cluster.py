@@ -315,7 +315,6 @@ class _Replay:
             servers=servers,
             requests=len(trace),
             input_tokens=trace.total_input_tokens,
-            output_tokens=int(trace.output_tokens.sum()),
             block_tokens=trace.block_tokens,
             duration_s=max(self._end_s - begin_s, 1e-9) if len(trace) else 0.0,
             arriving_s=float(trace.times_s[-1]) - begin_s if len(trace) else 0.0,

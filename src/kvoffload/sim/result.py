@@ -56,7 +56,6 @@ class Result:
     servers: tuple[ServerResult, ...]
     requests: int
     input_tokens: int
-    output_tokens: int
     block_tokens: int
     duration_s: float
     """From the first arrival to the last token."""
@@ -121,11 +120,6 @@ class Result:
     def sum_of(self, name: str) -> Any:
         """The sum of a field of ``ServerResult`` over all servers."""
         return sum(getattr(server, name) for server in self.servers)
-
-    @property
-    def requests_per_s(self) -> float:
-        """Requests that arrived, per second."""
-        return self.requests / max(self.arriving_s, 1e-9)
 
     def cost_per_million_tokens(self, prices: Prices) -> float:
         """Of prompts, whether computed or found."""

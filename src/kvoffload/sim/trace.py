@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.base import NextUse, OffloadKey, make_offload_key
+from kvoffload.base import NextUse
 from kvoffload.errors import ConfigError
 
 NO_SESSION = -1
@@ -130,10 +130,6 @@ class Trace:
     def stretched(self, factor: float) -> Trace:
         """Return the same requests arriving ``factor`` times as slowly."""
         return replace(self, times_s=self.times_s * factor)
-
-    def keys(self) -> list[OffloadKey]:
-        """Return the key of every block, by its number."""
-        return [make_offload_key(block_hash, 0) for block_hash in self.hashes()]
 
     def hashes(self) -> list[bytes]:
         """Return the hash of every block, by its number."""
