@@ -286,7 +286,7 @@ def test_the_command_line_maintains_what_sglang_wrote(attached: Server, baseline
         "sealed": [],
         "deleted": None,
     }
-    assert store_command("gc", root, "--max-bytes", "1MiB", "--dry-run")["excess_bytes"] > 0
+    assert store_command("gc", root, "--max-bytes", "1MiB", "--dry-run")["would_free_bytes"] > 0
     assert store_command("gc", root, "--max-bytes", "64MiB", "--yes")["deleted"] == 0
     assert store_command("clear", root, "--all", "--yes")["deleted"] == listed["blocks"]
     assert store_command("ls", root)["namespaces"] == []
