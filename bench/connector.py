@@ -351,11 +351,12 @@ def admission_row(num_blocks: int, repeats: int) -> Row:
 def run(short: bool) -> list[Row]:
     repeats = 3 if short else 15
     idle = steps_row(64, BLOCK - 2, 2 if short else 20, repeats, "step that fills no block")
-    decoding = steps_row(64, BLOCK, 1 if short else 4, repeats, "decode, each request stores every 16th step")
+    # 64 requests gather eight blocks each, so every eighth block is followed by stores.
+    decoding = steps_row(64, BLOCK, 1 if short else 8, repeats, "decode, each request fills a block every 16th step")
     evicting = steps_row(
         64,
         BLOCK,
-        1 if short else 4,
+        1 if short else 8,
         repeats,
         "the same, each store evicts by the default policy",
         num_blocks=6_000 if short else 100_000,
@@ -372,13 +373,13 @@ def run(short: bool) -> list[Row]:
         steps_row(
             64,
             BLOCK,
-            1 if short else 20,
+            1 if short else 24,
             repeats,
             "the same with prompts of 32,000 tokens",
             prompt_tokens=1000 if short else 32_000,
             num_blocks=200_000,
         ),
-        states_row(64, 1 if short else 4, repeats),
+        states_row(64, 1 if short else 8, repeats),
         admission_row(100 if short else 6_250, repeats),
         *watching_rows(64, 20 if short else 200, 1 if short else 2, repeats),
     ]
