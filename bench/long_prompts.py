@@ -23,7 +23,7 @@ from pathlib import Path
 from bench.core import Row, bench_directory, report
 from bench.stores import Link
 from bench.stretched import LINKS, LinkedDiskOptions
-from bench.vllm_serving import Child, answer_questions, transfer_config, write_model
+from bench.vllm_serving import Child, answer_questions, finish_transfers, open_engine, write_model
 from kvoffload.tiering.options import STORES
 
 SHORT, LONG = 1024, 8000
@@ -37,24 +37,19 @@ class BenchEngine:
     """The engine in the child process."""
 
     def __init__(self, model: str, policy: str, directory: str) -> None:
-        from vllm import LLM
-
         STORES.register("linked_disk", LinkedDiskOptions)
         LINKS["disk"] = Link(1e12)
         tier = {"type": "linked_disk", "name": "disk", "path": directory, "max_bytes": "2GiB"}
         extra = {"cpu_bytes_to_use": "256MiB", "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
         extra |= {"load_policy": policy, "weights_version": "one", "reset_tiers": False}
-        self._llm = LLM(
+        self._llm = open_engine(
             model,
-            dtype="float32",
-            enforce_eager=True,
+            extra,
             max_model_len=8192,
             block_size=_BLOCK_TOKENS,
             num_gpu_blocks_override=600,
             kv_cache_memory_bytes=1 << 28,
             max_num_batched_tokens=_STEP_TOKENS,
-            disable_log_stats=False,
-            kv_transfer_config=transfer_config(extra),
         )
         self._random = random.Random(5)
 
@@ -76,8 +71,7 @@ class BenchEngine:
         parameters = SamplingParams(temperature=0, max_tokens=1)
         self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         seconds = time.perf_counter() - start
-        while self._llm.llm_engine.engine_core.engine_core.scheduler.has_requests():  # transfers
-            self._llm.llm_engine.step()
+        finish_transfers(self._llm)
         return seconds
 
 

@@ -71,22 +71,17 @@ class StretchedVllm:
         max_batch_tokens: int,
         max_requests: int,
     ) -> None:
-        from vllm import LLM
+        from bench.vllm_serving import open_engine
 
-        from bench.vllm_serving import transfer_config
-
-        llm = LLM(
+        llm = open_engine(
             model,
-            dtype="float32",
-            enforce_eager=True,
+            offloading,
             max_model_len=2 * LONGEST,
             block_size=VLLM_BLOCK_TOKENS,
             num_gpu_blocks_override=device_tokens // VLLM_BLOCK_TOKENS,
             kv_cache_memory_bytes=2 * device_tokens * KV_BYTES_PER_TOKEN,
             max_num_batched_tokens=max_batch_tokens,
             max_num_seqs=max_requests,
-            disable_log_stats=False,
-            kv_transfer_config=transfer_config(offloading),
         )
         self.stretched: Stretched
         llm.apply_model(lambda module: setattr(self, "stretched", Stretched(module, tokens_per_s)))

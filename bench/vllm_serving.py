@@ -150,26 +150,38 @@ def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def open_engine(model: str, offloading: dict[str, Any] | None, **options: Any) -> Any:
+    """Return vLLM's ``LLM`` for a small model, with these options and with kvoffload unless ``offloading`` is
+    ``None``."""
+    from vllm import LLM
+
+    config = None if offloading is None else transfer_config(offloading)
+    return LLM(
+        model, dtype="float32", enforce_eager=True, disable_log_stats=False, kv_transfer_config=config, **options
+    )
+
+
+def finish_transfers(llm: Any) -> None:
+    """Let the engine step until no transfer runs."""
+    while llm.llm_engine.engine_core.engine_core.scheduler.has_requests():
+        llm.llm_engine.step()
+
+
 class BenchEngine:
     def __init__(self, model: str, offload: str) -> None:
-        from vllm import LLM
-
         extra: dict[str, Any] = {"cpu_bytes_to_use": "512MiB"}
         if offload not in ("", "cpu"):
             extra |= {"spec_name": "TieringOffloadingSpec", "load_policy": "always"}
             extra["secondary_tiers"] = [{"type": "disk", "path": offload, "max_bytes": "2GiB"}]
             extra |= {"weights_version": "one", "reset_tiers": False}  # a reset leaves the blocks on the disk
-        self._llm = LLM(
+        self._llm = open_engine(
             model,
-            dtype="float32",
-            enforce_eager=True,
+            extra if offload else None,
             max_model_len=8192,
             block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=200,
             kv_cache_memory_bytes=1 << 29,
             max_num_batched_tokens=8192,
-            disable_log_stats=False,
-            kv_transfer_config=transfer_config(extra) if offload else None,
         )
         self._rng = random.Random(5)
 
@@ -183,11 +195,6 @@ class BenchEngine:
         start = time.perf_counter()
         (output,) = self._llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         return time.perf_counter() - start, output.num_cached_tokens or 0
-
-    def _settle(self) -> None:
-        core = self._llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():
-            self._llm.llm_engine.step()
 
     def first_token(self, lengths: list[int], rounds: int, ways: int) -> list[list[float]]:
         """Return medians per length for the four ways: computed, vLLM's own cache, host memory, and disk."""
@@ -203,7 +210,7 @@ class BenchEngine:
                     seconds, cached = self._generate(prompt)
                     assert (cached > 0) == (way > 0)
                     times[way].append(seconds)
-                    self._settle()
+                    finish_transfers(self._llm)
             answers.append([statistics.median(log[1:]) for log in times])  # the first round is a warm-up
         return answers
 
