@@ -334,8 +334,8 @@ class OffloadingManager(ABC):
         return False
 
     def is_unchanged(self, req_context: ReqContext) -> bool:
-        """Return whether to look up the request again would change nothing: it waits, perhaps for its turn, some of its
-        blocks have not arrived, or all stay ready, and nothing else has happened to them."""
+        """Return whether another lookup of the request would change nothing: it waits, perhaps for its turn, and since
+        its last lookup nothing has happened that could end the wait or start further reads. Ready blocks stay ready."""
         return False
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -348,7 +348,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin ``keys``, which ``lookup`` found (``True``) in this step, and return their places in the same order."""
+        """Pin ``keys``, which ``lookup`` found (``True``) in this step, and return their places in the same order.
+
+        Without ``keys``, it says that the request runs and loads nothing, so that it needs no more blocks.
+        """
 
     @abstractmethod
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:

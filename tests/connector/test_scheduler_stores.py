@@ -89,13 +89,29 @@ def test_many_requests_gather_generated_blocks_and_lose_none(
 
 
 def test_a_preemption_loses_at_most_the_gathered_tokens() -> None:
-    rig = Rig(num_blocks=1 << 14)
-    requests, _ = decode_together(rig, 64, 64 * BT - 1)
+    size = 8 * BT  # so that eight blocks would be more than the limit
+    rig = Rig(num_blocks=1 << 11, block_size=size)
+    requests, _ = decode_together(rig, 64, 15 * size + size // 2)
     rig.step(preempted=[request.request_id for request in requests])
     for request in requests:
         tokens, _ = rig.ask(request)
         assert tokens is not None
-        assert request.num_tokens - tokens <= 128 + BT
+        assert request.num_tokens - tokens <= 128 + size
+
+
+def test_blocks_of_a_prompt_do_not_wait_for_others() -> None:
+    rig = Rig(num_blocks=1 << 10)
+    decode_together(rig, 64, 1)
+    request = rig.arrive(Request("long", 10 * BT, "long"))
+    rig.ask(request)
+    rig.alloc(request, range(10_000, 10_010))
+    for block in range(10):
+        others = [rig.run(Request(f"r{n}", BT + 1, f"p{n}"), computed=BT, new=False) for n in range(64)]
+        ids = [range(10_000, 10_010)] if block == 0 else []
+        own = rig.run(request, *ids, computed=block * BT, tokens=(block + 1) * BT, new=block == 0)
+        meta = rig.step(*others, own)
+        assert [10_000 + block] in stored(meta)
+        rig.end(*meta.stores)
 
 
 def test_models_with_windows_gather_nothing() -> None:

@@ -46,7 +46,8 @@ class _Place:
     """The step before which it is not looked up."""
 
     def rest(self, step: int) -> None:
-        """Look it up again later, because ``step`` found nothing for it."""
+        """Postpone the next lookup, because the lookup in ``step`` found nothing. Each such lookup postpones it for
+        longer."""
         self.rest_steps = min(2 * self.rest_steps + 1, REST_STEPS)
         self.rests_until = step + self.rest_steps
 
@@ -118,8 +119,8 @@ class ReadAhead:
             self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
 
     def admit(self, request: Request, *, loads: bool) -> None:
-        """Remove a request that was admitted. If it ``loads`` nothing, it needs no blocks in host memory from now
-        on."""
+        """Remove a request that was admitted. If it ``loads`` nothing, the manager need not keep its blocks in host
+        memory any longer."""
         place = self._places.get(request)
         if place is not None and place.is_reading and not loads:
             self._manager.prepare_load((), request.context)

@@ -38,9 +38,9 @@ _SINGLE_STATE = GroupKind.SINGLE_STATE
 _BLOCK_LEVEL = OffloadPolicy.BLOCK_LEVEL
 _STORE = Direction.STORE
 _REQUESTS_PER_BLOCK = 8
-"""A request gathers one block for each this many running requests. So gathering begins with twice as many."""
+"""While n requests run, each gathers n divided by this many blocks: two blocks if 16 run, eight if 64 run."""
 _MOST_GATHERED_TOKENS = 128
-"""The most tokens that a request gathers. A preemption can lose the blocks that were not offered yet."""
+"""The most tokens that a request gathers, because a preemption loses them."""
 
 
 class Offer(NamedTuple):
@@ -277,11 +277,10 @@ def offer_in_portions(
 class StoreOffers:
     """Offers the full blocks of requests to the manager, and decides when a request can next have blocks to offer.
 
-    A block is offered in the step that fills it (``offer``). But while 16 or more requests run, each gathers blocks
-    of its generated tokens and offers several at once, because each store costs the scheduler's thread about as much as
-    ten more blocks of it. So the number of stores in a step hardly grows with the number of requests. Models with
-    windows gather nothing, since blocks leave the window. A state that the engine names is offered at once, with all
-    blocks before it.
+    A block is offered in the step that fills it (``offer``). But while 16 or more requests run, each gathers blocks of
+    its generated tokens and offers several at once, because a store costs the scheduler's thread much more than another
+    block in it. So the number of stores in a step hardly grows with the number of requests. Models with windows gather
+    nothing, since blocks leave the window. A state that the engine names is offered at once, with all blocks before it.
 
     A rejected block is offered again in later steps (``retry``). When the request ends, all blocks that are not stored
     yet, perhaps because their keys were unknown, are offered once more (``offer_rest``).
@@ -304,10 +303,10 @@ class StoreOffers:
         self._geometry = geometry
         self._unit_tokens = hit_unit_tokens(geometry)
         self._least_tokens = finest_of(geometry).block_tokens
+        attention = [group for group in geometry if group.kind is not _SINGLE_STATE]
         self._most_gathered = 1
-        if all(group.window_tokens is None for group in geometry):
-            least = min([group.block_tokens for group in geometry if group.kind is not _SINGLE_STATE], default=1 << 30)
-            self._most_gathered = max(_MOST_GATHERED_TOKENS // least, 1)
+        if attention and all(group.window_tokens is None for group in attention):
+            self._most_gathered = max(_MOST_GATHERED_TOKENS // finest_of(attention).block_tokens, 1)
         self.refused: dict[Request, None] = {}
         """Requests whose blocks found no room, in the order of their last rejections. Other code only reads it."""
         self._refused_in_step = False
@@ -388,8 +387,8 @@ class StoreOffers:
         elif limit < request.num_prompt_tokens:
             request.wait_for_blocks(1)
         else:
-            num_running = len(self.newest_step)
-            request.wait_for_blocks(max(min(num_running // _REQUESTS_PER_BLOCK, self._most_gathered), 1))
+            wanted = len(self.newest_step) // _REQUESTS_PER_BLOCK
+            request.wait_for_blocks(max(min(wanted, self._most_gathered), 1))
         if stores and self._turnover.is_due(request):
             keys = request.keys_in_use()
             self._manager.touch(keys, request.context)

@@ -151,8 +151,8 @@ class Lookups:
             survey = self._places.survey(request, keys[:stop])
             # Plan.
             plan: Plan | None = None
-            is_new_prompt = not survey and wait.plan is None
-            if is_new_prompt or not self._planner.weighs(keys[0]) or (wait.plan is not None and not is_planned):
+            is_nowhere = not survey and wait.plan is None
+            if is_nowhere or not self._planner.weighs(keys[0]) or (wait.plan is not None and not is_planned):
                 segments = self._planner.sources(survey)
             else:
                 # Later blocks are not weighed: the request cannot claim them, so they may be evicted while it waits.

@@ -88,7 +88,7 @@ class Wait:
     asked: dict[OffloadKey, Unanswered] = field(default_factory=dict)
     """The unanswered blocks by the first key of each question of the last lookup."""
     before: dict[OffloadKey, Unanswered] = field(default_factory=dict)
-    """The same of the lookup before that one."""
+    """The same for the previous lookup."""
     num_awaited: int = 0
     """Number of claimed blocks that are not ready, plus the number of questions for which its clock runs."""
     sources: dict[OffloadKey, str] = field(default_factory=dict)

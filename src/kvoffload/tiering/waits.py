@@ -66,7 +66,7 @@ class Waits:
         self._due_s = inf
         """Before this time, no wait becomes as long as its request's budget."""
         self.lengths = Histogram("promotion_wait_seconds")
-        """The lengths of the waits that have ended and for which something was awaited or read."""
+        """The lengths of ended waits, without those in which the request neither waited nor got a block from a tier."""
         self.num_expired = 0
         """Number of requests that gave up blocks because they had waited too long."""
 
@@ -283,7 +283,7 @@ class Waits:
             wait.declined.difference_update(keys)  # by an earlier question; this one may wait for them
 
     def note_reads(self, wait: Wait, plan: Plan) -> None:
-        """Record that the reads of a plan have begun."""
+        """Add the reads of a plan to the explanation of the wait, because they have begun."""
         wait.weighed += plan.weighed
 
     def _set_deadline(self, wait: Wait, seen_s: float) -> None:

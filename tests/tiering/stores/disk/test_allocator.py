@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiering.test_waits import lines_run
 
 from kvoffload.tiering.stores.disk import allocator as allocator_module
 from kvoffload.tiering.stores.disk.allocator import (
@@ -91,28 +88,10 @@ def test_a_short_request_leaves_long_runs_whole() -> None:
 def test_single_slots_of_a_begun_run_cost_little() -> None:
     free = FreeRuns()
     free.add(Run(0, 1000))
-    first, second = (count_opcodes(lambda: free.take(1)) for _ in range(2))
+    first, second = (lines_run(lambda: free.take(1)) for _ in range(2))
     assert 2 * second < first
     free.add(Run(0, 2))
     assert free.runs() == [Run(0, 1000)]
-
-
-def count_opcodes(call: Callable[[], object]) -> int:
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_of_long_runs_the_one_that_was_begun_is_used_up_first() -> None:

@@ -54,7 +54,7 @@ class FileSeen(NamedTuple):
 
 
 _Part = tuple[int, Sequence[FileSeen]]
-"""A part of a listing's work: the number of files that were listed or deleted, and those that are gone."""
+"""A part of a listing: how many files it listed or deleted, and the files that are gone."""
 
 
 class Quota:
