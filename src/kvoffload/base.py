@@ -103,8 +103,8 @@ class ReqContext:
     tokens_before: int = 0
     """The number of tokens on the device before the blocks that the connector looks up. The connector sets it."""
     tokens_behind: int = 0
-    """The number of tokens of all other requests in the queue. If the request misses its turn, the engine computes some
-    of them first. The connector sets it with ``tokens_ahead``."""
+    """The number of tokens of the requests behind it in the queue, which overtake it if it misses its turn. Once its
+    turn has come, all other requests count. The connector sets it with ``tokens_ahead``."""
 
 
 class OffloadPolicy(Enum):

@@ -354,6 +354,14 @@ def test_an_arrival_counts_with_the_share_that_recent_requests_computed() -> Non
     assert rig.scheduler._requests["waiting"].context.tokens_behind < 20 * BT
 
 
+def test_only_later_requests_are_behind_one_that_queues() -> None:
+    rig = QueueRig([(1.0, None)])
+    for n in range(3):
+        rig.scheduler.on_new_request(Prompt(f"r{n}", f"d{n}", (n + 1) * 8 * BT))
+    rig.scheduler.build_connector_meta(EngineStep(()))
+    assert [rig.scheduler._requests[f"r{n}"].context.tokens_behind for n in range(3)] == [40 * BT, 24 * BT, 0]
+
+
 def test_a_preempted_request_is_the_first_in_the_queue() -> None:
     rig = QueueRig([(1.0, None)])
     first, second = Prompt("first", "d0", 8 * BT), Prompt("second", "d1", 8 * BT)

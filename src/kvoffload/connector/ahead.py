@@ -108,7 +108,7 @@ class ReadAhead:
         place = self._places.get(request)
         if place is None or not place.only_reads:
             request.context.tokens_ahead = None
-            request.context.tokens_behind = self._tokens_behind(place)
+            request.context.tokens_behind = self._num_tokens - (0 if place is None else place.num_tokens)
         elif self._clock() >= place.until_s:
             self.leave(request)
 
@@ -137,13 +137,6 @@ class ReadAhead:
             self._count(place, 0)
             request.context.tokens_ahead = None
 
-    def _tokens_behind(self, place: _Place | None) -> int:
-        """Return the tokens of the other requests in the queue, which may overtake the request. None overtakes a
-        request that only has its blocks read."""
-        if place is None:
-            return self._num_tokens
-        return 0 if place.only_reads else self._num_tokens - place.num_tokens
-
     def _count(self, place: _Place, num_tokens: int) -> None:
         """Record that the engine will compute ``num_tokens`` for a request in the queue."""
         self._num_tokens += num_tokens - place.num_tokens
@@ -155,16 +148,17 @@ class ReadAhead:
         The engine computes ``step_tokens`` in this step, and leaves ``queued_tokens`` of running prompts for later
         ones.
         """
-        ahead = step_tokens + queued_tokens
+        ahead, behind = step_tokens + queued_tokens, self._num_tokens
         self._num_steps += 1
         self._left = min(self._left + MOST_BLOCKS, MOST_BLOCKS)
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
+            behind -= place.num_tokens
             if place.rests_until <= self._num_steps and self._may_look(place):
                 # Its turn comes at the end of a step.
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
-                request.context.tokens_behind = self._tokens_behind(place)
+                request.context.tokens_behind = behind
                 if self._manager.is_unchanged(request.context):
                     if not place.is_reading:
                         place.rest(self._num_steps)
