@@ -260,6 +260,7 @@ def test_what_a_lifecycle_rule_removed_is_a_miss(shared_s3: S3Server, open_store
     assert store.stats().corrupt_blocks == 0
 
 
+@pytest.mark.skipif("KVOFFLOAD_S3_SERVER" in os.environ, reason="SeaweedFS has no archive; `make test` has moto")
 def test_what_a_lifecycle_rule_archived_is_a_miss_and_is_written_again(
     shared_s3: S3Server, open_store: OpenStore
 ) -> None:
