@@ -81,6 +81,11 @@ def format_bytes(number: float) -> str:
     return f"{digits} {units[0]}"
 
 
+def format_number(number: float) -> str:
+    """Return three digits, or all digits of a large number: ``0.125`` or ``2,051``."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 def exact_size(num_bytes: int) -> str:
     """Return a size for a configuration, such as ``8.5GiB``, that is not below ``num_bytes``."""
     unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")

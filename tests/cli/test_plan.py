@@ -147,6 +147,34 @@ def test_tiers_may_save_servers_where_each_of_them_reaches_the_goal(
     assert "do the work of 100" in told["verdict"]["load"]
 
 
+def test_requests_that_arrive_at_once_are_no_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = documents(tmp_path / "b.jsonl", requests=12, gap_s=0.0, number=4, blocks=8)
+    args = [batch, "--hit-rate", "99", "--gpu-kv-tokens", "16000", *MACHINE]
+    _, text, told = plan(capsys, *args)
+    assert "cannot keep up" not in text
+    assert any("--rate" in warning for warning in told["verdict"]["warnings"])
+    # Eight prompts of 0.2 s are computed, or more.
+    assert 2 < told["requests_per_s"]["today"] < 13
+    _, _, told = plan(capsys, *args, "--rate", "0.5")
+    assert not any("--rate" in warning for warning in told["verdict"]["warnings"])
+    assert told["without_offloading"]["duration_s"] > 22, "they come every two seconds"
+
+
+def test_a_cache_that_holds_the_whole_trace_needs_no_tiers(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, told = plan(capsys, recurring, "--hit-rate", "99", "--gpu-kv-tokens", "4000000", *MACHINE)
+    assert code == 1 and told["runs"] == []
+    assert text.startswith("Buy nothing") and "limits" not in text
+    assert "has room for all blocks of this trace" in text
+
+
+def test_large_numbers_are_written_out(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text(json.dumps({"prices": {"cpu": 500}}))
+    args = ["--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE, "--fleet", file]
+    _, text, _ = plan(capsys, recurring, *args, "--rate", "1200")
+    assert "1,200 requests/s" in text and "e+0" not in text
+
+
 def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
     busy = {}

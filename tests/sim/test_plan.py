@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
@@ -12,6 +14,8 @@ from kvoffload.sim.config import Prices, SimConfig
 from kvoffload.sim.plan import Goal, highest_load, make_plan
 from kvoffload.sim.result import Result
 from kvoffload.sim.synthetic import synthesize
+from kvoffload.sim.trace import NO_SESSION, Trace
+from kvoffload.sim.verdict import verdict_of
 
 BASE = SimConfig(1, 2**20, prefill_tokens_per_s=60_000.0, policy="lru")
 PRICES = Prices()
@@ -121,3 +125,37 @@ def test_a_disk_that_does_not_pay_is_not_bought() -> None:
     assert all(
         run.sum_of("declined_blocks") for run in tried if run.server.cpu_blocks < without.chosen.server.cpu_blocks
     )
+
+
+def day(rush: int) -> Trace:
+    """Two requests an hour, and ``rush`` more in the thirteenth hour. Each prompt has 20 blocks of 1,000 tokens, and
+    begins with the same ten."""
+    times_s = np.sort(np.concatenate((np.arange(48) * 1800.0, 43_200 + np.arange(rush) * 3600 / rush)))
+    number = len(times_s)
+    own = 10 + np.arange(10 * number).reshape(number, 10)
+    ids = np.hstack((np.tile(np.arange(10), (number, 1)), own)).astype(np.int32)
+    return Trace(
+        name="day",
+        block_tokens=1000,
+        times_s=times_s,
+        input_tokens=np.full(number, 20_001),
+        output_tokens=np.ones(number, dtype=np.int64),
+        sessions=np.full(number, NO_SESSION),
+        offsets=20 * np.arange(number + 1),
+        ids=ids.reshape(-1),
+    )
+
+
+def test_an_overloaded_hour_does_not_hide_in_a_quiet_day() -> None:
+    """A prompt takes 20 s to compute, and 10 s after a hit."""
+    server = SimConfig(1, 2**20, prefill_tokens_per_s=1000.0)
+    options: dict[str, Any] = {"max_disk_blocks": 0, "processes": 1}
+    plan = make_plan(day(240), server, Goal(hit_rate=0.4), PRICES, **options)
+    assert plan.without.is_overloaded and plan.without.utilisation == 1
+    assert plan.chosen is not None and 0.65 < plan.chosen.utilisation < 0.75
+    plan = make_plan(day(400), server, Goal(hit_rate=0.4), PRICES, **options)
+    assert plan.chosen is None and all(run.is_overloaded for run in plan.report.results)
+    # A server carries 162 requests an hour without tiers, and 324 with host memory.
+    verdict = verdict_of(plan, PRICES)
+    assert "Use 3 servers today, or 2 with" in verdict.answer
+    assert "in its busiest hour" in verdict.load

@@ -7,13 +7,17 @@ import os
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.base import NextUse
 from kvoffload.errors import MissingExtraError
+from kvoffload.sim.cluster import simulate
+from kvoffload.sim.config import SimConfig
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import NO_SESSION, Trace, TraceError
 from kvoffload.sim.trace_files import load_trace
@@ -142,6 +146,23 @@ def test_unsorted_times(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", line(timestamp=100), line(timestamp=300), line(timestamp=299))
     with pytest.raises(TraceError, match="line 3: timestamp 299 lies before"):
         load_trace(path)
+
+
+def test_an_array_of_requests_says_what_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "array.json"
+    path.write_text(json.dumps([line(), line()]))
+    with pytest.raises(TraceError, match=r"line 1: .*write one JSON object in each line"):
+        load_trace(path)
+
+
+def test_times_may_be_milliseconds_since_1970(tmp_path: Path) -> None:
+    now_ms = 1_764_400_000_000
+    trace = load_trace(write(tmp_path / "dates.jsonl", line(timestamp=now_ms), line(timestamp=now_ms + 500)))
+    assert np.diff(trace.times_s).tolist() == [0.5]
+    server = SimConfig(0, 2**20, prefill_tokens_per_s=1000.0)
+    late, early = simulate(trace, server), simulate(replace(trace, times_s=trace.times_s - trace.times_s[0]), server)
+    assert late.ttft_s["max"] == pytest.approx(early.ttft_s["max"], abs=1e-5)
+    assert late.utilisation == pytest.approx(early.utilisation, abs=1e-5)
 
 
 def test_blank_lines_count_as_lines(tmp_path: Path) -> None:

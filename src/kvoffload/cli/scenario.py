@@ -176,8 +176,8 @@ class Scenario:
                 raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
             trace = synthesize(kind, self._max_requests or 4000, int(seed or 0))
         trace = crowd(trace.stretched(file.stretch), file.copies)
-        if self._rate is not None and trace.requests_per_s < float("inf"):
-            trace = trace.stretched(trace.requests_per_s / self._rate)
+        if self._rate is not None:
+            trace = trace.at_rate(self._rate)
         return trace if hinted is None else hinted(trace)
 
     def block_bytes(self, trace: Trace) -> int:

@@ -151,6 +151,7 @@ class Machine:
             accesses=engine.accesses,
             hit_blocks=dict(self.hits),
             busy_s=engine.busy_s,
+            busiest_hour_s=engine.busiest_hour_s,
             prefill_s=engine.prefill_s,
             computed_tokens=engine.computed_tokens,
             preemptions=engine.preemptions,

@@ -13,6 +13,7 @@ from kvoffload.sim.routers import router_of
 from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.tiering.options import default_cascade
+from kvoffload.units import format_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +208,7 @@ class Prices:
 
     def show(self, price: float) -> str:
         """A price with its currency."""
-        return f"{price:,.3g} {self.currency}".rstrip()
+        return f"{format_number(price)} {self.currency}".rstrip()
 
     def of_tiers(self, server: SimConfig) -> float:
         """Of one server's host memory and disk."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -39,12 +39,14 @@ from kvoffload.metrics import HOST as HOST_LABEL
 from kvoffload.sim.config import SimConfig
 from kvoffload.sim.disk import Link
 from kvoffload.sim.result import DEVICE, HOST
-from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace import HOUR_S, Trace
 
 POLL_S = 0.02
 """How often an engine with nothing to compute asks again for blocks that are on their way."""
 CALM_S = 0.05
 """How often it looks for the ends of tiers' jobs while no request waits for them."""
+_SLOTS = 12
+"""Busy time is counted in so many parts of an hour."""
 _CALM_STEPS = 2
 """Steps after which the connector has nothing more to do for requests that only decode."""
 _HINTS: dict[NextUse, dict[str, Any]] = {
@@ -220,6 +222,8 @@ class Engine:
         """Steps since the last one that concerned the connector."""
         self.accesses = self.loaded = self.computed_tokens = self.preemptions = 0
         self.prefill_s = self.busy_s = 0.0
+        self._busy_slots_s: dict[int, float] = defaultdict(float)
+        """The parts of ``busy_s`` by the part of an hour in which they fall."""
 
     def __repr__(self) -> str:
         return (
@@ -380,7 +384,22 @@ class Engine:
         now_s = self._clock()
         self._end_transfers(now_s)
         if step.is_busy:
-            self.busy_s += now_s - step.begin_s
+            self._note_busy(step.begin_s, now_s)
+
+    def _note_busy(self, begin_s: float, end_s: float) -> None:
+        self.busy_s += end_s - begin_s
+        slot_s = HOUR_S / _SLOTS
+        while begin_s < end_s:
+            slot = int(begin_s // slot_s)
+            cut_s = min((slot + 1) * slot_s, end_s)
+            self._busy_slots_s[slot] += cut_s - begin_s
+            begin_s = cut_s
+
+    @property
+    def busiest_hour_s(self) -> float:
+        """The busy seconds of the hour that has most of them."""
+        slots_s = self._busy_slots_s
+        return max((sum(slots_s.get(first + at, 0.0) for at in range(_SLOTS)) for first in slots_s), default=0.0)
 
     def _end_transfers(self, now_s: float) -> None:
         results = []

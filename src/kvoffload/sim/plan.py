@@ -27,7 +27,7 @@ _DISK_SHARES = (0.25, 1.0)
 _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 2
 _CAPACITY_REQUESTS = 2000
-"""Requests of the trace that a search for the highest load replays, and the most runs of it."""
+"""Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
 _CAPACITY_RUNS = 6
 _ALMOST, _CLOSE = 0.95, 1.1
 """A next try stays so much below the load that a run seems to allow. A search ends when the loads that a server carries
@@ -203,7 +203,7 @@ def _capacities(
             runs.append((what, min(meeting, key=lambda each: prices.of_tiers(each.server))))
         elif of_kind:
             runs.append((what, max(of_kind, key=plan.goal.reached)))
-    short = trace.first(_CAPACITY_REQUESTS)
+    short = trace.busiest_hour().part(0, _CAPACITY_REQUESTS)
     if short.requests_per_s == math.inf:
         short = trace  # the first requests arrive at once, at any rate
     with runner(highest_load, short.whole_blocks(), num_processes(processes, len(runs)), progress) as run_each:

@@ -15,7 +15,7 @@ from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
 from kvoffload.sim.result import DEVICE, HOST, Result, quantiles
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
-from kvoffload.units import counted, format_bytes
+from kvoffload.units import counted, format_bytes, format_number
 
 NO_FORECAST = "Times compare configurations; they are no forecast."
 """The caveat of all times that are shown."""
@@ -25,7 +25,7 @@ def format_seconds(value: float) -> str:
     """Three digits, of milliseconds below a second."""
     if abs(value) < 1:
         return f"{1000 * value:.3g} ms" if abs(value) >= 1e-4 else "0 ms"
-    return f"{value:,.0f} s" if abs(value) >= 100 else f"{value:.3g} s"
+    return f"{format_number(value)} s"
 
 
 def _size(blocks: int, block_bytes: int) -> str:
@@ -126,12 +126,12 @@ def runs_table(report: Report, prices: Prices) -> Table:
                 "busy %": f"{100 * run.utilisation:.0f}",
                 "frontier": "yes" if run in best else "-",
                 "optimum %": "-" if bound is None else f"{100 * bound:.2f}",
-                "cost/M": f"{run.cost_per_million_tokens(prices):.3g}" if report.is_fleet else "-",
+                "cost/M": format_number(run.cost_per_million_tokens(prices)) if report.is_fleet else "-",
                 **{f"{text} %": _percent(run.hit_blocks[tier], run.accesses) for tier, text in tiers.items()},
                 **(_moved(run) if has_lower else {}),
                 "p99": format_seconds(run.ttft_s["p99"]),
                 **(_handed_over(run) if any(each.handover_s for each, _ in runs) else {}),
-                f"{prices.unit}/h": f"{report.price(run, prices):,.3g}",
+                f"{prices.unit}/h": f"{format_number(report.price(run, prices))}",
             }
         )
     return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty() if rows else Table([], [])

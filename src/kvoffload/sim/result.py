@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
+from kvoffload.sim.trace import HOUR_S
 
 DEVICE, HOST = "device", "host"
 """The names of the GPU's own cache and of host memory among the tiers."""
@@ -30,6 +31,8 @@ class ServerResult:
     the highest one."""
     busy_s: float
     """Seconds of the steps that computed prompts, or in which a request waited for room."""
+    busiest_hour_s: float
+    """The part of ``busy_s`` in the busiest hour, to within five minutes."""
     prefill_s: float
     """Seconds that prompts added to steps."""
     computed_tokens: int
@@ -130,16 +133,20 @@ class Result:
         """The share of the time in which the busiest server computed prompts, or had requests waiting for room.
 
         The time ends with the last first token: after that a server only decodes, however much it was behind. It
-        includes a gap after the last arrival. If all requests arrive at once, it ends with the last token.
+        includes a gap after the last arrival. If all requests arrive at once, it ends with the last token. Of a longer
+        time, the busiest hour counts, because a quiet day would hide an hour in which a server is overloaded.
         """
         seconds = max(self.answering_s, self.arriving_s * self.requests / max(self.requests - 1, 1))
-        busy_s = max(server.busy_s for server in self.servers)
-        return min(busy_s / max(seconds if self.arriving_s else self.duration_s, 1e-9), 1.0)
+        seconds = seconds if self.arriving_s else self.duration_s
+        if seconds > HOUR_S:
+            return min(max(server.busiest_hour_s for server in self.servers) / HOUR_S, 1.0)
+        return min(max(server.busy_s for server in self.servers) / max(seconds, 1e-9), 1.0)
 
     @property
     def is_overloaded(self) -> bool:
-        """Whether the busiest server cannot keep up, so that times only show that there is too little of it."""
-        return self.utilisation > SATURATED
+        """Whether the busiest server cannot keep up, so that times only show that there is too little of it. Requests
+        that all arrive at once have no rate to keep up with."""
+        return self.arriving_s > 0 and self.utilisation > SATURATED
 
 
 def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvoffload.base import NextUse
 from kvoffload.errors import ConfigError
 
+HOUR_S = 3600.0
 NO_SESSION = -1
 """``Trace.sessions`` of a request whose session is not known."""
 
@@ -105,20 +106,20 @@ class Trace:
             ids=numbered(self.ids[position < np.repeat(kept, counts)]),
         )
 
-    def first(self, requests: int) -> Trace:
-        """Return the first ``requests`` requests."""
-        if requests >= len(self):
+    def part(self, begin: int, end: int) -> Trace:
+        """Return the requests from number ``begin`` to ``end`` - 1."""
+        if not begin and end >= len(self):
             return self
-        end = int(self.offsets[requests])
+        offsets = self.offsets[begin : end + 1]
         return replace(
             self,
-            times_s=self.times_s[:requests],
-            input_tokens=self.input_tokens[:requests],
-            output_tokens=self.output_tokens[:requests],
-            sessions=self.sessions[:requests],
-            offsets=self.offsets[: requests + 1],
-            ids=self.ids[:end],
-            next_uses=None if self.next_uses is None else self.next_uses[:requests],
+            times_s=self.times_s[begin:end],
+            input_tokens=self.input_tokens[begin:end],
+            output_tokens=self.output_tokens[begin:end],
+            sessions=self.sessions[begin:end],
+            offsets=offsets - offsets[0],
+            ids=numbered(self.ids[offsets[0] : offsets[-1]]),
+            next_uses=None if self.next_uses is None else self.next_uses[begin:end],
         )
 
     @property
@@ -127,9 +128,28 @@ class Trace:
         span_s = float(self.times_s[-1] - self.times_s[0]) if len(self) else 0.0
         return len(self) / span_s if span_s else float("inf")
 
+    @property
+    def is_long(self) -> bool:
+        """Whether requests arrive for more than an hour."""
+        return len(self) > 0 and float(self.times_s[-1] - self.times_s[0]) > HOUR_S
+
+    def busiest_hour(self) -> Trace:
+        """Return the requests of the hour that has most of them."""
+        if not self.is_long:
+            return self
+        ends = np.searchsorted(self.times_s, self.times_s + HOUR_S)
+        begin = int((ends - np.arange(len(self))).argmax())
+        return self.part(begin, int(ends[begin]))
+
     def stretched(self, factor: float) -> Trace:
         """Return the same requests arriving ``factor`` times as slowly."""
         return replace(self, times_s=self.times_s * factor)
+
+    def at_rate(self, requests_per_s: float) -> Trace:
+        """Return the same requests arriving at this mean rate; at equal distances if they arrive at once."""
+        if self.requests_per_s < float("inf"):
+            return self.stretched(self.requests_per_s / requests_per_s)
+        return replace(self, times_s=np.arange(len(self)) / requests_per_s)
 
     def hashes(self) -> list[bytes]:
         """Return the hash of every block, by its number."""

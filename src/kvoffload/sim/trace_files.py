@@ -56,8 +56,8 @@ _MOST_TORN = 8
 _BLOCK_SIZES = tuple(1 << power for power in range(3, 14))
 _WIDEST = 1 << 64
 """Limit on ids, which are numbers of 64 bits."""
-_MOST_TOKENS, _MOST_TIMESTAMP = 1 << 31, 1 << 40
-"""Limits above any real prompt and trace: 2**40 milliseconds are 34 years."""
+_MOST_TOKENS, _MOST_TIMESTAMP = 1 << 31, 1 << 42
+"""Limits above any real prompt and trace: 2**42 milliseconds are 139 years, so times since 1970 are below."""
 
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_TOKENS)]
@@ -152,7 +152,8 @@ class _Reader:
         try:
             line = self._decoder.decode(text)
         except msgspec.ValidationError as exc:
-            raise self._error(number, _plain(exc)) from exc
+            remedy = "" if text.lstrip().startswith(b"{") else "; write one JSON object in each line"
+            raise self._error(number, f"{_plain(exc)}{remedy}") from exc
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             if not self.lines or self.num_torn >= max(_MOST_TORN, len(self.lines) // 100):
                 raise self._error(number, f"this is not a line of a trace: {_plain(exc)}") from exc

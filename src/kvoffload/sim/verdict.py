@@ -17,7 +17,8 @@ from kvoffload.sim.plan import Goal, Plan
 from kvoffload.sim.report import format_seconds, knee_of
 from kvoffload.sim.result import Result
 from kvoffload.sim.table import Table
-from kvoffload.units import counted, exact_size, format_bytes
+from kvoffload.sim.trace import HOUR_S, Trace
+from kvoffload.units import counted, exact_size, format_bytes, format_number
 
 WIDTH, MOST_LINES = 80, 25
 _IN_MILLISECONDS = 100
@@ -78,6 +79,8 @@ def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verd
     else:
         more = [*_load_warnings(plan)]
         answer, load = _answer(plan, prices), _load(plan)
+    if plan.report.trace.requests_per_s == math.inf:
+        more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
     # Without a choice of sizes, no price decided anything.
     if plan.report.results and prices == Prices(currency=prices.currency):
         warnings = [*warnings, "the prices are placeholders: set your own with prices in the file of --fleet."]
@@ -106,16 +109,17 @@ def _answer(plan: Plan, prices: Prices) -> str:
             f"instead of {now} today."
         )
     results = plan.report.results
-    if not results:
-        least = format_bytes(without.server.gpu_bytes)
-        return (
-            f"Buy nothing within these limits: less host memory than the GPU's own cache of {least} holds little else."
-        )
+    gpu = f"the GPU's own cache of {format_bytes(without.server.gpu_bytes)}"
+    has_room = without.server.gpu_blocks >= plan.report.trace.num_unique
+    if not results and not has_room:
+        return f"Buy nothing within these limits: less host memory than {gpu} holds little else."
     if all(each.is_overloaded for each in (without, *results)):
         return (
             "Nothing to buy for one server: it cannot keep up with this load, with any tier. "
             f"{_servers_needed(plan)}Or plan for a lower --rate."
         )
+    if not results:
+        return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. Today: {now}."
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
     if is_harmful and plan.best is without:
         return f"Buy nothing: {_why_slower(plan)}. Today: {now}."
@@ -137,9 +141,13 @@ def _why_slower(plan: Plan) -> str:
     return "with each size that reaches the goal first tokens come later than without tiers"
 
 
+def _busiest_requests_per_s(trace: Trace) -> float:
+    return len(trace.busiest_hour()) / HOUR_S if trace.is_long else trace.requests_per_s
+
+
 def _servers_needed(plan: Plan) -> str:
     """How many servers carry this load, today and with the tiers that help most."""
-    load = plan.report.trace.requests_per_s
+    load = _busiest_requests_per_s(plan.report.trace)
     found = [each for each in plan.capacities if each.requests_per_s and load < math.inf]
     if not found:
         return ""
@@ -201,7 +209,7 @@ def _rows(plan: Plan, prices: Prices) -> Table:
                 "hits %": f"{100 * run.hit_rate:.1f}",
                 **{name: format_seconds(run.ttft_s[name]) for name in dict.fromkeys(("p50", goal.quantile))},
                 "busy %": f"{100 * run.utilisation:.0f}",
-                f"{prices.unit}/h": f"{plan.report.price(run, prices):,.3g}",
+                f"{prices.unit}/h": f"{format_number(plan.report.price(run, prices))}",
                 "note": "overloaded" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
             }
         )
@@ -212,16 +220,22 @@ def _load(plan: Plan) -> str:
     """How much more one server carries, and so how many servers that saves."""
     found = [each for each in plan.capacities if each.requests_per_s]
     goal = plan.goal
-    limit = f"{goal.quantile} of {format_seconds(goal.ttft_s)}" if goal.ttft_s is not None else "a load of 90 %"
+    rate = plan.report.trace.requests_per_s
+    limit = "Within a load of 90 %" if rate < math.inf else "With all requests at once"
+    if goal.ttft_s is not None:
+        limit = f"Within {goal.quantile} of {format_seconds(goal.ttft_s)}"
     if not plan.capacities:
         return ""
     if not found:
-        return f"At no load does a server stay within {limit}."
+        return f"{limit} a server carries no load at all."
     today, others = plan.capacities[0], [each for each in found if each.what != "today"]
-    parts = [f"{each.requests_per_s:.3g} with {sizes_of(each.config)}" for each in others]
-    rate = plan.report.trace.requests_per_s
-    text = f"The trace has {rate:.3g} requests/s. " if rate < math.inf else ""
-    text += f"Within {limit} a server carries {today.requests_per_s:.3g} requests/s today"
+    parts = [f"{format_number(each.requests_per_s)} with {sizes_of(each.config)}" for each in others]
+    text = ""
+    if rate < math.inf:
+        busiest = _busiest_requests_per_s(plan.report.trace)
+        in_it = f", and {format_number(busiest)} in its busiest hour" if busiest > rate else ""
+        text = f"The trace has {format_number(rate)} requests/s{in_it}. "
+    text += f"{limit} a server carries {format_number(today.requests_per_s)} requests/s today"
     text += f", {', '.join(parts)}." if parts else "."
     bought = [each for each in others if plan.chosen is not None and each.config == plan.chosen.server] or others
     best = max(bought, key=lambda each: each.requests_per_s, default=today)
@@ -236,9 +250,10 @@ def _load(plan: Plan) -> str:
 def _load_warnings(plan: Plan) -> Iterator[str]:
     without, trace = plan.without, plan.report.trace
     if without.is_overloaded:
+        of_which = "its busiest hour" if trace.is_long else "the time"
         yield (
             f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
-            "the time, so its times only show that it is too slow. Check --prefill-speed, or give a lower --rate."
+            f"{of_which}, so its times only show that it is too slow. Check --prefill-speed, or give a lower --rate."
         )
         if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
             yield (
