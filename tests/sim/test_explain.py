@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.miss import Miss
+from kvoffload.sim.config import SimConfig
 from kvoffload.sim.explain import (
     Machine,
     MachineTier,
@@ -19,12 +22,13 @@ from kvoffload.sim.explain import (
     ask_what_if,
     base_config,
     read_explanations,
+    recommendation,
     what_ifs,
 )
 from kvoffload.sim.page import draw_explanation
 from kvoffload.sim.report import explanation_tables
 from kvoffload.sim.synthetic import synthesize
-from kvoffload.sim.trace import TraceError
+from kvoffload.sim.trace import NO_SESSION, Trace, TraceError
 
 MACHINE = Machine(block_bytes=1 << 20, cpu_bytes=300 << 20, policy="lru")
 
@@ -187,6 +191,28 @@ def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
     assert as_it_was.result.hit_blocks.total() == as_it_was.result.hit_blocks["host"]
     assert most.more_tokens == tokens * (most.result.hit_blocks.total() - as_it_was.result.hit_blocks["host"])
     assert most.saved_s == most.more_tokens / 1000
+
+
+def test_a_change_that_makes_first_tokens_later_is_not_recommended() -> None:
+    """Documents in turn, of 16 blocks of 1 GiB and 512 tokens. A block takes 26 ms to compute, and 43 ms to load at the
+    usual speed of host memory."""
+    requests, blocks = 24, 16
+    trace = Trace(
+        name="documents",
+        block_tokens=512,
+        times_s=10.0 * np.arange(requests),
+        input_tokens=np.full(requests, 512 * blocks + 1),
+        output_tokens=np.ones(requests, dtype=np.int64),
+        sessions=np.full(requests, NO_SESSION),
+        offsets=blocks * np.arange(requests + 1),
+        ids=np.tile(np.arange(4 * blocks, dtype=np.int32), requests // 4),
+    )
+    slow = SimConfig(cpu_blocks=20, block_bytes=1 << 30, policy="lru")
+    for server, is_recommended in ((slow, False), (replace(slow, load_bytes_per_s=100e9), True)):
+        asked = ask_what_if(trace, what_ifs(server), processes=1)
+        assert asked[1].more_tokens > 0.5 * trace.total_input_tokens
+        said = recommendation(asked, trace.total_input_tokens)
+        assert said.startswith("Set cpu_bytes_to_use: 80GiB" if is_recommended else "Change nothing: "), said
 
 
 def test_what_tiers_were_weighed_against_is_told_by_medians(tmp_path: Path) -> None:

@@ -335,9 +335,14 @@ WORTH_IT = 0.01
 
 def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
     """Return a sentence that recommends one change or none. ``tokens`` is the number of all prompt tokens."""
-    best = max(asked[1:], key=lambda each: each.more_tokens, default=None)
-    if best is None or best.more_tokens < WORTH_IT * tokens:
+    found = [each for each in asked[1:] if each.more_tokens >= WORTH_IT * tokens]
+    if not found:
         return "Change nothing: no change finds 1 % more of the prompt tokens."
+    was_s = asked[0].result.ttft_s
+    harmless = [each for each in found if all(each.result.ttft_s[name] <= was_s[name] for name in ("mean", "p90"))]
+    if not harmless:
+        return "Change nothing: changes that find more make first tokens later, because loading takes long."
+    best = max(harmless, key=lambda each: each.more_tokens)
     config, base = best.config, asked[0].config
     sets = []
     if config.cpu_blocks != base.cpu_blocks:
