@@ -150,6 +150,6 @@ def test_the_command_answers_no_with_all_reasons(
     reasons = [line for line in lines if line.startswith(str(file))]
     words = ["--prefix-caching-hash-algo", "weights that kvoffload cannot tell", "its stages have 1, 2, 2, 1 layers"]
     assert len(reasons) == len(words)
-    for word, reason in zip(words, reasons, strict=True):
-        assert word in reason
+    for word in words:
+        assert any(word in reason for reason in reasons)
     assert not (tmp_path / "kv").exists()
