@@ -94,16 +94,22 @@ def check_config(
     problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
     answer: dict[str, Any] = {}
     if verdict is not None:
-        answer = {"judged_by": verdict.judged_by, "not_judged": verdict.unjudged, "notes": verdict.notes}
+        unknown = [f"this model, because {verdict.unknown}"] if verdict.unknown else []
+        answer = {"judged_by": verdict.judged_by, "not_judged": [*unknown, *verdict.unjudged], "notes": verdict.notes}
     if problems.found:
         if as_json:
             print_json({"problems": problems.found, **answer})
         for problem in () if as_json else problems.found:
             print(f"{file}: {problem}", file=sys.stderr)
-        if verdict is not None and verdict.problems and not as_json:
-            print(
-                f"No, kvoffload does not work with {model} and these arguments{_judged_by(verdict)}.", file=sys.stderr
-            )
+        if verdict is not None and not as_json:
+            if verdict.unknown:
+                print(f"No verdict about {model}: {verdict.unknown}.", file=sys.stderr)
+            elif verdict.problems:
+                subject = "kvoffload" if verdict.judged_by else "vLLM itself"
+                print(
+                    f"No, {subject} does not work with {model} and these arguments{_judged_by(verdict)}.",
+                    file=sys.stderr,
+                )
         sys.exit(1)
     command, rows, tiers = _command(file, config), _rows(config, sizes), _tiers(config, connect)
     if as_json:
@@ -118,7 +124,9 @@ def check_config(
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
         print(f"With several GPUs, or on vLLM's CPU platform, a server rejects this: {exc}")
-    if verdict is not None and verdict.judged_by:
+    if verdict is not None and verdict.unknown:
+        print(f"\nNo verdict about {model}: {verdict.unknown}.")
+    elif verdict is not None and verdict.judged_by:
         print(f"\nYes, kvoffload works with {model} and these arguments{_judged_by(verdict)}.")
         for note in verdict.notes:
             print(note)

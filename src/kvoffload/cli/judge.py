@@ -13,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +58,10 @@ _OF_TRANSFER = (
     *("kv-transfer-config", "kv-connector", "kv-connector-module-path", "kv-connector-extra-config", "kv-role"),
     *("kv-load-failure-policy", "engine-id"),
 )
+_USAGE = 2
+"""The exit code of Python's parser of arguments."""
+_IMPORT_ERROR = re.compile(r"^(?:ModuleNotFoundError|ImportError): (.+)$", re.MULTILINE)
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _DEFAULT_HASH = "sha256"
 """vLLM's default of ``--prefix-caching-hash-algo``."""
 
@@ -66,6 +73,9 @@ class Verdict(msgspec.Struct, kw_only=True):
     """All reasons why a server would not start with kvoffload."""
     unjudged: list[str] = []
     """Setups about which only a starting server can decide."""
+    unknown: str = ""
+    """A clause: the reason why this environment cannot tell whether the model works. If it is set, the answer is not
+    yes, even without problems."""
     notes: list[str] = []
     """Sentences about parts of a working setup."""
     judged_by: str = ""
@@ -80,7 +90,7 @@ def is_installed() -> bool:
 def judge(file: Path, model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict about ``vllm serve MODEL ARGUMENTS`` with the configuration in ``file``."""
     if not is_installed():
-        return Verdict(unjudged=["this model and vLLM's arguments, because vLLM is not installed in this environment"])
+        return Verdict(unknown="vLLM is not installed in this environment")
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "answer.json"
         command = [sys.executable, "-m", __name__, str(answer), model, *arguments]
@@ -90,11 +100,14 @@ def judge(file: Path, model: str, arguments: Sequence[str]) -> Verdict:
                 command, env=environment, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            return Verdict(unjudged=[f"this model, because vLLM needed more than {_TIME_LIMIT_S:g} s to read it"])
+            return Verdict(unknown=f"vLLM needed more than {_TIME_LIMIT_S:g} s to read it")
         if answer.exists():
             return msgspec.json.decode(answer.read_bytes(), type=Verdict)
     lines = [line for line in child.stderr.splitlines() if line.strip()]
-    return Verdict(problems=[f"vLLM rejects its arguments: {lines[-1] if lines else f'exit code {child.returncode}'}"])
+    last = lines[-1].strip().rstrip(".") if lines else f"exit code {child.returncode}"
+    if child.returncode != _USAGE:
+        return Verdict(unknown=f"vLLM failed in this environment: {last}")
+    return Verdict(problems=[f"vLLM rejects its arguments: {last}."])
 
 
 def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: Problems) -> list[str]:
@@ -127,15 +140,20 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
     verdict = Verdict()
+    logged = _Logged()
+    logging.getLogger("vllm").addHandler(logged)
     try:
-        vllm_config = _ours(_read(model, arguments))
+        vllm_config = _read(model, arguments)
+        verdict.judged_by = _vllm_and_platform()
+        vllm_config = _ours(vllm_config)
     except ConfigError as exc:
         verdict.problems += map(str, exc.args)
         return verdict
     except Exception as exc:  # noqa: BLE001 - vLLM may raise anything
-        verdict.problems.append(f"vLLM rejects this model with these arguments: {_first_line(exc)}")
+        verdict.unknown = _missing_package([*logged.errors, exc])
+        if not verdict.unknown:
+            verdict.problems.append(f"vLLM rejects this model with these arguments: {_first_line(exc)}.")
         return verdict
-    verdict.judged_by = _vllm_and_platform()
     config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     setup = Setup(vllm_config, config)
     verdict.unjudged += [row.setup for row in undecided(setup)]
@@ -151,12 +169,15 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     with memory:
         check_memory(vllm_config, config)
     problems += memory.found
+    logged.errors.clear()
     try:
         _let_vllm_continue()
         with _one_process():
             kv_caches = _kv_caches(vllm_config)
     except Exception as exc:  # noqa: BLE001 - as above; a newer vLLM may also lack names that this file uses
-        verdict.unjudged.append(f"all rows about KV groups, because vLLM cannot build this model: {_first_line(exc)}")
+        verdict.unknown = _missing_package([*logged.errors, exc]) or (
+            f"vLLM cannot build this model here, so its KV groups are not known: {_first_line(exc)}"
+        )
         kv_caches = []
     for rank, kv_cache in enumerate(kv_caches):
         problems += problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
@@ -316,6 +337,35 @@ def _specs_of_stage(vllm_config: Any, stage: int) -> dict[str, Any]:
         current_platform.update_block_size_for_backend(vllm_config)
         runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
         return dict(GPUModelRunner.get_kv_cache_spec(runner))
+
+
+class _Logged(logging.Handler):
+    """Keeps the exceptions that vLLM logs. It imports a model's code in another process, logs the error of that
+    process, and raises an exception that does not contain it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.errors: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.errors.append(record.exc_info[1])
+
+
+def _missing_package(errors: Sequence[BaseException]) -> str:
+    """Return a clause that names the Python package whose absence caused one of ``errors``, and the remedy. Return
+    ``""`` if none was caused by a failed import."""
+    texts = ["".join(traceback.format_exception(error)) for error in errors]
+    found = [reason for text in texts for reason in _IMPORT_ERROR.findall(text)]
+    if not found:
+        return ""
+    if missing := _NO_MODULE.search(found[-1]):
+        package = missing[1].partition(".")[0]
+        return (
+            f"vLLM needs the Python package {package!r} for it, which this environment lacks: install the package, for "
+            f"example with `pip install {package}`"
+        )
+    return f"a Python package that vLLM needs for it cannot be imported in this environment: {found[-1].rstrip('.')}"
 
 
 def _vllm_and_platform() -> str:
