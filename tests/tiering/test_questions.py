@@ -149,6 +149,30 @@ def test_a_failed_question_is_asked_again(make) -> None:
     assert rig.ask_until_answered(prompt) == [True] * 50
 
 
+def test_news_do_not_grow_with_the_square_of_the_questions(make) -> None:
+    """When failed questions turn off reads, more is known about all blocks. That is one piece of news."""
+    rig = started(make)
+    rig.store.broken = {"contains": StoreError("no")}
+    rig.gate.close_gate("contains")
+    prompts = [keys_of(*range(first, first + 20)) for first in range(0, 20 * 60, 20)]
+    for n, prompt in enumerate(prompts):
+        rig.tier.lookup_prefix(prompt, ReqContext(f"r{n}"))
+    rig.tier.take_news()
+    rig.tier.on_schedule_end()
+    rig.gate.open_gate()
+    news: list[OffloadKey] = []
+    num_calls, end = 0, time.monotonic() + 120
+    while rig.runner.num_open_slices:
+        assert time.monotonic() < end
+        if rig.runner.ended:
+            news += rig.tier.take_news()
+            num_calls += 1
+        time.sleep(0.001)
+    assert not rig.tier._reads.breaker.is_closed
+    assert {prompt[0] for prompt in prompts} <= {*news}
+    assert len(news) <= (num_calls + 1) * 60 * 20
+
+
 def test_too_few_answers_are_a_failure(make) -> None:
     rig = started(make)
     contains = rig.inner.contains

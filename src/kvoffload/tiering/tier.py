@@ -364,21 +364,24 @@ class StoreTier(SecondaryTierManager):
         self._losses.take_in()
         if not self._runner.num_open_slices:
             return
+        is_changed = False
         for result in self._runner.take_results():
             try:
-                self._take_result(result)
+                is_changed |= self._take_result(result)
             except Exception:  # noqa: BLE001 - a store's own collections are foreign; the other results are still taken
                 self._log.exception(f"tier {self.tier_type!r} could not process the result of a call")
+        if is_changed:
+            self._note_news(None)
 
-    def _take_result(self, result: IoResult) -> None:
+    def _take_result(self, result: IoResult) -> bool:
+        """Process the result, and return whether more may be known about any block."""
         queue, was_on = result.task.queue, self._reads.breaker.is_closed
         if queue is IoQueue.LOOKUP:
             self._note_news(result.keys)
         result.task.on_result(result)
         # While reads are off, all blocks are misses. After a scan has ended, blocks that it did not find may also be
         # misses.
-        if queue is IoQueue.UPKEEP or not (was_on and self._reads.breaker.is_closed):
-            self._note_news(None)
+        return queue is IoQueue.UPKEEP or not (was_on and self._reads.breaker.is_closed)
 
     # ----------------------------------------------------------------------------------------------------- upkeep
 
