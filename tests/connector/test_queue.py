@@ -10,12 +10,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from tests.connector.queue_rig import BT, Prompt, QueueRig, throughput
+from tests.connector.queue_rig import BLOCK_BYTES, BT, Prompt, QueueRig, throughput
 from tests.sizes import by_size
 
-from kvoffload.base import OffloadKey, ReqContext
+from kvoffload.base import OffloadKey, ReqContext, TransferResult
+from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
 from kvoffload.connector.ahead import MOST_BLOCKS, REST_STEPS
 from kvoffload.connector.engine import EngineStep, ScheduledRequest
+from kvoffload.connector.messages import WorkerReport
+from kvoffload.connector.scheduler import OffloadingConnectorScheduler
 
 
 def random_rig(random: Random, policies: Sequence[str] = ("cost", "cost", "always")) -> QueueRig:
@@ -301,6 +304,89 @@ def test_requests_that_find_nothing_cost_little_in_each_step(monkeypatch: pytest
     for _ in range(4 * REST_STEPS):
         rig.scheduler.build_connector_meta(EngineStep())
     assert 10 <= len(asked) <= 10 * 9
+
+
+def queue_of(rig: QueueRig, prompts: Sequence[Prompt], num_steps: int) -> None:
+    """Let the prompts queue for some steps of 0.5 s, in which another request decodes."""
+    running = Prompt("running", "running", 2 * BT)
+    for prompt in (running, *prompts):
+        rig.scheduler.on_new_request(prompt)
+    assert rig.scheduler.get_num_new_matched_tokens(running, 0) == (0, False)
+    rig.scheduler.update_state_after_alloc(running, ([0, 1, 2],), 0)
+    for step in range(num_steps):
+        blocks = ([0, 1, 2],) if not step else ()
+        scheduled = ScheduledRequest("running", blocks, 2 * BT + step, 1, not step)
+        rig.scheduler.build_connector_meta(EngineStep((scheduled,)))
+        rig.clock.advance(0.5)
+
+
+@pytest.mark.parametrize("lost", [0, 100])
+def test_blocks_behind_a_lost_one_make_room_for_other_requests(lost: int) -> None:
+    rig = QueueRig([(8.0, None)], host_blocks=256)
+    first, second = Prompt("first", "d0", 193 * BT + 8), Prompt("second", "d1", 64 * BT + 8)
+    for prompt in (first, second):
+        rig.tiers[0].keys.update(prompt.keys)
+    rig.tiers[0].failing.add(first.keys[lost])
+    queue_of(rig, [first, second], 60)
+    assert rig.scheduler.get_stats()["claimed_blocks",] <= lost + 64
+    assert {*second.keys} <= rig.tiers[0].reads.keys()
+    rig.check()
+
+
+def test_a_hit_that_was_lost_in_the_queue_keeps_no_claims() -> None:
+    """Its attention is in host memory. But the tier, which must ask its store, does not have its states."""
+    rig = QueueRig([(8.0, 0.2)], host_blocks=256)
+    groups = tuple(KVGroupLayout(kind, BT, BLOCK_BYTES) for kind in (GroupKind.FULL_ATTENTION, GroupKind.SINGLE_STATE))
+    config = OffloadingConfig(cpu_bytes_to_use=512 * BLOCK_BYTES, secondary_tiers=({"type": "memory"},))
+    rig.scheduler = OffloadingConnectorScheduler(rig.manager, EngineLayout(groups, BT, "hybrid"), config, rig.clock)
+    prompt, context = Prompt("r", "d", 100 * BT + 8), ReqContext("stores")
+    rig.manager.on_new_request(context)
+    output = rig.manager.prepare_store(prompt.keys, context)
+    assert output is not None
+    rig.manager.complete_store(output.keys_to_store, context)
+    rig.manager.on_request_finished(context)
+    rig.scheduler.on_new_request(prompt)
+    rig.scheduler.build_connector_meta(EngineStep())
+    assert rig.scheduler.get_stats()["claimed_blocks",] == 100
+    for _ in range(2 * REST_STEPS):
+        rig.clock.advance(0.5)
+        rig.scheduler.build_connector_meta(EngineStep())
+    assert rig.scheduler.get_stats()["claimed_blocks",] == 0
+    assert rig.scheduler.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    rig.manager.check_invariants()
+
+
+def test_a_request_that_waits_for_gpu_blocks_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = QueueRig([(8.0, None)])
+    prompt = Prompt("r", "d", 100 * BT + 8)
+    rig.tiers[0].keys.update(prompt.keys)
+    queue_of(rig, [prompt], 20)
+    looked = count_lookups(rig, monkeypatch)
+    for _ in range(20):
+        assert rig.scheduler.get_num_new_matched_tokens(prompt, 0) == (100 * BT, True)
+        rig.scheduler.build_connector_meta(EngineStep())
+        rig.clock.advance(0.01)
+    assert len(looked) <= 1
+    rig.check()
+
+
+def test_a_request_that_was_admitted_again_in_the_step_of_its_preemption_does_not_queue() -> None:
+    """vLLM's reset of running requests reports them with the next step, which may already compute them again."""
+    rig = QueueRig([(2.0, None)])
+    again, other = Prompt("again", "d0", 16 * BT + 8), Prompt("other", "d1", 16 * BT + 8)
+    rig.scheduler.on_new_request(again)
+    for blocks in ([*range(20)], [*range(30, 50)]):
+        assert rig.scheduler.get_num_new_matched_tokens(again, 0) == (0, False)
+        rig.scheduler.update_state_after_alloc(again, (blocks,), 0)
+        preempted = frozenset({"again"} if blocks[0] else ())
+        scheduled = ScheduledRequest("again", (blocks,), 0, again.num_tokens, True)
+        meta = rig.scheduler.build_connector_meta(EngineStep((scheduled,), preempted))
+        results = tuple((0, TransferResult(job.job_id, success=True)) for job in meta.stores)
+        rig.scheduler.update_connector_output(WorkerReport(results))
+        rig.scheduler.reset_cache()
+    rig.scheduler.on_new_request(other)
+    rig.scheduler.build_connector_meta(EngineStep((ScheduledRequest("again", (), again.num_tokens, 1, False),)))
+    assert rig.scheduler._requests["other"].context.tokens_ahead == 1
 
 
 def test_time_in_the_queue_costs_no_budget_and_time_after_the_turn_does() -> None:

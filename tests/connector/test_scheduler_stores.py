@@ -114,6 +114,25 @@ def test_blocks_of_a_prompt_do_not_wait_for_others() -> None:
         rig.end(*meta.stores)
 
 
+def test_a_running_request_stores_again_after_a_reset_was_undone() -> None:
+    rig = Rig()
+    request = Request("r", 4 * BT, "p")
+    rig.end(*rig.admit(request, range(4)).stores)
+    request.num_prompt_tokens = 4 * BT
+    rig.scheduler.reset_cache(device_is_empty=False)
+    stores = 0
+    for computed in range(4 * BT, 12 * BT):
+        if computed == 6 * BT:
+            rig.scheduler.undo_reset()
+            assert not stores, "the epoch is over"
+        request.num_tokens = computed + 1
+        new_blocks = [[computed // BT]] if computed % BT == 0 else []
+        meta = rig.step(rig.run(request, *new_blocks, computed=computed, new=False))
+        rig.end(*meta.stores)
+        stores += len(meta.stores)
+    assert stores >= 5
+
+
 def test_models_with_windows_gather_nothing() -> None:
     _, stores = decode_together(Rig(groups=(FULL, SLIDING), num_blocks=1 << 12), 32, 8 * BT)
     assert [len(of_step) for of_step in stores] == [32 if step % BT == 0 else 0 for step in range(8 * BT + 1)]

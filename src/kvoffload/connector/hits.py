@@ -148,7 +148,10 @@ class Hits:
         if self._is_hybrid:
             where: AskBlocks = functools.partial(self._manager.where, req_context=request.context)
             tokens, ends = possible_hit(self._geometry, keys, where, computed_tokens, most)
-            most = most if tokens is None else min(most, tokens)
+            if tokens is not None:
+                most = min(most, tokens)
+                if most <= computed_tokens:  # nothing is looked up, and claims of earlier lookups are of no use
+                    self._manager.prepare_load((), request.context)
             if ends is not None:  # other managers may not know this argument
                 ask = functools.partial(ask, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)

@@ -80,11 +80,13 @@ class Lookups:
 
     def is_unchanged(self, request: TierRequest) -> bool:
         """Return whether the request waits, and another lookup would neither end its wait nor start further reads."""
-        wait, is_ahead = request.wait, request.context.tokens_ahead is not None
-        if wait is None or wait.is_ahead is not is_ahead:
-            return False  # it does not wait, or its turn has come
-        if is_ahead:
+        wait = request.wait
+        if wait is None:
+            return False
+        if request.context.tokens_ahead is not None:  # also if it has had its turn, and waits for GPU blocks
             return wait.is_settled and not wait.declined
+        if wait.is_ahead:
+            return False  # its turn has come
         self._take_in()
         return wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
 
@@ -179,6 +181,8 @@ class Lookups:
                     self._look_again(wait)
         if len(answers) < len(keys):
             answers.append(False)
+            if request.reads_no_more(keys[len(answers) - 1]):
+                self._waits.let_go(wait, keys[len(answers) :])
         self._waits.tell(wait, keys, answers, unanswered)
         return answers
 

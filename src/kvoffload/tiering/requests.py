@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a request, of its wait, and of its unanswered questions. Scheduler thread only.
 
-A *request* waits from its first answer ``None`` until it loads, runs, ends or has used up its time budget. Its ``Wait``
-contains its claims and its plan. ``Waits`` alone writes it.
+A *request* waits from its first lookup before its turn, or from its first answer ``None``, until it loads, runs, ends
+or has used up its time budget. Its ``Wait`` contains its claims and its plan. ``Waits`` alone writes it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Unanswered:
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """The answers to a request since its first question in a step. From the first ``None`` on, it is one wait, until
-    the wait ends."""
+    """The answers to a request since its first question in a step. From the first ``None`` on, or from a lookup before
+    its turn, it is one wait, until the wait ends."""
 
     request: TierRequest
     began_s: float = 0.0

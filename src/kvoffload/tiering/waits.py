@@ -34,8 +34,8 @@ class Waits:
     starve running ones.
 
     A request has one time budget for its whole life, and each wait for answers uses some of it. Once it has its
-    answers, it waits for the engine, which costs none of the budget. But its claims end when the wait has lasted as
-    long as the budget, and the request may then wait for answers again.
+    answers, it waits for the engine, which costs none of the budget. But once its turn has come, its claims end when
+    the wait has lasted as long as the budget, and the request may then wait for answers again.
     """
 
     def __init__(self, slots: SlotTable, share: float, clock: Callable[[], float]) -> None:
@@ -310,8 +310,12 @@ class Waits:
         wait.declined.difference_update(keys[:stop])
         declined = keys[stop:]
         wait.declined.update(declined)
-        if wait.has_begun:
-            self._release(wait, [key for key in dict.fromkeys(declined) if key in wait.claims])
+        self.let_go(wait, declined)
+
+    def let_go(self, wait: Wait, keys: Sequence[OffloadKey]) -> None:
+        """End the wait's claims on ``keys``, because a block before them is missing."""
+        if wait.has_begun and wait.claims:
+            self._release(wait, [key for key in dict.fromkeys(keys) if key in wait.claims])
 
     def _release(self, wait: Wait, keys: Collection[OffloadKey]) -> None:
         num_awaited = 0
