@@ -271,8 +271,8 @@ def test_a_goal_that_is_reached_without_any_cache_is_not_credited_to_one(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "Give one goal"),
-        (["--hit-rate", "10", "--ttft", "1"], "Give one goal"),
+        ([], "needs one goal"),
+        (["--hit-rate", "10", "--ttft", "1"], "needs one goal"),
         (["--hit-rate", "101"], "between 0 and 100 %"),
         (["--hit-rate", "0.6"], "write 60 for 60 %, or 0.6% if that is meant"),
         (["--hit-rate", "most"], "a number of percent such as 60, not 'most'"),

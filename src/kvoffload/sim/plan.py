@@ -48,9 +48,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         if (self.hit_rate is None) == (self.ttft_s is None):
-            raise ConfigError("Give one goal: a hit rate or a time to first token.")
+            raise ConfigError("A plan needs one goal: a hit rate (--hit-rate) or a time to first token (--ttft).")
         if self.hit_rate is not None and not 0 < self.hit_rate <= 1:
-            raise ConfigError(f"A hit rate lies between 0 and 100 %, and {100 * self.hit_rate:g} does not.")
+            raise ConfigError(f"A hit rate must be above 0% and at most 100%, not {100 * self.hit_rate:g}%.")
         if self.ttft_s is not None and not 0 < self.ttft_s < math.inf:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
