@@ -273,7 +273,7 @@ def test_a_goal_that_is_reached_without_any_cache_is_not_credited_to_one(
     [
         ([], "needs one goal"),
         (["--hit-rate", "10", "--ttft", "1"], "needs one goal"),
-        (["--hit-rate", "101"], "between 0 and 100 %"),
+        (["--hit-rate", "101"], "hit rate must be"),
         (["--hit-rate", "0.6"], "write 60 for 60 %, or 0.6% if that is meant"),
         (["--hit-rate", "most"], "a number of percent such as 60, not 'most'"),
         (["--hit-rate", "10", "--quantile", "p42"], "--quantile is p50, p90 or p99"),

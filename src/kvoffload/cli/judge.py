@@ -140,8 +140,7 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
     verdict = Verdict()
-    logged = _Logged()
-    logging.getLogger("vllm").addHandler(logged)
+    logged = _logged_errors()
     try:
         vllm_config = _read(model, arguments)
         verdict.judged_by = _vllm_and_platform()
@@ -150,7 +149,7 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         verdict.problems += map(str, exc.args)
         return verdict
     except Exception as exc:  # noqa: BLE001 - vLLM may raise anything
-        verdict.unknown = _missing_package([*logged.errors, exc])
+        verdict.unknown = _missing_package([*logged, exc])
         if not verdict.unknown:
             verdict.problems.append(f"vLLM rejects this model with these arguments: {_first_line(exc)}.")
         return verdict
@@ -169,13 +168,13 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     with memory:
         check_memory(vllm_config, config)
     problems += memory.found
-    logged.errors.clear()
+    logged.clear()
     try:
         _let_vllm_continue()
         with _one_process():
             kv_caches = _kv_caches(vllm_config)
     except Exception as exc:  # noqa: BLE001 - as above; a newer vLLM may also lack names that this file uses
-        verdict.unknown = _missing_package([*logged.errors, exc]) or (
+        verdict.unknown = _missing_package([*logged, exc]) or (
             f"vLLM cannot build this model here, so its KV groups are not known: {_first_line(exc)}"
         )
         kv_caches = []
@@ -339,17 +338,23 @@ def _specs_of_stage(vllm_config: Any, stage: int) -> dict[str, Any]:
         return dict(GPUModelRunner.get_kv_cache_spec(runner))
 
 
-class _Logged(logging.Handler):
-    """Keeps the exceptions that vLLM logs. It imports a model's code in another process, logs the error of that
-    process, and raises an exception that does not contain it."""
+def _logged_errors() -> list[BaseException]:
+    """Return a list of the exceptions that vLLM logs from now on. It imports a model's code in another process, logs
+    the error of that process, and raises an exception that does not contain it.
 
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.errors: list[BaseException] = []
+    A handler would not see them all, because vLLM configures its log several times, which removes handlers.
+    """
+    errors: list[BaseException] = []
+    make_record = logging.getLogRecordFactory()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.exc_info and record.exc_info[1] is not None:
-            self.errors.append(record.exc_info[1])
+    def make(*args: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*args, **options)
+        if record.levelno >= logging.ERROR and record.exc_info and record.exc_info[1] is not None:
+            errors.append(record.exc_info[1])
+        return record
+
+    logging.setLogRecordFactory(make)
+    return errors
 
 
 def _missing_package(errors: Sequence[BaseException]) -> str:
