@@ -348,10 +348,10 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin ``keys``, which ``lookup`` found (``True``) in this step, and return their places in the same order.
+        """Pin ``keys``, which ``lookup`` found (``True``) in this step, and return their places in the same order."""
 
-        Without ``keys``, it says that the request runs and loads nothing, so that it needs no more blocks.
-        """
+    def release(self, req_context: ReqContext) -> None:
+        """Stop keeping blocks for the request, because it will not load any of those that lookups have found."""
 
     @abstractmethod
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.connector.rig import BT, FULL, STATE, Request, Rig, key
 
 from kvoffload.base import OffloadingManager, OffloadPolicy, ReqContext
-from kvoffload.config import EngineLayout, OffloadingConfig
+from kvoffload.config import EngineLayout, KVGroupLayout, OffloadingConfig
 from kvoffload.connector import BoundaryState, EngineStep, OffloadingConnectorScheduler
 from kvoffload.connector.guard import GuardedManager
 from kvoffload.cpu.manager import CPUOffloadingManager
@@ -108,6 +108,29 @@ def test_a_request_lives_through_a_manager_that_breaks() -> None:
     rig.finish(request)
     rig.finish(first)
     assert not scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
+def test_a_manager_that_cannot_let_blocks_go_stops_no_request(
+    groups: tuple[KVGroupLayout, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(groups)
+    manager = rig.manager
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(manager, "release", fail)
+    monkeypatch.setattr(manager, "reads_ahead", lambda: True)
+    config = OffloadingConfig(cpu_bytes_to_use=1 << 20)
+    rig.scheduler = OffloadingConnectorScheduler(GuardedManager(manager), EngineLayout(groups, BT, "rig"), config)
+    if len(groups) == 1:
+        rig.store_prefix(2 * BT)
+    request = rig.arrive(Request("r", 2 * BT + 1, "p"))
+    rig.step()  # looks it up ahead of its turn
+    rig.ask(request)
+    rig.alloc(request, *([range(3)] * len(groups)))  # and loads nothing
+    rig.finish(request)
 
 
 def test_an_answer_may_end_at_its_first_miss_and_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:

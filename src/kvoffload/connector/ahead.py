@@ -119,11 +119,10 @@ class ReadAhead:
             self._count(place, max(request.of_engine.num_tokens - hit_tokens, 1))
 
     def admit(self, request: Request, *, loads: bool) -> None:
-        """Remove a request that was admitted. If it ``loads`` nothing, the manager need not keep its blocks in host
-        memory any longer."""
+        """Remove a request that was admitted. If it ``loads`` nothing, the manager releases its blocks."""
         place = self._places.get(request)
         if place is not None and place.is_reading and not loads:
-            self._manager.prepare_load((), request.context)
+            self._manager.release(request.context)
         if place is not None and not place.only_reads:
             share = place.num_tokens / max(request.of_engine.num_tokens, 1)
             self._computed_share += (share - self._computed_share) / 16

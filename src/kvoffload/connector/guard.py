@@ -88,6 +88,7 @@ class GuardedManager(Boundary, OffloadingManager):
         lambda found, keys, *_: [None if answer is None else bool(answer) for answer in _for_each(found, keys)],
     )
     prepare_load = guarded(OffloadingManager.prepare_load, _lost_load, _a(LoadStoreSpec))
+    release = guarded(OffloadingManager.release, _nothing)
     complete_load = guarded(OffloadingManager.complete_load, _nothing)
     touch = guarded(OffloadingManager.touch, _nothing)
     prepare_store = guarded(OffloadingManager.prepare_store, _nothing, _a((PrepareStoreOutput, type(None))))

@@ -150,8 +150,8 @@ class Hits:
             tokens, ends = possible_hit(self._geometry, keys, where, computed_tokens, most)
             if tokens is not None:
                 most = min(most, tokens)
-                if most <= computed_tokens:  # nothing is looked up, and claims of earlier lookups are of no use
-                    self._manager.prepare_load((), request.context)
+                if most <= computed_tokens:  # no lookup follows, and blocks that earlier ones found are useless
+                    self._manager.release(request.context)
             if ends is not None:  # other managers may not know this argument
                 ask = functools.partial(ask, ends=ends)
         return find_hit(self._geometry, keys, ask, computed_tokens, most)

@@ -147,10 +147,13 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_load(keys, req_context)
         # The blocks are pinned, so claims are no longer needed.
         request = self._request(req_context)
-        if keys and (wait := request.wait) is not None:
+        if (wait := request.wait) is not None:
             self._planner.count_wait(wait.expected_s, wait.elapsed_s(self._clock()) - wait.planned_s)
         self._waits.end(request)
         return spec
+
+    def release(self, req_context: ReqContext) -> None:
+        self._waits.end(self._request(req_context))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         self.primary_tier.complete_load(keys, req_context)
