@@ -444,7 +444,7 @@ def test_only_later_requests_are_behind_one_that_queues() -> None:
     rig = QueueRig([(1.0, None)])
     for n in range(3):
         rig.scheduler.on_new_request(Prompt(f"r{n}", f"d{n}", (n + 1) * 8 * BT))
-    rig.scheduler.build_connector_meta(EngineStep(()))
+    rig.scheduler.build_connector_meta(EngineStep())
     assert [rig.scheduler._requests[f"r{n}"].context.tokens_behind for n in range(3)] == [40 * BT, 24 * BT, 0]
 
 

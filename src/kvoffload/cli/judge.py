@@ -74,8 +74,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     unjudged: list[str] = []
     """Setups about which only a starting server can decide."""
     unknown: str = ""
-    """A clause: the reason why this environment cannot tell whether the model works. If it is set, the answer is not
-    yes, even without problems."""
+    """A clause that says why this environment cannot judge the model. If it is set, the answer is not yes, even without
+    problems."""
     notes: list[str] = []
     """Sentences about parts of a working setup."""
     judged_by: str = ""

@@ -179,7 +179,7 @@ class Request:
             self.groups = tuple(Keys(own.group, gpu_block_ids=own.gpu_block_ids) for own in self.groups)
             self._compute_nothing_yet()
             self.stored = set()
-        self.next_offer_tokens = 0  # while its epoch was over, it had nothing to offer
+        self.next_offer_tokens = 0  # it may have stopped offering while its epoch was over
         self.epoch = epoch
 
     def forget_computed(self) -> None:

@@ -214,7 +214,8 @@ class OffloadingConnectorScheduler:
 
     def build_connector_meta(self, step: EngineStep) -> ConnectorMeta:
         """Return the workers' part of this step. Call it in every step, even if nothing is scheduled."""
-        again = {each.request_id for each in step.scheduled} if step.preempted_request_ids else ()
+        # A request that is preempted and scheduled in the same step has been admitted again in between.
+        readmitted = {each.request_id for each in step.scheduled} if step.preempted_request_ids else ()
         for request_id in step.preempted_request_ids:
             preempted = self._requests.get(request_id)
             # A load that was not sent yet belongs to this step: the request has been admitted again.
@@ -222,7 +223,7 @@ class OffloadingConnectorScheduler:
                 self._jobs.flush_for_request(preempted)
                 self._offers.forget(preempted)
                 preempted.lose_gpu_blocks()
-                if request_id not in again:
+                if request_id not in readmitted:
                     self._ahead.arrive(preempted, comes_first=True)
         if step.needed_block_ids:
             self._jobs.flush_for_blocks(step.needed_block_ids)

@@ -131,7 +131,7 @@ def runs_table(report: Report, prices: Prices) -> Table:
                 **(_moved(run) if has_lower else {}),
                 "p99": format_seconds(run.ttft_s["p99"]),
                 **(_handed_over(run) if any(each.handover_s for each, _ in runs) else {}),
-                f"{prices.unit}/h": f"{format_number(report.price(run, prices))}",
+                f"{prices.unit}/h": format_number(report.price(run, prices)),
             }
         )
     return Table([*rows[0]], [[*row.values()] for row in rows]).without_empty() if rows else Table([], [])

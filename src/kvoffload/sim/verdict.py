@@ -209,7 +209,7 @@ def _rows(plan: Plan, prices: Prices) -> Table:
                 "hits %": f"{100 * run.hit_rate:.1f}",
                 **{name: format_seconds(run.ttft_s[name]) for name in dict.fromkeys(("p50", goal.quantile))},
                 "busy %": f"{100 * run.utilisation:.0f}",
-                f"{prices.unit}/h": f"{format_number(plan.report.price(run, prices))}",
+                f"{prices.unit}/h": format_number(plan.report.price(run, prices)),
                 "note": "overloaded" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
             }
         )

@@ -73,7 +73,7 @@ class Hide:
 
 sys.meta_path.insert(0, Hide())
 """
-"""Lets the code of Llama fail in new processes as if it imported a package that is missing."""
+"""In new processes, the import of Llama's code fails as if a package were missing."""
 
 
 @pytest.fixture(scope="module")
