@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -25,6 +26,12 @@ def put(index: SlotIndex, slot: int, key: HashedKey) -> None:
     at = slot % SLAB_STRIDE * ENTRY_BYTES
     table[at : at + ENTRY_BYTES] = LAYOUT.entry(key, bytes(16), 0)
     index.add(key.hash64 & 0xFFFF_FFFF, slot)
+
+
+def drop(index: SlotIndex, *slabs: int) -> None:
+    for slab in slabs:
+        index.tables[slab] = bytearray()
+    index.drop_slabs(slabs, nullcontext())
 
 
 def crowded(key: OffloadKey) -> HashedKey:
@@ -87,7 +94,7 @@ def test_one_key_in_several_slots() -> None:
     assert set(index.find_all(key)) == set(slots)
     index.remove(key.hash64 & 0xFFFF_FFFF, slots[0])
     assert index.find(key) == slots[1]
-    index.drop_slab(2)
+    drop(index, 2)
     assert index.find(key) == -1
     assert index.find(other) == SLAB_STRIDE + 1
     assert len(index) == 1
@@ -107,48 +114,52 @@ class Counting:
         self._between()
 
 
-def test_cells_that_change_while_they_are_copied_are_those_of_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each piece of the copy, other calls add and remove blocks and drop slabs.
+def test_cells_that_change_while_they_move_are_those_of_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each piece of a move, other calls add and remove blocks and drop slabs.
 
     Readers without the lock find all present blocks.
     """
     monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 64)
-    monkeypatch.setattr(index_module, "_CHANGES_AT_ONCE", 4)
-    rng, index, num_copies = random.Random(5), SlotIndex(), 0
+    rng, index, num_moves = random.Random(5), SlotIndex(), 0
     keys = [crowded(key) if number % 8 == 0 else LAYOUT.hashed(key) for number, key in enumerate(keys_of(*range(1500)))]
     oracle: dict[int, int] = {}
-    slabs, unused = list(range(1, 7)), list(range(7, 4000))
+    slabs, unused, dropped = list(range(1, 7)), list(range(7, 4000)), set[int]()
 
     def change() -> None:
         for _ in range(rng.randrange(12)):
-            number = rng.randrange(len(keys))
+            number = rng.choice((rng.randrange(len(keys)), rng.randrange(0, len(keys), 8)))
             if number in oracle:
                 assert index.remove(keys[number].hash64 & 0xFFFF_FFFF, oracle.pop(number))
             else:
                 oracle[number] = rng.choice(slabs) * SLAB_STRIDE + number
                 put(index, oracle[number], keys[number])
-        if rng.random() < 0.02:
+        if rng.random() < 0.05:
             slab = slabs.pop(rng.randrange(len(slabs)))
             slabs.append(unused.pop())
             if slab in index.tables:
-                index.drop_slab(slab)
+                index.tables[slab] = bytearray()
+                dropped.add(slab)
             for number in [number for number, slot in oracle.items() if slot // SLAB_STRIDE == slab]:
                 del oracle[number]
-        number = rng.randrange(len(keys))
-        assert index.holds(keys[number]) is (number in oracle)
+        for number in rng.sample(range(len(keys)), 8) + rng.sample(range(0, len(keys), 8), 16):
+            assert index.holds(keys[number]) is (number in oracle)
+            assert list(index.find_all(keys[number])) == ([oracle[number]] if number in oracle else [])
 
-    for _ in range(16):
-        while not index._lacks_room(400):
+    for step in range(16):
+        for _ in range(20):
             change()
         lock = Counting(change)
-        index.make_room(400, lock)
-        num_copies += lock.num_holds > 16
+        if step % 2:
+            index.make_room(3000, lock)
+            assert not index._lacks_room(2000)
+        else:
+            index.drop_slabs(going := set(dropped), lock)
+            assert going.isdisjoint(index.tables)
+        num_moves += lock.num_holds > 16
         assert [index.find(key) for key in keys] == [oracle.get(number, -1) for number in range(len(keys))]
+        index.drop_slabs(set(dropped), nullcontext())
         assert len(index) == len(oracle)
-        assert not index._lacks_room(0)
-        dropped = [slab for slab, table in index.tables.items() if not table]
-        assert index._num_dead == sum(index._cells.num_of[slab] for slab in dropped)
-    assert num_copies > 4
+    assert num_moves > 4
 
 
 def test_whoever_finds_no_room_in_the_middle_of_a_copy_makes_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +181,32 @@ def test_whoever_finds_no_room_in_the_middle_of_a_copy_makes_it_at_once(monkeypa
     assert len(index) == len(held)
 
 
+@pytest.mark.parametrize("num_added", [0, 1200])
+def test_cells_move_to_one_array_which_is_never_too_short(monkeypatch: pytest.MonkeyPatch, num_added: int) -> None:
+    """While this thread allocates an array, another one begins to move the cells, or moves all to a longer array."""
+    monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 64)
+    index, num_blocks = SlotIndex(), 600 + num_added
+    held = [LAYOUT.hashed(key) for key in keys_of(*range(num_blocks))]
+    for place in range(600):
+        put(index, SLAB_STRIDE + place, held[place])
+    real = index_module._cells
+
+    def slow(num_cells: int) -> object:
+        monkeypatch.setattr(index_module, "_cells", real)
+        for place in range(600, num_blocks):
+            put(index, SLAB_STRIDE + place, held[place])
+        if not num_added:
+            index._move_some(400, nullcontext())
+        return real(num_cells)
+
+    def check() -> None:
+        assert 8 * len(index) <= 7 * len(index._views[-1][0])
+
+    monkeypatch.setattr(index_module, "_cells", slow)
+    index.make_room(400, Counting(check))
+    assert [index.find(key) for key in held] == [SLAB_STRIDE + slot for slot in range(num_blocks)]
+
+
 @pytest.mark.parametrize("num_blocks", [20_000, 80_000])
 def test_the_lock_is_let_go_after_each_piece_of_a_copy(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
     """Whatever the number of blocks."""
@@ -178,12 +215,14 @@ def test_the_lock_is_let_go_after_each_piece_of_a_copy(monkeypatch: pytest.Monke
     index.make_room(num_blocks)
     index.tables[1] = bytearray(num_blocks * ENTRY_BYTES)
     index.add_many(held, np.arange(num_blocks) + SLAB_STRIDE)
-    num_cells, lock = len(index._cells), Counting()
+    num_cells, lock = len(index._views[0][0]), Counting()
     index.make_room(num_cells, lock)
     assert lock.num_holds >= num_cells // 1024
-    index.drop_slab(1)
+    lock.num_holds = 0
+    index.tables[1] = bytearray()
+    index.drop_slabs([1], lock)
+    assert lock.num_holds >= num_cells // 1024
     assert len(index) == 0
-    index.make_room(len(index._cells), lock)
     assert 1 not in index.tables, "the number may be used again"
 
 
@@ -205,9 +244,9 @@ def test_a_reader_without_the_lock_misses_no_block_that_moves() -> None:
     moves to where the reader has been."""
     index, lock = SlotIndex(), threading.Lock()
     first, second = keys_of(1, 2)
-    for slot, key in enumerate((first, second)):
-        put(index, slot, same(key))
-    index.tables = Interrupted(index.tables, lambda: index.remove(same(first).hash64, 0) and None)
+    for place, key in enumerate((first, second)):
+        put(index, SLAB_STRIDE + place, same(key))
+    index.tables = Interrupted(index.tables, lambda: index.remove(same(first).hash64, SLAB_STRIDE) and None)
     resident = ResidentKeys(index, lock, same, lambda: iter([[second]]))
     assert second in resident
     assert first not in resident
@@ -216,21 +255,29 @@ def test_a_reader_without_the_lock_misses_no_block_that_moves() -> None:
 
 
 def test_a_reader_without_the_lock_passes_over_a_slab_that_goes() -> None:
-    """Its cells are replaced, and its table removed, after the reader took the old cells."""
+    """Its cells are removed, and its table too, after the reader took the old cells."""
     index, lock = SlotIndex(), threading.Lock()
     first, second = keys_of(1, 2)
-    put(index, 7, same(first))
-    put(index, SLAB_STRIDE, same(second))
-
-    def drop() -> None:
-        index.drop_slab(0)
-        index.make_room(700)
-
-    index.tables = Interrupted(index.tables, drop)
+    put(index, SLAB_STRIDE + 7, same(first))
+    put(index, 2 * SLAB_STRIDE, same(second))
+    index.tables = Interrupted(index.tables, lambda: drop(index, 1))
     with lock:  # which is not asked for
         assert second in ResidentKeys(index, lock, same, lambda: iter(()))
     assert index.holds(same(first)) is False
-    assert 0 not in index.tables
+    assert 1 not in index.tables
+
+
+def test_a_reader_without_the_lock_misses_no_block_when_a_move_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader knows only the old array, in which the second key's cell has just moved."""
+    index, lock = SlotIndex(), threading.Lock()
+    first, second = keys_of(1, 2)
+    for place, key in enumerate((first, second)):
+        put(index, SLAB_STRIDE + place, same(key))
+    monkeypatch.setattr(index_module, "_CELLS_AT_ONCE", 512)
+    index.tables = Interrupted(index.tables, lambda: index._move_some(700, lock))
+    assert index.holds(same(second)) is None
+    assert index._is_moving
+    assert second in ResidentKeys(index, lock, same, lambda: iter(()))
 
 
 def test_a_lookup_that_is_disturbed_again_and_again_takes_the_lock() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -15,58 +15,68 @@ from kvoffload.tiering.stores.disk.allocator import SLAB_STRIDE
 from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PROBE_AT, HashedKey
 
 _LEAST_CELLS = 1024
-_CELLS_AT_ONCE = 1 << 14
-"""Number of cells to copy before releasing the lock for a moment."""
-_CHANGES_AT_ONCE = 128
+_CELLS_AT_ONCE = 1 << 13
+"""Number of cells to move before releasing the lock for a moment."""
 _FEW_CELLS = 16
 """Up to this many cells, placing them one by one is faster."""
 _TRIES = 64
 """Number of attempts of a lookup without the lock before it takes the lock."""
+_MOVED = 1
+"""Content of a cell that has moved to another array: a slot of slab 0, which has no keys."""
 _SLAB_SHIFT, _IN_SLAB = SLAB_STRIDE.bit_length() - 1, SLAB_STRIDE - 1
 _ENTRY_SHIFT = ENTRY_BYTES.bit_length() - 1
-_NUM_SLABS = 1 << (32 - _SLAB_SHIFT)
 _NOTHING = nullcontext()
+
+_View = tuple[memoryview, int]
+"""An array of cells, and the mask that gives a hash's place in it."""
 
 
 class SlotIndex:
     """A hash table over tables that contain the keys. The caller's lock guards it. Only ``holds`` works without the
-    lock, and ``make_room`` takes it itself.
+    lock, and ``make_room`` and ``drop_slabs`` take it themselves.
+
+    It uses open addressing with linear probing. A cell contains a key's 32-bit hash and a slot's number, or 0 if it is
+    empty. The invariant: between a cell's home (its hash modulo the number of cells) and its place, no cell is empty.
+    When the cells are too few, or slabs are dropped, they move to another array, a few at a time. Until the last one
+    has moved, each cell is in one of the two arrays. Lookups search the old array first, because cells never move back.
 
     A key is compared with the slot's entry in ``tables[slab]``. A key may be in several slots, if several processes
-    wrote it. The cells of a dropped slab stay until the next ``make_room``, with an empty table that matches no key, so
-    that dropping a slab is cheap.
+    wrote it. Slabs are numbered from 1.
     """
 
     def __init__(self) -> None:
-        self.tables: dict[int, bytearray] = {}
-        """Entries of each slab; empty if the slab was dropped and its number cannot be used yet. The caller changes an
-        entry only while its slot is not in the index."""
-        self._cells = _Cells(_LEAST_CELLS)
-        self._num_dead = 0
-        """Number of cells of dropped slabs."""
+        self.tables: dict[int, bytearray] = {0: bytearray()}
+        """Entries of each slab; empty while the slots of a dropped slab are removed. The caller changes an entry only
+        while its slot is not in the index."""
+        self._views: tuple[_View, ...] = (_cells(_LEAST_CELLS),)
+        """The cells. While they move, these are the old and the new array."""
+        self._num_held = 0
+        """Number of cells in use, including cells of dropped slabs that have not been removed."""
+        self._next = 0
+        """Cells of the old array before this one have moved."""
+        self._is_kept = np.ones(1 << (32 - _SLAB_SHIFT), np.bool_)
+        """Whether the cells of each slab move, or are removed because the slab was dropped."""
         self._moves = 0
-        """A version number: odd while a cell is being moved, and different afterwards."""
-        self._journal: list[tuple[int, bool]] | None = None
-        """Changes since the filling of new cells began: each is a cell, and whether it was added."""
-        self._rebuilding = threading.Lock()
+        """A version number: odd while a cell moves to an earlier place, and different afterwards."""
 
     def __len__(self) -> int:
-        return self._cells.num_held - self._num_dead
+        return self._num_held
 
     def find(self, key: HashedKey) -> int:
         """Return a slot with this key's block, or -1."""
         # A short form of ``find_all``, because this is called for each block.
-        (cells, mask), tables = self._cells.view, self.tables
+        tables = self.tables
         hash64, probe = key
         hash32 = hash64 & 0xFFFF_FFFF
-        at = hash32 & mask
-        while cell := cells[at]:
-            if cell >> 32 == hash32:
-                slot: int = cell & 0xFFFF_FFFF
-                begin = (slot & _IN_SLAB) << _ENTRY_SHIFT
-                if tables[slot >> _SLAB_SHIFT][begin + PROBE_AT : begin + ENTRY_BYTES] == probe:
-                    return slot
-            at = (at + 1) & mask
+        for cells, mask in self._views:
+            at = hash32 & mask
+            while cell := cells[at]:
+                if cell >> 32 == hash32:
+                    slot: int = cell & 0xFFFF_FFFF
+                    begin = (slot & _IN_SLAB) << _ENTRY_SHIFT
+                    if tables[slot >> _SLAB_SHIFT][begin + PROBE_AT : begin + ENTRY_BYTES] == probe:
+                        return slot
+                at = (at + 1) & mask
         return -1
 
     def holds(self, key: HashedKey) -> bool | None:
@@ -75,207 +85,118 @@ class SlotIndex:
         try:
             if self.find(key) >= 0:
                 return True
-        except KeyError:  # these cells were replaced meanwhile
+        except KeyError:  # a slab was dropped meanwhile
             return None
         return None if moves & 1 or moves != self._moves else False
 
     def find_all(self, key: HashedKey) -> Iterator[int]:
         """Return all slots with this key's block. The index must not change meanwhile."""
-        cells, mask = self._cells.view
         hash32, probe = key.hash64 & 0xFFFF_FFFF, key.probe
-        at = hash32 & mask
-        while cell := cells[at]:
-            if cell >> 32 == hash32:
-                slot = cell & 0xFFFF_FFFF
-                entry_at = slot % SLAB_STRIDE * ENTRY_BYTES
-                if self.tables[slot // SLAB_STRIDE][entry_at + PROBE_AT : entry_at + ENTRY_BYTES] == probe:
-                    yield slot
-            at = (at + 1) & mask
+        for cells, mask in self._views:
+            at = hash32 & mask
+            while cell := cells[at]:
+                if cell >> 32 == hash32:
+                    slot = cell & 0xFFFF_FFFF
+                    entry_at = slot % SLAB_STRIDE * ENTRY_BYTES
+                    if self.tables[slot // SLAB_STRIDE][entry_at + PROBE_AT : entry_at + ENTRY_BYTES] == probe:
+                        yield slot
+                at = (at + 1) & mask
 
     def add(self, hash32: int, slot: int) -> None:
         self._make_room_at_last(1)
-        cell = hash32 << 32 | slot
-        self._cells.add(cell)
-        if self._journal is not None:
-            self._journal.append((cell, True))
+        _place_one(self._views[-1], hash32 << 32 | slot)
+        self._num_held += 1
 
     def add_many(self, hashes: npt.NDArray[np.uint32], slots: npt.NDArray[np.int64]) -> None:
-        """Add slots of one slab."""
         self._make_room_at_last(len(slots))
-        cells = hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64)
-        self._cells.add_many(cells)
-        if self._journal is not None:
-            self._journal += [(cell, True) for cell in cells.tolist()]
+        _place(self._views[-1], hashes.astype(np.uint64) << np.uint64(32) | slots.astype(np.uint64))
+        self._num_held += len(slots)
 
     def remove(self, hash32: int, slot: int) -> bool:
         """Remove a slot. Returns ``False`` if it is not in the index."""
-        cell = hash32 << 32 | slot
-        moved = None if self._journal is None else list[int]()
-        self._moves += 1
-        is_here = self._cells.remove(cell, moved)
-        self._moves += 1
-        if is_here and moved is not None and self._journal is not None:
-            # Also moved cells: they may have moved from an uncopied place to one that was already copied.
-            self._journal += [(cell, False), *((other, True) for other in moved)]
-        return is_here
-
-    def drop_slab(self, slab: int) -> None:
-        """Remove all slots of a slab. Its number is free once ``tables`` no longer contains it."""
-        self.tables[slab] = bytearray()
-        self._num_dead += self._cells.num_of[slab]
-        if not self._cells.num_of[slab]:
-            del self.tables[slab]
+        removed = hash32 << 32 | slot
+        for view in self._views:
+            cells, mask = view
+            at = hash32 & mask
+            while (cell := cells[at]) and cell != removed:
+                at = (at + 1) & mask
+            if cell:
+                self._moves += 1
+                _close_gap(view, at)
+                self._moves += 1
+                self._num_held -= 1
+                return True
+        return False
 
     def clear(self) -> None:
         """Remove everything."""
-        self._replace(_Cells(_LEAST_CELLS))
-        self.tables = {}
+        self._moves += 2
+        self._views, self._next, self._num_held = (_cells(_LEAST_CELLS),), 0, 0
+        self.tables = {0: bytearray()}
 
     def make_room(self, count: int, lock: AbstractContextManager[object] = _NOTHING) -> None:
-        """Make room for ``count`` more slots, and for the number of one more slab. The caller does not hold ``lock``;
-        this method takes it for a few cells at a time."""
-        if self._lacks_room(count):
-            with self._rebuilding:
-                while self._lacks_room(count):
-                    self._rebuild(count, lock)
+        """Make room for ``count`` more slots. The caller does not hold ``lock``; this method takes it for a few cells
+        at a time."""
+        while self._lacks_room(count) or self._is_moving:
+            self._move_some(count, lock)
+
+    def drop_slabs(self, slabs: Collection[int], lock: AbstractContextManager[object]) -> None:
+        """Remove the cells of slabs whose tables are empty, so that their numbers are free. As for ``make_room``, the
+        caller does not hold ``lock``."""
+        while not self.tables.keys().isdisjoint(slabs):
+            self._move_some(0, lock)
+
+    @property
+    def _is_moving(self) -> bool:
+        return len(self._views) > 1
 
     def _lacks_room(self, count: int) -> bool:
-        cells = self._cells
-        if cells.num_held + count > cells.well_held:
-            return True
-        return self._num_dead > 0 and len(self.tables) >= _NUM_SLABS - 1
+        """Return whether more than two thirds of the cells would be in use with ``count`` more slots."""
+        return 3 * (self._num_held + count) > 2 * len(self._views[-1][0])
 
     def _make_room_at_last(self, count: int) -> None:
-        """Make room for a caller that holds the lock and finds that others have used the room. The last eighth is
-        reserved for this. It can be too small only in a small index."""
-        if self._cells.num_held + count > self._cells.most_held:
-            self._rebuild(count, _NOTHING)
+        """Make room for a caller that holds the lock and finds that others have used the room. At least an eighth of
+        the cells stays empty, because searches would otherwise be long. The cells between two thirds and seven eighths
+        are reserved for this. They can be too few only in a small index."""
+        if 8 * (self._num_held + count) > 7 * len(self._views[-1][0]):
+            self.make_room(count)
 
-    def _rebuild(self, count: int, lock: AbstractContextManager[object]) -> None:
-        """Copy the cells to new ones. Changes made meanwhile are repeated there before the new cells are used. Readers
-        without the lock use the old cells until then, which no longer change. Ends early if another thread is doing it,
-        or if the new cells have too little room for additions made meanwhile."""
+    def _move_some(self, count: int, lock: AbstractContextManager[object]) -> None:
+        """Move some cells to another array, without the cells of dropped slabs. If no cells are moving, begin with an
+        array that has room for ``count`` more slots."""
+        if not self._is_moving:
+            num_cells = _num_cells_for(self._num_held + count)
+            array = _cells(num_cells)
+            with lock:
+                # Another thread may have begun, or added slots.
+                if len(self._views) == 1 and num_cells >= _num_cells_for(self._num_held):
+                    self._moves += 2  # a reader that knows only the old array could miss a cell
+                    self._views, self._next = (self._views[0], array), 0
+                    self._is_kept[:] = True
+                    self._is_kept[[slab for slab, table in self.tables.items() if not table]] = False
         with lock:
-            old, journal = self._cells, list[tuple[int, bool]]()
-            self._journal = journal
-            num_held = len(self)
-            is_dropped = np.zeros(_NUM_SLABS, np.bool_)
-            is_dropped[[slab for slab, table in self.tables.items() if not table]] = True
-        new = _Cells(_cells_for(num_held + max(count, num_held // 16)))
-        for first in range(0, len(old), _CELLS_AT_ONCE):
-            with lock:
-                if self._journal is not journal:
-                    return
-                some = old.array[first : first + _CELLS_AT_ONCE].copy()
-            some = some[some != 0]
-            new.add_many(some[~is_dropped[_slabs_of(some)]])
-        new.count()
-        while True:
-            with lock:
-                if self._journal is not journal:
-                    return
-                if new.num_held + len(journal) > new.most_held:
-                    self._journal = None
-                    return
-                if len(journal) <= _CHANGES_AT_ONCE:
-                    new.replay(journal)
-                    self._replace(new)
-                    return
-                done, journal = journal, []
-                self._journal = journal
-            new.replay(done)
-
-    def _replace(self, new: _Cells) -> None:
-        self._cells, self._journal, self._num_dead = new, None, 0
-        for slab in [slab for slab, table in self.tables.items() if not table]:
-            self._num_dead += new.num_of[slab]  # the slab was dropped during the copy
-            if not new.num_of[slab]:
-                del self.tables[slab]
-
-
-class _Cells:
-    """Open addressing with linear probing, in a fixed number of cells.
-
-    A cell contains a key's 32-bit hash and a slot's number, or 0 if it is empty. The invariant: between a cell's home
-    (its hash modulo the number of cells) and its place, no cell is empty.
-    """
-
-    def __init__(self, num_cells: int) -> None:
-        # Written to, so that adding a block does not wait for the kernel to find a page.
-        self.array = np.full(num_cells, 0, np.uint64)
-        self._cells, self._mask = self.view = self.array.data, num_cells - 1
-        """Cells and mask in one object, for a reader without the lock."""
-        self.num_held, self.most_held = 0, num_cells - num_cells // 8
-        """Maximum number of cells in use. With more, fewer than an eighth would be empty, and searches would be
-        long."""
-        self.well_held = 2 * num_cells // 3
-        """Number of cells in use above which the index grows."""
-        self.num_of = [0] * _NUM_SLABS
-        """Number of cells by slab."""
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def add(self, cell: int, *, is_new: bool = True) -> None:
-        """Add a cell. ``is_new`` says that the cell is known to be absent."""
-        cells, mask = self._cells, self._mask
-        at = (cell >> 32) & mask
-        while here := cells[at]:
-            if not is_new and here == cell:
+            if not self._is_moving:
                 return
-            at = (at + 1) & mask
-        cells[at] = cell
-        self.num_held += 1
-        self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] += 1
-
-    def remove(self, cell: int, moved: list[int] | None = None) -> bool:
-        """Remove a cell. Returns ``False`` if it is absent. Adds to ``moved`` the cells that were moved to close the
-        gap."""
-        cells, mask = self._cells, self._mask
-        at = (cell >> 32) & mask
-        while (here := cells[at]) != cell:
-            if not here:
-                return False
-            at = (at + 1) & mask
-        self.num_held -= 1
-        self.num_of[(cell & 0xFFFF_FFFF) >> _SLAB_SHIFT] -= 1
-        # Close the gap: a later cell moves into it, unless its home is after the gap.
-        gap, at = at, (at + 1) & mask
-        while here := cells[at]:
-            if (at - (here >> 32)) & mask >= (at - gap) & mask:
-                cells[gap] = here
-                if moved is not None:
-                    moved.append(here)
-                gap = at
-            at = (at + 1) & mask
-        cells[gap] = 0
-        return True
-
-    def replay(self, changes: Iterable[tuple[int, bool]]) -> None:
-        for cell, is_held in changes:
-            if is_held:
-                self.add(cell, is_new=False)
-            else:
-                self.remove(cell)
-
-    def add_many(self, cells: npt.NDArray[np.uint64]) -> None:
-        """Add cells of one slab, or of several before a ``count``. Ignores cells that are present."""
-        if len(cells):
-            self.num_held += len(cells)
-            self.num_of[int(_slabs_of(cells[:1])[0])] += len(cells)
-            _place(self.array, cells)
-
-    def count(self) -> None:
-        """Count all cells."""
-        counts = np.zeros(_NUM_SLABS, np.int64)
-        for first in range(0, len(self.array), _CELLS_AT_ONCE):
-            some = self.array[first : first + _CELLS_AT_ONCE]
-            counts += np.bincount(_slabs_of(some[some != 0]), minlength=_NUM_SLABS)
-        self.num_of = counts.tolist()
-        self.num_held = sum(self.num_of)
+            old, new = self._views
+            some = np.frombuffer(old[0], np.uint64)[self._next : self._next + _CELLS_AT_ONCE]
+            kept = some[self._is_kept[(some & np.uint64(0xFFFF_FFFF)) >> np.uint64(_SLAB_SHIFT)]]
+            self._num_held -= int(np.count_nonzero(some > _MOVED)) - len(kept)
+            _place(new, kept)
+            some[some != 0] = _MOVED  # after they are in the new array, for readers without the lock
+            self._next += len(some)
+            if self._next == len(old[0]):
+                self._views = (new,)
+                for slab in np.flatnonzero(~self._is_kept)[1:].tolist():
+                    del self.tables[slab]
+        # The kernel frees the old array here, without the lock, because that takes long.
 
 
-def _cells_for(count: int) -> int:
+def _cells(num_cells: int) -> _View:
+    # Written to, so that adding a block does not wait for the kernel to find a page.
+    return np.full(num_cells, 0, np.uint64).data, num_cells - 1
+
+
+def _num_cells_for(count: int) -> int:
     """Return the smallest size at which ``count`` cells use at most two thirds of the index."""
     num_cells = _LEAST_CELLS
     while 3 * count > 2 * num_cells:
@@ -283,24 +204,38 @@ def _cells_for(count: int) -> int:
     return num_cells
 
 
-def _slabs_of(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    return ((cells & np.uint64(0xFFFF_FFFF)) >> np.uint64(_SLAB_SHIFT)).astype(np.int64)
-
-
-def _place(array: npt.NDArray[np.uint64], cells: npt.NDArray[np.uint64]) -> None:
-    mask = np.uint64(len(array) - 1)
+def _place(view: _View, cells: npt.NDArray[np.uint64]) -> None:
+    """Add cells that are absent."""
+    array, mask = np.frombuffer(view[0], np.uint64), np.uint64(view[1])
     places = (cells >> np.uint64(32)) & mask
     while len(cells) > _FEW_CELLS:
-        # If several cells want the same empty place, one of them gets it, and the others search further, as in ``add``.
+        # If several cells want the same empty place, one of them gets it, and the others search further.
         is_free = array[places] == 0
         array[places[is_free]] = cells[is_free]
         left = array[places] != cells
         cells, places = cells[left], (places[left] + np.uint64(1)) & mask
-    view, last = array.data, len(array) - 1
-    for cell, at in zip(cells.tolist(), places.tolist(), strict=True):
-        while (here := view[at]) and here != cell:
-            at = (at + 1) & last
-        view[at] = cell
+    for cell in cells.tolist():
+        _place_one(view, cell)
+
+
+def _place_one(view: _View, cell: int) -> None:
+    cells, mask = view
+    at = (cell >> 32) & mask
+    while cells[at]:
+        at = (at + 1) & mask
+    cells[at] = cell
+
+
+def _close_gap(view: _View, gap: int) -> None:
+    """Empty the cell at ``gap``: a later cell moves into it, unless its home is after the gap."""
+    cells, mask = view
+    at = (gap + 1) & mask
+    while here := cells[at]:
+        if (at - (here >> 32)) & mask >= (at - gap) & mask:
+            cells[gap] = here
+            gap = at
+        at = (at + 1) & mask
+    cells[gap] = 0
 
 
 class ResidentKeys(Collection[OffloadKey]):

@@ -275,7 +275,7 @@ class Slabs:
 
     def expect(self, slabs_bytes: Iterable[int]) -> None:
         """Make room in the index for the blocks of slabs of these sizes, before they are registered. Growing with each
-        slab would move all cells repeatedly, with the lock held."""
+        slab would move all cells repeatedly."""
         self._index.make_room(sum(map(self._layout.slots_in, slabs_bytes)), self._lock)
 
     def register(self, file: SlabFile, is_own: bool) -> None:
@@ -375,6 +375,7 @@ class Slabs:
                     for index in held[first : first + _KEYS_AT_ONCE].tolist():
                         entry = slab.entry(index)
                         self._note_lost(entry, hashed_in(entry), cause)
+        self._index.drop_slabs({slab.number for slab in dropped}, self._lock)
         return dropped
 
     def lose(self, slab: Slab, error: OSError) -> None:
@@ -572,7 +573,7 @@ class Slabs:
         """Remove a slab from the state. Its entries no longer change. Returns objects to free without the lock."""
         freed = self._allocator.drop_slab(slab.number)
         slab.is_dropped = True
-        self._index.drop_slab(slab.number)
+        self._index.tables[slab.number] = bytearray()
         del self.open[slab.number]
         del self.by_name[slab.file.name]
         if not slab.users:
