@@ -23,10 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-# ``ScheduledRequest`` and ``EngineStep`` are values that are never changed. They are not frozen, because a frozen
-# dataclass takes three times as long to make, and an engine makes one for each running request in each step.
+from typing import Any, NamedTuple, Protocol
 
 NO_BLOCK = -1
 """The entry of a block table for tokens without a GPU block, because they are outside the window (vLLM's null block).
@@ -90,9 +87,9 @@ class GPUBlockPool(Protocol):
         """
 
 
-@dataclass(slots=True)
-class ScheduledRequest:
-    """A request whose tokens this step computes."""
+class ScheduledRequest(NamedTuple):
+    """A request whose tokens this step computes. It is a tuple, because an engine makes one for each running request in
+    each step."""
 
     request_id: str
     new_block_ids: BlockIds
@@ -129,7 +126,7 @@ class BoundaryState:
 
 @dataclass(slots=True)
 class EngineStep:
-    """The engine's decisions for one step. It is empty if nothing is scheduled."""
+    """The engine's decisions for one step, which are never changed. It is empty if nothing is scheduled."""
 
     scheduled: tuple[ScheduledRequest, ...] = ()
     preempted_request_ids: frozenset[str] = frozenset()

@@ -362,12 +362,14 @@ class Adapters:
         return adapter
 
 
-def adapters_of(vllm_config: Any, config: OffloadingConfig) -> Adapters:
-    """Return an ``Adapters`` for this engine. In persistent tiers keys contain the content of adapters, unless the user
-    promises that no adapter is ever replaced."""
+def adapters_of(vllm_config: Any, config: OffloadingConfig) -> Adapters | None:
+    """Return an ``Adapters`` for this engine, or ``None`` if it serves no adapters. In persistent tiers keys contain
+    the content of adapters, unless the user promises that no adapter is ever replaced."""
     lora = vllm_config.lora_config
+    if lora is None:
+        return None
     if not _are_in_question(vllm_config, config):
-        return Adapters(reads_files=lora is not None and _is_one_node(vllm_config), adapts_media=_adapts_media(lora))
+        return Adapters(reads_files=_is_one_node(vllm_config), adapts_media=_adapts_media(lora))
     is_read = why_unread(vllm_config) is None
     return Adapters(_facts(lora) if is_read else "", reads_files=is_read, adapts_media=_adapts_media(lora))
 

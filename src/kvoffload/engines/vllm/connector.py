@@ -172,8 +172,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise TWO_CONNECTORS.error()
         self._shared_spec = _SharedSpec.of(config, layout)
         spec = self._shared_spec.spec
-        self._scheduler: _SchedulerSide | None = None
-        self._worker: _WorkerSide | None = None
+        self.scheduler: _SchedulerSide
+        """Exists only in the engine core. ``worker`` exists only in workers."""
+        self.worker: _WorkerSide
         if role is KVConnectorRole.SCHEDULER:
             logger.info("kvoffload offloads %d KV group(s) to %r", len(layout.groups), spec)
             if untried := untried_version():
@@ -185,11 +186,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 _log_who_finds_blocks(vllm_config, config)
             with unclear_is_rejected(config, UNREADABLE_WEIGHTS):
                 own_weights = name_of_weights(vllm_config, config)
-            self._scheduler = _SchedulerSide(
+            self.scheduler = _SchedulerSide(
                 spec,
                 layout,
                 config,
-                leaves_out=_left_out(config, vllm_config.model_config.dtype),
+                leaves_out=_left_out(vllm_config.model_config, config),
                 blocks_are_written_early=are_written_early(vllm_config, kv_cache_config),
                 can_describe=not hash_lookahead_tokens(vllm_config),
                 group_ids=offloaded_ids(kv_cache_config),
@@ -199,12 +200,11 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 media=media_of(vllm_config, config, layout.hash_block_tokens, hash_lookahead_tokens(vllm_config)),
             )
             _check_region(spec)
-            watch(vllm_config, self._scheduler)
-            undone_steps.watch(self._scheduler)
+            watch(vllm_config, self.scheduler)
         else:
-            self._worker = _WorkerSide(spec, layout, kv_cache_config, weights_on_node(vllm_config, config, rank))
+            self.worker = _WorkerSide(spec, layout, kv_cache_config, weights_on_node(vllm_config, config, rank))
             if vllm_config.lora_config is not None:
-                self._worker.watch_adapters()
+                self.worker.watch_adapters()
         self._open[self._name] = self
 
     @classmethod
@@ -224,12 +224,12 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._open.pop(self._name, None)
-        if self._scheduler is not None:
-            unwatch(self._scheduler)
-            undone_steps.unwatch(self._scheduler)
-            self._scheduler.core.shutdown()
-        if self._worker is not None:
-            self._worker.core.shutdown()
+        if self.role is KVConnectorRole.SCHEDULER:
+            unwatch(self.scheduler)
+            undone_steps.unwatch(self.scheduler)
+            self.scheduler.core.shutdown()
+        else:
+            self.worker.core.shutdown()
         self._shared_spec.spec.shutdown()
 
     @property
@@ -239,13 +239,9 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------ scheduler
 
-    @property
-    def scheduler(self) -> _SchedulerSide:
-        assert self._scheduler is not None, "vLLM called a method of the scheduler side in a worker"
-        return self._scheduler
-
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler.bind_block_pool(gpu_block_pool)
+        undone_steps.watch(self.scheduler)
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler.on_new_request(request)
@@ -293,11 +289,6 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return True
 
     # --------------------------------------------------------------------------------------------------- worker
-
-    @property
-    def worker(self) -> _WorkerSide:
-        assert self._worker is not None, "vLLM called a method of the worker side in the scheduler"
-        return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Another connector in this engine may write GPU blocks without the compute of this device.
@@ -351,7 +342,7 @@ class KVOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -------------------------------------------------------------------------------------------------- metrics
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
-        return self._scheduler.get_stats() if self._scheduler is not None else None
+        return self.scheduler.get_stats() if self.role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
@@ -384,14 +375,12 @@ def _log_who_finds_blocks(vllm_config: Any, config: OffloadingConfig) -> None:
             logger.info("%s", note)
 
 
-def _left_out(config: OffloadingConfig, dtype: torch.dtype) -> Callable[[Any], bool]:
-    """Return a function that tells whether the keys of a request identify its blocks too poorly for persistent tiers.
-
-    ``dtype`` is the model's.
-    """
-    if outliving_tier(config) is None:
-        return lambda request: False
-    return lambda request: _has_unclear_embeddings(request, dtype)
+def _left_out(model_config: Any, config: OffloadingConfig) -> Callable[[Any], bool] | None:
+    """Return a function that tells whether the keys of a request identify its blocks too poorly for persistent tiers,
+    or ``None`` if all keys are good."""
+    if outliving_tier(config) is None or not model_config.enable_prompt_embeds:
+        return None
+    return lambda request: _has_unclear_embeddings(request, model_config.dtype)
 
 
 def _has_unclear_embeddings(request: Any, dtype: torch.dtype) -> bool:
@@ -424,7 +413,7 @@ class _SchedulerSide:
         spec: OffloadingSpec,
         layout: EngineLayout,
         config: OffloadingConfig,
-        leaves_out: Callable[[Any], bool] = lambda request: False,
+        leaves_out: Callable[[Any], bool] | None = None,
         blocks_are_written_early: bool = False,
         can_describe: bool = True,
         group_ids: Sequence[int] | None = None,
@@ -433,7 +422,8 @@ class _SchedulerSide:
         adapters: Adapters | None = None,
         media: Media | None = None,
     ) -> None:
-        """``leaves_out`` tells whether the keys of a request identify its blocks too poorly.
+        """``leaves_out`` tells whether the keys of a request identify its blocks too poorly. ``adapters`` and ``media``
+        are ``None`` if vLLM's keys identify the blocks of all requests with adapters or media.
 
         ``can_describe``: a block's hash covers all tokens up to its end, so that events can name them. ``group_ids``:
         vLLM's numbers of the offloaded groups, or ``None`` for all. ``encodings_are_foreign``: see ``Device``.
@@ -441,16 +431,18 @@ class _SchedulerSide:
         """
         manager = GuardedManager(spec.get_manager())
         self._nodes = spec.nodes if isinstance(spec, TieringOffloadingSpec) else None
-        self._adapters = adapters or Adapters(reads_files=False)
-        self._media = media or Media()
+        self._adapters, self._media = adapters, media
+        reasons = [] if leaves_out is None else [leaves_out]
+        if adapters is not None:
+            reasons.append(adapters.leaves_out)
+        if media is not None:
+            reasons.append(media.leaves_out)
         self._device = Device(encodings_are_foreign)
         self.core = OffloadingConnectorScheduler(
             manager,
             layout,
             config,
-            leaves_out=lambda request: (
-                self._adapters.leaves_out(request) or self._media.leaves_out(request) or leaves_out(request)
-            ),
+            leaves_out=(lambda request: any(each(request) for each in reasons)) if reasons else None,
             watch=_spans() if layout.traces_enabled else None,
             weights_name=weights_name or str,
         )
@@ -503,15 +495,18 @@ class _SchedulerSide:
 
     def _own(self, request: Any) -> Any:
         """Return ``request`` as the connector sees it."""
-        return self._adapters.of(self._media.of(request))
+        if self._media is not None:
+            request = self._media.of(request)
+        return request if self._adapters is None else self._adapters.of(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.core.is_closed and self._device.is_empty():
             self.core.open_epoch()
-        if self._adapters.waits_for_empty_device and self._device.is_empty():
+        if self._adapters is not None and self._adapters.waits_for_empty_device and self._device.is_empty():
             self._adapters.device_is_empty()
         own = self._track(request)  # before the lookup promotes blocks, whose events are sent at the end of this step
-        self._adapters.admit(own, num_computed_tokens)
+        if self._adapters is not None:
+            self._adapters.admit(own, num_computed_tokens)
         answer = self.core.get_num_new_matched_tokens(own, num_computed_tokens)
         self._refused_waiting |= answer[0] is not None
         return answer
@@ -523,7 +518,7 @@ class _SchedulerSide:
     def update_state_after_alloc(self, request: Any, block_ids: Any, num_external_tokens: int) -> None:
         self._refused_waiting = False
         own = self._own(request)
-        if num_external_tokens:
+        if num_external_tokens and self._adapters is not None:
             self._adapters.begins_with_load(own)
         self.core.update_state_after_alloc(own, self._steps.block_ids(block_ids), num_external_tokens)
 
@@ -547,8 +542,9 @@ class _SchedulerSide:
         self._refused_running = self._refused_waiting = False
         meta = self.core.build_connector_meta(step)
         packets = self._nodes.take_packets() if self._nodes is not None else ()
-        tokens = scheduler_output.num_scheduled_tokens
-        checks = self._adapters.checks(tokens, (job.request_id for job in (*meta.stores, *meta.final_stores)))
+        tokens, checks = scheduler_output.num_scheduled_tokens, None
+        if self._adapters is not None:
+            checks = self._adapters.checks(tokens, (job.request_id for job in (*meta.stores, *meta.final_stores)))
         return StepMeta(meta, bool(tokens), packets, checks)
 
     def step_has_ended(self, scheduler: Any, connector_output: Any) -> None:
@@ -576,20 +572,26 @@ class _SchedulerSide:
             if self._nodes is not None:
                 self._nodes.receive(worker_meta.packets)
             self.core.update_connector_output(worker_meta.report)
-            self._adapters.others_are_loaded(worker_meta.other_adapters)
+            if self._adapters is not None:
+                self._adapters.others_are_loaded(worker_meta.other_adapters)
             if self._weights_name is not None:
                 self._weights_name.add(worker_meta.weights)
             self._is_reported = False
 
     def request_finished(self, request: Any) -> None:
-        self._events.finish(request)
+        if self._publishes_events:
+            self._events.finish(request)
         own = self._own(request)
         self.core.request_finished(own)
-        self._adapters.finish(own)
-        self._media.finish(request)
+        if self._adapters is not None:
+            self._adapters.finish(own)
+        if self._media is not None:
+            self._media.finish(request)
         self._is_reported = False
 
     def take_events(self) -> list[Any]:
+        if not self._publishes_events:
+            return []
         ended, self._ended_events = self._ended_events, []
         events, group_ids = ended + self._translate(), self._group_ids
         if group_ids is None:
@@ -597,8 +599,7 @@ class _SchedulerSide:
         return [replace(event, group_idx=group_ids[event.group_idx]) for event in events]
 
     def _translate(self) -> list[Any]:
-        events = self.core.take_events()  # also if vLLM publishes none: tiers of others may record them
-        return self._events.translate(events) if self._publishes_events else []
+        return self._events.translate(self.core.take_events())
 
     def reset_cache(self) -> None:
         self._begin_epoch(self.core.reset_cache)
@@ -621,13 +622,16 @@ class _SchedulerSide:
         self._device.encoder_cache_is_reset()
 
     def adapter_is_loaded(self, adapter: Any) -> None:
-        self._adapters.load(adapter)
+        if self._adapters is not None:
+            self._adapters.load(adapter)
 
     def _begin_epoch(self, begin: Callable[[bool], bool]) -> None:
         device_is_empty = self._device.is_empty()
-        if device_is_empty:
+        if device_is_empty and self._adapters is not None:
             self._adapters.device_is_empty()
         tiers_are_kept = begin(device_is_empty)
+        if not self._publishes_events:
+            return
         self._ended_events += self._translate()
         if not tiers_are_kept:
             self._ended_events += self._events.forget_tiers()
@@ -640,6 +644,8 @@ class _SchedulerSide:
             return None
         self._is_reported = True
         self._stats_due_s = now_s + _STATS_INTERVAL_S
+        if not self._publishes_events:
+            self.core.take_events()  # which tiers of others may record all the same
         return self._reporter.report(self.core.get_stats())
 
 
@@ -666,12 +672,13 @@ class _WorkerSide:
         self._fails_by_block = fails_by_block(kv_cache_config)
         self._agent = spec.make_agent() if isinstance(spec, TieringOffloadingSpec) else None
         self._invalid_block_ids: set[int] = set()
-        self._adapters = LoadedAdapters(layout.rank)
+        self._adapters: LoadedAdapters | None = None
         self._weights_on_node = weights_on_node
         """The name that this worker must still send."""
 
     def watch_adapters(self) -> None:
         """vLLM serves adapters: record which files it loads."""
+        self._adapters = LoadedAdapters(self._layout.rank)
         try:
             loaded_adapters.watch()
         except Exception as exc:  # noqa: BLE001 - then nothing is stored under the names of an adapter's files
@@ -683,24 +690,31 @@ class _WorkerSide:
 
     def begin_final_stores(self, step: StepMeta) -> None:
         self.end_step()  # of a step for which vLLM did not call it
-        stores = self._adapters.begin_final_stores(step.meta.final_stores, step.adapters)
-        self.core.start_step(ConnectorMeta(final_stores=stores, flush_job_ids=step.meta.flush_job_ids))
+        stores, flush_job_ids = step.meta.final_stores, step.meta.flush_job_ids
+        if self._adapters is not None:
+            stores = self._adapters.begin_final_stores(stores, step.adapters)
+        if stores or flush_job_ids:
+            self.core.start_step(ConnectorMeta(final_stores=stores, flush_job_ids=flush_job_ids))
 
     def begin_step(self, step: StepMeta) -> None:
-        meta = step.meta
-        stores = self._adapters.begin_step(meta.stores, step.adapters)
-        self.core.start_step(ConnectorMeta(loads=meta.loads, stores=stores))
+        loads, stores = step.meta.loads, step.meta.stores
+        if self._adapters is not None:
+            stores = self._adapters.begin_step(stores, step.adapters)
+        if loads or stores:
+            self.core.start_step(ConnectorMeta(loads=loads, stores=stores))
 
     def end_step(self) -> None:
-        if (checked := self._adapters.end_step()) is not None:
+        if self._adapters is not None and (checked := self._adapters.end_step()) is not None:
             self.core.start_step(checked)
         self.core.end_step()
 
     def take_report(self) -> StepReport | None:
         report, packets = self.core.get_report(), self.take_packets()
-        refused, others, must_undo = self._adapters.take()
-        if refused:
-            report = WorkerReport.merge((report, WorkerReport(refused)))
+        others, must_undo = frozenset[Mismatch](), False
+        if self._adapters is not None:
+            refused, others, must_undo = self._adapters.take()
+            if refused:
+                report = WorkerReport.merge((report, WorkerReport(refused)))
         weights: tuple[str, ...] = ()
         if (name := self._weights_on_node()) is not None:
             weights, self._weights_on_node = (name,), lambda: None

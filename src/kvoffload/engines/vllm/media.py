@@ -76,14 +76,11 @@ class MediaRequest:
 class Media:
     """The content behind each identifier, and the requests with media. Scheduler thread only."""
 
-    def __init__(self, hash_tokens: int | None = None, lookahead_tokens: int = 1, leaves_out_all: bool = False) -> None:
-        """``hash_tokens``: the tokens of one of vLLM's block hashes, if keys must contain the content of media.
-
-        ``None``: vLLM's hashes are enough. ``lookahead_tokens``: the tokens after a block on which its KV may depend.
-        ``leaves_out_all``: the content of media is not known here.
+    def __init__(self, hash_tokens: int | None = None, lookahead_tokens: int = 1) -> None:
+        """``hash_tokens``: the tokens of one of vLLM's block hashes. ``None``: the content of media is not known here,
+        so requests with media are left out. ``lookahead_tokens``: the tokens after a block on which its KV may depend.
         """
         self._hash_tokens, self._lookahead_tokens = hash_tokens, lookahead_tokens
-        self._leaves_out_all = leaves_out_all
         self._contents: dict[str, bytes] = {}
         """The hash of the content by identifier. Empty: several contents, or an unknown one.
 
@@ -93,7 +90,7 @@ class Media:
         self._requests: dict[str, MediaRequest] = {}
 
     def of(self, request: Any) -> Any:
-        """Return ``request``, or its ``MediaRequest`` if keys must contain the content of its media.
+        """Return ``request``, or its ``MediaRequest`` if the content of its media is known.
 
         A session gets a ``MediaRequest`` from its beginning, because its next input may bring media.
         """
@@ -111,7 +108,7 @@ class Media:
     def leaves_out(self, request: Any) -> bool:
         """Return whether the keys of ``request``, a result of ``of``, do not identify the content of its media."""
         if self._hash_tokens is None:
-            return self._leaves_out_all and bool(request.mm_features)
+            return bool(request.mm_features)
         return not getattr(request, "is_clear", not request.mm_features)
 
     def end_of(self, index: int) -> int:
@@ -166,13 +163,13 @@ class Media:
             return b"", b""
 
 
-def media_of(vllm_config: Any, config: OffloadingConfig, hash_tokens: int, lookahead_tokens: int) -> Media:
-    """Return a ``Media`` for this engine. In persistent tiers keys contain the content of media, unless the user
-    promises that each identifier has one content."""
+def media_of(vllm_config: Any, config: OffloadingConfig, hash_tokens: int, lookahead_tokens: int) -> Media | None:
+    """Return a ``Media`` for this engine, or ``None`` if vLLM's hashes are enough. In persistent tiers keys contain the
+    content of media, unless the user promises that each identifier has one content."""
     if not _are_in_question(vllm_config, config):
-        return Media()
+        return None
     if why_unseen(vllm_config) is not None:
-        return Media(leaves_out_all=True)
+        return Media()
     return Media(hash_tokens, max(1, lookahead_tokens))
 
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvoffload.connector.engine import NO_BLOCK, BlockIds, BoundaryState, EngineStep, ScheduledRequest
+
+_record: Callable[[Iterable[Any]], ScheduledRequest] = partial(tuple.__new__, ScheduledRequest)
 
 
 class StepTranslator:
@@ -40,11 +43,6 @@ class StepTranslator:
     def step(self, output: Any) -> EngineStep:
         """Translate ``output``, a ``SchedulerOutput`` of vLLM. Blocks of groups that are not offloaded are also
         *needed*, because a store may still read their earlier content."""
-        step = self._step(output)
-        others, self._others = self._others, []
-        return with_needed_blocks(step, others)
-
-    def _step(self, output: Any) -> EngineStep:
         tokens = output.num_scheduled_tokens
         scheduled = [
             ScheduledRequest(
@@ -53,19 +51,20 @@ class StepTranslator:
             for new in output.scheduled_new_reqs
         ]
         cached = output.scheduled_cached_reqs
-        for request_id, ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            scheduled.append(
-                ScheduledRequest(
-                    request_id,
-                    () if ids is None else self.block_ids(ids),
-                    computed,
-                    tokens[request_id],
-                    request_id in cached.resumed_req_ids,
-                )
-            )
-        return EngineStep(tuple(scheduled), frozenset(output.preempted_req_ids or ()))
+        # One each for the requests that run: without a call of Python for each.
+        scheduled += map(
+            _record,
+            zip(
+                cached.req_ids,
+                [() if ids is None else self.block_ids(ids) for ids in cached.new_block_ids],
+                cached.num_computed_tokens,
+                map(tokens.__getitem__, cached.req_ids),
+                map(cached.resumed_req_ids.__contains__, cached.req_ids),
+                strict=True,
+            ),
+        )
+        others, self._others = self._others, []
+        return EngineStep(tuple(scheduled), frozenset(output.preempted_req_ids or ()), needed_block_ids=tuple(others))
 
 
 def with_states(step: EngineStep, output: Any, group_ids: Sequence[int] | None = None) -> EngineStep:

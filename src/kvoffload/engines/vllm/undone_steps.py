@@ -28,31 +28,32 @@ class Listener(Protocol):
     def step_has_ended(self, scheduler: Any, connector_output: Any) -> None: ...
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
+"""By ``id`` of the block pool, which the listener keeps alive."""
 
 
 def watch(listener: Listener) -> None:
-    """Register ``listener`` for each step's output."""
+    """Register ``listener``, which knows its block pool, for each step's output."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if not hasattr(Scheduler.update_from_output, "tells_kvoffload"):
         Scheduler.update_from_output = _told(Scheduler.update_from_output)
-    _listeners.add(listener)
+    _listeners[id(listener.block_pool)] = listener
 
 
 def unwatch(listener: Listener) -> None:
-    _listeners.discard(listener)
+    _listeners.pop(id(listener.block_pool), None)
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for listener in list(_listeners):
-            if listener.block_pool is self.kv_cache_manager.block_pool:
-                try:
-                    listener.step_has_ended(self, model_runner_output.kv_connector_output)
-                except Exception:
-                    logger.exception("kvoffload cannot follow the output of a step")
+        listener = _listeners.get(id(self.kv_cache_manager.block_pool))
+        if listener is not None:
+            try:
+                listener.step_has_ended(self, model_runner_output.kv_connector_output)
+            except Exception:
+                logger.exception("kvoffload cannot follow the output of a step")
         return call(self, scheduler_output, model_runner_output)
 
     update_from_output.tells_kvoffload = True  # type: ignore[attr-defined]

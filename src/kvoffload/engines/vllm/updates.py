@@ -22,9 +22,12 @@ _RESET_ENCODER = "reset_encoder_cache"
 _ADD_ADAPTER = "add_lora"
 _SLEEP, _DISCARD, _WAKE = "sleep", "discard", "wake_up"
 
-HARMLESS = frozenset(
-    # A step.
-    "execute_model sample_tokens execute_dummy_batch take_draft_token_ids synchronize_device "
+_STEP = frozenset(
+    ["execute_model", "sample_tokens", "execute_dummy_batch", "take_draft_token_ids", "synchronize_device"]
+)
+"""Methods that vLLM calls in each step."""
+
+HARMLESS = _STEP | frozenset(
     # Questions after the scheduler was created.
     "get_kv_connector_handshake_metadata get_supported_tasks supports_draft_weight_updates check_health "
     "get_model_inspection compute_weight_checksums get_encoder_timing_stats get_compilation_match_table "
@@ -95,6 +98,8 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(
         self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, *more: Any, **named: Any
     ) -> Any:
+        if isinstance(method, str) and method in _STEP:
+            return call(self, method, timeout, args, kwargs, *more, **named)
         before = None
         if _listeners:
             arguments = (*args, *(kwargs or {}).values())
