@@ -24,13 +24,15 @@ def guarded(
     method: Callable[Concatenate[Any, P], R],
     otherwise: Callable[..., R],
     answer: Callable[..., R] | None = None,
+    *,
+    kind: type | tuple[type, ...] = object,
 ) -> Callable[Concatenate[Any, P], R]:
     """Return a method of a ``Boundary`` that calls the same method of ``inner`` and never raises.
 
     ``otherwise(*args)`` is the answer to a call that raised. It must cost only a recomputation. (A method without such
-    an answer raises in ``otherwise``.) ``answer(answered, *args)``, if given, converts an answer into the form that
-    callers rely on, or raises. The boundary also catches exceptions that are not an ``Exception``, such as a native
-    client's panic, but not those that end the process.
+    an answer raises in ``otherwise``.) An answer that is not of this ``kind`` is invalid. ``answer(answered, *args)``,
+    if given, converts an answer into the form that callers rely on, or raises. The boundary also catches exceptions
+    that are not an ``Exception``, such as a native client's panic, but not those that end the process.
     """
     name, parameters = method.__name__, [*inspect.signature(method).parameters.values()][1:]
 
@@ -38,6 +40,8 @@ def guarded(
         given: tuple[object, ...] = args if not kwargs else _by_place(parameters, args, kwargs)
         try:
             answered: R = getattr(self.inner, name)(*given)
+            if not isinstance(answered, kind):
+                raise TypeError(f"this is not an answer: {answered!r:.100}")
             return answered if answer is None else answer(answered, *given)
         except (KeyboardInterrupt, SystemExit):
             raise

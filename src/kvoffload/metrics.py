@@ -408,7 +408,7 @@ def typical_value(metric: Metric, bound: str, count: float, total: float) -> flo
 
     To observe it ``count`` times gives the same histogram again.
     """
-    at = buckets_of(metric).index(bound)
+    at = bisect_left(metric.buckets, float(bound))
     upper = metric.buckets[at] if at < len(metric.buckets) else inf
     lower = metric.buckets[at - 1] if at else -inf
     return min(max(total / count, nextafter(lower, inf)), upper)

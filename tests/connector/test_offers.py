@@ -1,115 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule that portions follow, on the real manager and plain keys."""
+"""The rule that portions follow, on the real manager."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from tests.connector.rig import BT, FULL, SpyManager, key
+from tests.connector.rig import BT, FULL, Request, Rig, key
 
-from kvoffload.base import OffloadKey, PrepareStoreOutput, ReqContext
+from kvoffload.base import OffloadKey
 from kvoffload.config import EngineLayout, GroupKind, KVGroupLayout, OffloadingConfig
+from kvoffload.connector.engine import NO_BLOCK
 from kvoffload.connector.groups import geometry_of
-from kvoffload.connector.offers import Turnover, offer_in_portions, plan_offer, select_source
+from kvoffload.connector.messages import TransferJob
+from kvoffload.connector.offers import Turnover, plan_offer, select_source
 from kvoffload.connector.requests import UNLIMITED, Keys
 
-CONTEXT = ReqContext("r")
 CONFIG = OffloadingConfig(cpu_bytes_to_use=1)
 
 
-@dataclass
-class Piece:
-    keys: list[OffloadKey]
-    largest: int
-    is_last: bool
+def computed(
+    num_slots: int, num_blocks: int, table: Sequence[int] | None = None
+) -> tuple[Rig, Request, list[TransferJob]]:
+    """One request whose blocks are all computed in one step. Returns its first stores."""
+    rig, request = Rig(num_blocks=num_slots), Request("r", num_blocks * BT)
+    return rig, request, [*rig.admit(request, table or range(num_blocks)).stores]
 
 
-@dataclass
-class Offering:
-    """One request's blocks, offered from ``next_block`` on."""
-
-    manager: SpyManager
-    blocks: list[OffloadKey]
-    max_blocks: int = UNLIMITED
-    touched_at: int = 0
-    next_block: int = 0
-    in_flight: list[OffloadKey] = field(default_factory=list)
-
-    def plan(self, max_blocks: int) -> Piece | None:
-        keys = self.blocks[self.next_block : self.next_block + max_blocks]
-        return Piece(keys, len(keys), self.next_block + len(keys) == len(self.blocks)) if keys else None
-
-    def accept(self, portion: Piece, output: PrepareStoreOutput | None) -> bool:
-        assert output is not None
-        self.next_block += portion.largest
-        self.in_flight += output.keys_to_store
-        return not set(self.blocks).isdisjoint(output.evicted_keys)
-
-    def offer(self) -> bool:
-        return offer_in_portions(self, self.manager, CONTEXT, self.plan, self.accept)
-
-    def complete(self) -> None:
-        self.manager.complete_store(self.in_flight, CONTEXT)
-        self.in_flight = []
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(keys) for keys in self.manager.offered]
+def again(rig: Rig, request: Request) -> list[TransferJob]:
+    """A step without tokens, in which the blocks that found no room are offered again."""
+    rig.manager.offered.clear()
+    return [*rig.step().stores]
 
 
-def offering(num_slots: int, num_blocks: int) -> Offering:
-    return Offering(SpyManager(num_slots), [key(n) for n in range(num_blocks)])
+def sizes(rig: Rig) -> list[int]:
+    return [len(keys) for keys in rig.manager.offered]
 
 
 def test_all_blocks_are_one_portion_where_there_is_room() -> None:
-    request = offering(num_slots=64, num_blocks=50)
-    assert request.offer()
-    assert request.sizes == [50]
+    rig, _, stores = computed(num_slots=64, num_blocks=50)
+    assert sizes(rig) == [50]
+    assert len(stores) == 1
 
 
 def test_a_refused_portion_is_cut_to_a_quarter_and_an_accepted_one_lets_the_next_grow() -> None:
-    request = offering(num_slots=20, num_blocks=64)
-    assert not request.offer()
-    assert request.sizes == [64, 16, 48], "one refused after an accepted one waits"
-    assert request.next_block == 16
-    assert request.max_blocks == 12
+    rig, request, stores = computed(num_slots=20, num_blocks=64)
+    assert sizes(rig) == [64, 16, 48], "one refused after an accepted one waits"
+    rig.end(*stores)
+    stores = again(rig, request)
+    assert sizes(rig)[0] == 12
+    assert rig.manager.offered[0][0] == key(16)
 
 
 def test_a_full_tier_costs_one_call_of_one_block() -> None:
-    request = offering(num_slots=4, num_blocks=64)
-    other = [key(n, stem="other") for n in range(4)]
-    assert request.manager.prepare_store(other, CONTEXT) is not None  # in flight: nothing can be evicted
-    request.manager.offered.clear()
-    assert not request.offer()
-    assert request.sizes == [64, 16, 4, 1]
-    request.manager.offered.clear()
-    assert not request.offer()
-    assert request.sizes == [1]
+    rig = Rig(num_blocks=4)
+    rig.admit(Request("other", 4 * BT, "other"), range(4))  # in flight: nothing can be evicted
+    rig.manager.offered.clear()
+    request = Request("r", 64 * BT)
+    rig.admit(request, range(4, 68))
+    assert sizes(rig) == [64, 16, 4, 1]
+    again(rig, request)
+    assert sizes(rig) == [1]
 
 
 @pytest.mark.parametrize("num_blocks", [9, 100])
 def test_a_request_that_evicts_its_own_blocks_offers_no_more(num_blocks: int) -> None:
-    request = offering(num_slots=8, num_blocks=num_blocks)
-    while not request.offer():
-        request.complete()
-    assert request.max_blocks == 0
-    offered = len(request.sizes)
-    assert request.offer()
-    assert len(request.sizes) == offered
+    rig, request, stores = computed(num_slots=8, num_blocks=num_blocks)
+    for _ in range(100):
+        rig.end(*stores)
+        stores = again(rig, request)
+    assert not sizes(rig)
+    request.num_tokens += BT
+    rig.step(rig.run(request, [num_blocks], computed=num_blocks * BT, new=False))
+    assert not sizes(rig)
 
 
-def test_a_portion_without_keys_is_passed_over_without_asking_the_manager() -> None:
-    request = offering(num_slots=8, num_blocks=0)
-    portions = iter([Piece([], 3, False), None])
-
-    def accept(portion: Piece, output: PrepareStoreOutput | None) -> bool:
-        assert (portion.largest, output) == (3, None)
-        return False
-
-    assert offer_in_portions(request, request.manager, CONTEXT, lambda _: next(portions), accept)
-    assert request.sizes == []
-    assert request.max_blocks == UNLIMITED
+def test_blocks_without_bytes_are_passed_over_without_asking_the_manager() -> None:
+    rig, request, _ = computed(num_slots=8, num_blocks=3, table=[NO_BLOCK] * 3)
+    assert sizes(rig) == []
+    request.num_tokens += BT
+    rig.step(rig.run(request, [7], computed=3 * BT, new=False))
+    assert rig.manager.offered == [[key(3)]]
 
 
 # ----------------------------------------------------------------------------------------- the sources of copies
@@ -141,7 +114,6 @@ def test_the_source_of_some_offered_blocks_names_their_own_gpu_blocks() -> None:
 
     everything = [10, 11, 12, 13, 14, 15, 90, 22, 23, 24, 25], [6, 1, 4], [0, 5, 2]
     assert source(*offer.keys) == source(*offer.grouped) == everything
-    assert select_source(geometry, offer, offer.grouped) == (everything, range(6))
     assert source(key(1), key(2, 2)) == ([12, 13, 24, 25], [2, 0, 2], [2, 0, 4])
     assert source(key(0), key(2), key(5, 1)) == ([10, 11, 14, 15, 90], [4, 1, 0], [0, 5, 0])
     assert source(key(2), key(1)) == ([12, 13, 14, 15], [4, 0, 0], [2, 0, 0]), "whatever order the manager prefers"
@@ -163,14 +135,12 @@ def test_of_several_states_of_a_step_the_first_is_offered_and_others_are_left() 
 # ------------------------------------------------------------------------------------------------- turnover
 
 
-@dataclass
-class Touched:
-    max_blocks: int = UNLIMITED
-    touched_at: int = 0
+def request_state() -> Any:
+    return SimpleNamespace(touched_at=0)
 
 
 def test_a_touch_is_due_once_half_of_the_cache_was_stored() -> None:
-    turnover, state, other = Turnover(64), Touched(), Touched()
+    turnover, state, other = Turnover(64), request_state(), request_state()
     turnover.count(31)
     assert not turnover.is_due(state)
     turnover.count(1)
@@ -182,10 +152,10 @@ def test_a_touch_is_due_once_half_of_the_cache_was_stored() -> None:
     assert turnover.is_due(state)
 
 
-def test_what_was_touched_is_paid_before_others_are_touched() -> None:
-    turnover, state = Turnover(64), Touched()
+def test_what_was_touched_is_paid_before_others_are_request_state() -> None:
+    turnover, state = Turnover(64), request_state()
     turnover.count(1000)
-    turnover.touched(Touched(), Turnover.MOST_KEYS)
+    turnover.touched(request_state(), Turnover.MOST_KEYS)
     assert not turnover.is_due(state)
     turnover.count(1)
     assert turnover.is_due(state)
@@ -193,7 +163,7 @@ def test_what_was_touched_is_paid_before_others_are_touched() -> None:
 
 def test_long_requests_that_are_due_together_take_turns() -> None:
     turnover = Turnover(32_000)  # a quarter of the requests' blocks
-    states = [Touched() for _ in range(64)]
+    states = [request_state() for _ in range(64)]
     turnover.count(16_000)
     touched_by_round = []
     while any(not state.touched_at for state in states):
@@ -210,7 +180,7 @@ def test_long_requests_that_are_due_together_take_turns() -> None:
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 6, 63])
 def test_in_the_smallest_cache_each_store_is_followed_by_a_touch(num_blocks: int) -> None:
-    turnover, state = Turnover(num_blocks), Touched()
+    turnover, state = Turnover(num_blocks), request_state()
     assert not turnover.is_due(state), "nothing was stored"
     turnover.count(1)
     assert turnover.is_due(state)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvoffload.base import OffloadingManager
 from kvoffload.connector.epochs import Epochs
@@ -24,25 +25,24 @@ _NEVER = 1 << 40
 """The tokens ahead of a request that only has its blocks read: all of them arrive before the engine needs them."""
 
 
-@dataclass(slots=True, order=True)
+@dataclass(slots=True, eq=False)
 class _Place:
-    """A request's place in the queue: requests with a turn come first, then those with a smaller priority, then those
-    that arrived first."""
+    """A request's place in the queue."""
 
+    request: Request
     only_reads: bool
     """Whether the client only wants the request's blocks in host memory, so that its turn comes after they arrive."""
-    priority: int
-    number: int
-    request: Request = field(compare=False)
-    is_reading: bool = field(default=False, compare=False)
+    rank: tuple[bool, int, int]
+    """Requests with a turn come first, then those with a smaller priority, then those that arrived first."""
+    is_reading: bool = False
     """Whether blocks were found for it when it was last looked up, or are awaited."""
-    until_s: float = field(default=0.0, compare=False)
+    until_s: float = 0.0
     """When a request that only has its blocks read gets its turn at the latest."""
-    num_tokens: int = field(default=0, compare=False)
+    num_tokens: int = 0
     """The tokens that it will probably compute."""
-    rest_steps: int = field(default=0, compare=False)
+    rest_steps: int = 0
     """The number of steps in which it is not looked up after a lookup that found nothing."""
-    rests_until: int = field(default=0, compare=False)
+    rests_until: int = 0
     """The step before which it is not looked up."""
 
     def rest(self, step: int) -> None:
@@ -50,6 +50,9 @@ class _Place:
         longer."""
         self.rest_steps = min(2 * self.rest_steps + 1, REST_STEPS)
         self.rests_until = step + self.rest_steps
+
+
+_RANK = operator.attrgetter("rank")
 
 
 class ReadAhead:
@@ -94,8 +97,9 @@ class ReadAhead:
             return
         self._num_arrived += 1
         number = -self._num_arrived if comes_first else self._num_arrived
-        place = _Place(only_reads, getattr(request.of_engine, "priority", 0), number, request)
-        insort(self._queue, place)
+        rank = only_reads, getattr(request.of_engine, "priority", 0), number
+        place = _Place(request, only_reads, rank)
+        insort(self._queue, place, key=_RANK)
         self._places[request] = place
         if only_reads:
             place.until_s = self._clock() + self._most_s
@@ -132,7 +136,7 @@ class ReadAhead:
         """Remove a request."""
         place = self._places.pop(request, None)
         if place is not None:
-            del self._queue[bisect_left(self._queue, place)]
+            del self._queue[bisect_left(self._queue, place.rank, key=_RANK)]
             self._count(place, 0)
             request.context.tokens_ahead = None
 
@@ -150,10 +154,18 @@ class ReadAhead:
         ahead, behind = step_tokens + queued_tokens, self._num_tokens
         self._num_steps += 1
         self._left = min(self._left + MOST_BLOCKS, MOST_BLOCKS)
+        may_read: bool | None = None
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request
             behind -= place.num_tokens
             if place.rests_until <= self._num_steps and self._may_look(place):
+                if may_read is None:
+                    may_read = self._manager.reads_ahead()
+                if not may_read and not (place.is_reading and place.only_reads):
+                    if not self._queue[-1].only_reads:
+                        break
+                    ahead += place.num_tokens
+                    continue  # such requests come last, and their reads have begun
                 # Its turn comes at the end of a step.
                 at_turn = ahead - ahead % step_tokens if step_tokens else ahead
                 request.context.tokens_ahead = _NEVER if place.only_reads else at_turn
@@ -162,9 +174,9 @@ class ReadAhead:
                     if not place.is_reading:
                         place.rest(self._num_steps)
                 else:
-                    must_look = place.only_reads and place.is_reading
-                    if self._left <= 0 or not (must_look or self._manager.reads_ahead()):
+                    if self._left <= 0:
                         break
+                    may_read = None
                     if request.epoch is not (epoch := self._epochs.use()):
                         request.enter(epoch)
                     hit_tokens, is_coming = self._hits.search(request, 0)
@@ -186,7 +198,7 @@ class ReadAhead:
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert sorted(self._queue) == self._queue
+        assert sorted(self._queue, key=_RANK) == self._queue
         assert {place.request for place in self._queue} == self._places.keys()
         assert self._num_tokens == sum(place.num_tokens for place in self._queue)
         assert not any(place.num_tokens for place in self._queue if place.only_reads)

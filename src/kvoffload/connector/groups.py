@@ -212,7 +212,7 @@ def finest_of(groups: Iterable[GroupGeometry]) -> GroupGeometry:
 
 
 def by_position(
-    groups: Iterable[GroupGeometry], blocks: Iterable[Sequence[int]], keys: list[OffloadKey]
+    groups: Sequence[GroupGeometry], blocks: Iterable[Sequence[int]], keys: list[OffloadKey]
 ) -> list[OffloadKey]:
     """Sort the keys of some blocks of a request by the blocks' last tokens. Blocks that end together keep their order.
 
@@ -220,6 +220,8 @@ def by_position(
     of all groups up to its end. So evicting the tail of this order first only shortens a hit, but evicting the tail of
     one group would end it.
     """
+    if len(groups) == 1:
+        return keys
     ends: list[int] = []
     num_groups = 0
     for group, own in zip(groups, blocks, strict=True):

@@ -41,20 +41,8 @@ def _for_each(answers: Sequence[T], keys: Sequence[OffloadKey], *_: object) -> l
     return [*answers]
 
 
-def _a(kind: type[T] | tuple[type[T], ...]) -> Callable[..., T]:
-    def check(answer: T, *_: object) -> T:
-        if not isinstance(answer, kind):
-            raise TypeError(f"this is not an answer: {answer!r:.100}")
-        return answer
-
-    return check
-
-
 def _nothing(*_: object) -> Any:
     return None
-
-
-_ANSWER: tuple[type, ...] = (bool, type(None))
 
 
 class GuardedManager(Boundary, OffloadingManager):
@@ -78,23 +66,22 @@ class GuardedManager(Boundary, OffloadingManager):
     def failed(self, name: str, exc: BaseException) -> None:
         self._log.exception(f"{name} failed; kvoffload treats this as a cache miss")
 
-    lookup = guarded(OffloadingManager.lookup, lambda *_: False, _a(_ANSWER))
+    lookup = guarded(OffloadingManager.lookup, lambda *_: False, kind=(bool, type(None)))
     lookup_prefix = guarded(OffloadingManager.lookup_prefix, _miss, up_to_a_miss)
     reads_ahead = guarded(OffloadingManager.reads_ahead, lambda: False, bool)
-    is_unchanged = guarded(OffloadingManager.is_unchanged, lambda *_: False, _a(bool))
+    is_unchanged = guarded(OffloadingManager.is_unchanged, lambda *_: False, kind=bool)
     where = guarded(
         OffloadingManager.where,
         lambda keys, *_: [None] * len(keys),
         lambda found, keys, *_: [None if answer is None else bool(answer) for answer in _for_each(found, keys)],
     )
-    prepare_load = guarded(OffloadingManager.prepare_load, _lost_load, _a(LoadStoreSpec))
+    prepare_load = guarded(OffloadingManager.prepare_load, _lost_load, kind=LoadStoreSpec)
     release = guarded(OffloadingManager.release, _nothing)
     complete_load = guarded(OffloadingManager.complete_load, _nothing)
     touch = guarded(OffloadingManager.touch, _nothing)
-    prepare_store = guarded(OffloadingManager.prepare_store, _nothing, _a((PrepareStoreOutput, type(None))))
-    _complete_store = guarded(OffloadingManager.complete_store, lambda *_: False, lambda *_: True)
+    prepare_store = guarded(OffloadingManager.prepare_store, _nothing, kind=(PrepareStoreOutput, type(None)))
     on_new_request = guarded(
-        OffloadingManager.on_new_request, lambda *_: RequestOffloadingContext(), _a(RequestOffloadingContext)
+        OffloadingManager.on_new_request, lambda *_: RequestOffloadingContext(), kind=RequestOffloadingContext
     )
     on_request_finished = guarded(OffloadingManager.on_request_finished, _nothing)
     note_step = guarded(OffloadingManager.note_step, _nothing)
@@ -115,5 +102,11 @@ class GuardedManager(Boundary, OffloadingManager):
 
         Otherwise its blocks would stay in flight forever.
         """
-        if not self._complete_store(keys, req_context, success):
-            self._complete_store(keys, req_context, False)
+        for outcome in (success, False):
+            try:
+                self.inner.complete_store(keys, req_context, outcome)
+                return
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as exc:  # noqa: BLE001 - this is the boundary
+                self.failed("complete_store", exc)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
@@ -83,7 +82,7 @@ class Hits:
             # A request may have one load or several stores in flight, but never both. So a preempted request waits for
             # its old transfers.
             since_s = self._waiting.get(request, self._clock())
-            asked = computed_tokens, request.of_engine.num_tokens, request.max_load_tokens, request.epoch
+            asked = computed_tokens, request.of_engine.num_tokens, request.max_load_tokens(), request.epoch
             is_ready = not request.job_ids and request.context.tokens_ahead is None
             # vLLM frees the blocks of a load that failed. If it cannot allocate them again at once, it schedules
             # nothing behind the request, not even requests that hold the blocks. So every second time, this request
@@ -104,7 +103,8 @@ class Hits:
                         request, "own transfers" if request.job_ids else "another load" if is_shared else "tiers"
                     )
                 return None
-            prefix.sources = prefix.sources or self._manager.sources(request.context)
+            if tokens > computed_tokens or self._observer is not None:
+                prefix.sources = prefix.sources or self._manager.sources(request.context)
             if self._waiting.pop(request, None) is not None:
                 prefix.wait_s += self._clock() - since_s
             if self._observer is not None:
@@ -142,18 +142,21 @@ class Hits:
             return computed_tokens, False
         request.context.tokens_before = computed_tokens
         request.extend_keys()
-        most = min(request.of_engine.num_tokens - 1, computed_tokens + request.max_load_tokens)
+        most = min(request.of_engine.num_tokens - 1, computed_tokens + request.max_load_tokens())
         keys = [own.keys for own in request.groups]
-        ask = functools.partial(self._manager.lookup_prefix, req_context=request.context)
+        manager, context = self._manager, request.context
+        ends = None
         if self._is_hybrid:
-            where: AskBlocks = functools.partial(self._manager.where, req_context=request.context)
+            where: AskBlocks = lambda part: manager.where(part, context)  # noqa: E731
             tokens, ends = possible_hit(self._geometry, keys, where, computed_tokens, most)
             if tokens is not None:
                 most = min(most, tokens)
                 if most <= computed_tokens:  # no lookup follows, and blocks that earlier ones found are useless
                     self._manager.release(request.context)
-            if ends is not None:  # other managers may not know this argument
-                ask = functools.partial(ask, ends=ends)
+        if ends is None:  # other managers may not know this argument
+            ask: AskBlocks = lambda part: manager.lookup_prefix(part, context)  # noqa: E731
+        else:
+            ask = lambda part: manager.lookup_prefix(part, context, ends)  # noqa: E731
         return find_hit(self._geometry, keys, ask, computed_tokens, most)
 
     def _awaits_load(self, request: Request, computed_tokens: int, hit_tokens: int) -> bool:
@@ -191,9 +194,9 @@ class Hits:
                 self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
                 self._load(request)
-            blocks = [group.blocks_to_find(0, prefix.tokens) for group in self._geometry]
-            keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
-            if keys:
+            if prefix.tokens:
+                blocks = [group.blocks_to_find(0, prefix.tokens) for group in self._geometry]
+                keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
                 self._manager.touch(by_position(self._geometry, blocks, keys), request.context)
         if self._observer is not None:
             self._observer.admitted(request)
@@ -203,7 +206,7 @@ class Hits:
     def _count_admission(self, request: Request, num_external_tokens: int) -> None:
         """Count a request once, however often it is preempted."""
         not_computed = max(0, request.of_engine.num_tokens - request.prefix.computed_tokens)
-        looked_up = min(not_computed, request.max_load_tokens)
+        looked_up = min(not_computed, request.max_load_tokens())
         hinted = "no" if request.context.next_use is NextUse.UNKNOWN else "yes"
         counts = self._counts
         counts["lookup_tokens",] += looked_up

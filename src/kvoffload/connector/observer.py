@@ -285,7 +285,7 @@ class Observer:
         ]
 
     def _record_losses(self, request: Request, most_tokens: int, has_no_room: bool) -> None:
-        limit = request.limits.max_offload_tokens
+        limit = request.limits().max_offload_tokens
         beyond = Miss.REQUEST_LIMIT if limit is not None and limit <= most_tokens else Miss.PROMPT_ONLY
         if self._epochs.is_over(request.epoch):
             beyond = Miss.RESET
@@ -327,8 +327,8 @@ class Observer:
         blocks = range(begin // size, min(-(-end // size), len(keys)))
         losses = self._losses(keys[blocks.start : blocks.stop], request)
         loadable = UNLIMITED
-        if request.limits.max_load_tokens is not None:
-            loadable = (request.prefix.computed_tokens + request.limits.max_load_tokens) // unit * unit
+        if (most := request.limits().max_load_tokens) is not None:
+            loadable = (request.prefix.computed_tokens + most) // unit * unit
         loss = Loss(Miss.NEW)
         is_first = True
         for block, own in zip(blocks, losses, strict=True):

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which blocks of a request to offer for store, when, and in which portions. Scheduler thread only.
 
-``plan_offer`` and ``select_source`` are pure. ``offer_in_portions`` offers blocks to a manager, in the connector and in
-the simulator alike. ``StoreOffers`` applies it to requests, and creates store jobs.
+``plan_offer`` and ``select_source`` are pure. ``StoreOffers`` offers the blocks to the manager, and creates store jobs.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvoffload.base import (
     BlockIDsLoadStoreSpec,
@@ -21,7 +20,6 @@ from kvoffload.base import (
     OffloadKey,
     OffloadPolicy,
     PrepareStoreOutput,
-    ReqContext,
 )
 from kvoffload.config import GroupKind
 from kvoffload.connector.engine import ScheduledRequest
@@ -123,7 +121,7 @@ def plan_offer(
         source.block_indices.append(found[0] * group.factor if found else 0)
     if not largest:
         return None
-    keys = by_position((own.group for own in groups), blocks, grouped)
+    keys = grouped if len(groups) == 1 else by_position([own.group for own in groups], blocks, grouped)
     return Offer(keys, grouped, [*itertools.chain(*blocks)], source, next_blocks, largest, is_last)
 
 
@@ -139,13 +137,11 @@ def _states_to_offer(own: Keys, stop: int, unit_tokens: int) -> list[int]:
 
 def select_source(
     geometry: Sequence[GroupGeometry], offer: Offer, keys_to_store: Sequence[OffloadKey]
-) -> tuple[Source, Sequence[int]] | None:
+) -> tuple[Source, list[int]] | None:
     """Return the GPU blocks of ``keys_to_store``, group after group, and the index in ``keys_to_store`` of each block.
 
     Return ``None`` if one of the keys was not offered or occurs twice.
     """
-    if keys_to_store == offer.grouped:
-        return offer.source, range(len(keys_to_store))
     source = Source([], [], [])
     order: list[int] = []
     wanted = {key: at for at, key in enumerate(keys_to_store)}
@@ -165,13 +161,6 @@ def select_source(
         first += size // group.factor
         first_id += size
     return (source, order) if len(order) == len(keys_to_store) else None
-
-
-class Offering(Protocol):
-    """The state of a request that the following rules need. ``Request`` implements it."""
-
-    max_blocks: int
-    touched_at: int
 
 
 class Turnover:
@@ -210,68 +199,14 @@ class Turnover:
         self._stored += num_blocks
         self._paid_keys = min(self.MOST_KEYS, self._paid_keys + num_blocks * self.KEYS_PER_STORED)
 
-    def is_due(self, request: Offering) -> bool:
+    def is_due(self, request: Request) -> bool:
         """Return whether a request that has just stored must touch its prefix."""
         return self._stored - request.touched_at >= self._period and self._paid_keys > 0
 
-    def touched(self, request: Offering, num_keys: int = 0) -> None:
+    def touched(self, request: Request, num_keys: int = 0) -> None:
         """Record a touch of the request's prefix, at its admission or with ``num_keys`` keys because it was due."""
         request.touched_at = self._stored
         self._paid_keys -= num_keys
-
-
-class Portion(Protocol):
-    """Blocks offered in one ``prepare_store``."""
-
-    @property
-    def keys(self) -> Sequence[OffloadKey]:
-        """The keys by position, from head to tail; empty if no block of the portion can be stored."""
-
-    @property
-    def largest(self) -> int:
-        """Number of blocks of the group with most blocks; at least 1."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no blocks remain to be offered after this portion, so that ``plan`` need not be called."""
-
-
-P = TypeVar("P", bound=Portion)
-
-
-def offer_in_portions(
-    request: Offering,
-    manager: OffloadingManager,
-    context: ReqContext,
-    plan: Callable[[int], P | None],
-    accept: Callable[[P, PrepareStoreOutput | None], bool],
-) -> bool:
-    """Offer a request's blocks to the manager, head first, in portions that find room.
-
-    ``plan(max_blocks)`` returns the next portion, or ``None`` if no blocks remain. ``accept(portion, output)`` moves
-    the request past the portion, starts its store, and returns whether that store evicted a block of the same request;
-    ``output`` is ``None`` for a portion without keys. Returns ``False`` if the manager had no room for the rest.
-
-    ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a rejected portion
-    is cut to a quarter and offered again, and after an accepted one, the next may be four times larger. If host memory
-    is nearly full, a long prompt needs logarithmically many calls, and each later call offers one block.
-    """
-    accepted = False
-    while request.max_blocks and (portion := plan(request.max_blocks)) is not None:
-        keys = portion.keys
-        output = manager.prepare_store(keys, context) if keys else None
-        if keys and output is None:
-            request.max_blocks = max(1, portion.largest // 4)
-            # The available room is used up. The rest is offered again in a later step.
-            if accepted or portion.largest == 1:
-                return False
-            continue
-        accepted = True
-        # A request that evicts its own blocks is larger than the cache. Its tail is useless without the evicted head.
-        request.max_blocks = 0 if accept(portion, output) else min(UNLIMITED, request.max_blocks * 4)
-        if portion.is_last:
-            return True
-    return True
 
 
 class StoreOffers:
@@ -325,7 +260,10 @@ class StoreOffers:
         last = request.last_scheduled
         assert last is not None
         # Drafts may follow the known tokens.
-        stores = self._offer(request, min(last.done_tokens, request.of_engine.num_tokens), last.num_computed_tokens)
+        limit = min(last.done_tokens, request.of_engine.num_tokens)
+        if limit < request.next_offer_tokens:  # an asynchronous step, whose last token is not known yet
+            return []
+        stores = self._offer(request, limit, last.num_computed_tokens)
         if request in self.refused:
             self._refused_in_step = True
         return stores
@@ -338,7 +276,7 @@ class StoreOffers:
             return []
         # In a later step, the engine may have tried to schedule the request without success, but freed the blocks that
         # left the window.
-        is_newest = any(each is last for each in self.newest_step)
+        is_newest = last in self.newest_step
         return self._offer(request, request.ready_tokens, last.num_computed_tokens if is_newest else last.done_tokens)
 
     def retry(self) -> list[TransferJob]:
@@ -400,42 +338,59 @@ class StoreOffers:
         if self._epochs.is_over(request.epoch):
             return 0
         most = request.of_engine.num_prompt_tokens if self._prompt_only else UNLIMITED
-        limit = request.limits.max_offload_tokens
+        limit = request.limits().max_offload_tokens
         return most if limit is None else min(most, limit)
 
     def _offer_portions(
         self, request: Request, computed_tokens: int, limit_tokens: int, stores: list[TransferJob]
     ) -> bool:
-        """Offer the blocks in portions, and return ``False`` if there was no room for the rest."""
+        """Offer the blocks, head first, in portions that find room. Returns ``False`` if there was no room for the
+        rest.
 
-        def plan(max_blocks: int) -> Offer | None:
-            return plan_offer(request.groups, self._unit_tokens, computed_tokens, limit_tokens, max_blocks)
-
-        def accept(offer: Offer, output: PrepareStoreOutput | None) -> bool:
-            _, sizes, firsts = offer.source
-            for own, next_block, size, first in zip(request.groups, offer.next_blocks, sizes, firsts):
+        ``prepare_store`` takes a whole portion or nothing, and the head is worth more than the tail. So a rejected
+        portion is cut to a quarter and offered again, and after an accepted one, the next may be four times larger. If
+        host memory is nearly full, a long prompt needs logarithmically many calls, and each later call offers one
+        block.
+        """
+        accepted = False
+        while request.max_blocks:
+            offer = plan_offer(request.groups, self._unit_tokens, computed_tokens, limit_tokens, request.max_blocks)
+            if offer is None:
+                break
+            output = self._manager.prepare_store(offer.keys, request.context) if offer.keys else None
+            if offer.keys and output is None:
+                request.max_blocks = max(1, offer.largest // 4)
+                # The available room is used up. The rest is offered again in a later step.
+                if accepted or offer.largest == 1:
+                    return False
+                continue
+            accepted = True
+            for own, next_block, size, first in zip(request.groups, offer.next_blocks, *offer.source[1:]):
                 own.next_block = next_block
                 if size and own.states:
                     own.states.pop(first, None)
-            if output is None or not output.keys_to_store:
-                return False
-            self._begin_store(request, offer, output, stores)
-            evicted = output.evicted_keys
-            return (
-                bool(evicted)
-                and request.policy is _BLOCK_LEVEL
-                and any(own.owns_any(evicted) for own in request.groups)
-            )
-
-        return offer_in_portions(request, self._manager, request.context, plan, accept)
+            request.max_blocks = min(UNLIMITED, request.max_blocks * 4)
+            if output is not None and output.keys_to_store:
+                self._begin_store(request, offer, output, stores)
+                evicted = output.evicted_keys
+                if evicted and request.policy is _BLOCK_LEVEL and any(own.owns_any(evicted) for own in request.groups):
+                    # It is larger than the cache. Its tail is useless without the evicted head.
+                    request.max_blocks = 0
+            if offer.is_last:
+                break
+        return True
 
     def _begin_store(
         self, request: Request, offer: Offer, output: PrepareStoreOutput, stores: list[TransferJob]
     ) -> None:
-        keys = output.keys_to_store
-        selected = select_source(self._geometry, offer, keys)
-        destination = None if selected is None else _in_order(output.store_spec, selected[1])
-        if selected is None or destination is None:
+        keys, source = output.keys_to_store, offer.source
+        destination: LoadStoreSpec | None = output.store_spec
+        if keys != offer.grouped:
+            selected = select_source(self._geometry, offer, keys)
+            destination = None
+            if selected is not None:
+                source, destination = selected[0], _in_order(output.store_spec, selected[1])
+        if destination is None:
             logger.error(
                 "A manager prepared blocks that were not offered, or not one slot for each; they are not stored."
             )
@@ -444,14 +399,13 @@ class StoreOffers:
         if not request.context.reads_cache:
             request.stored.update(keys)
         self._turnover.count(len(keys))
-        source = GPULoadStoreSpec(*selected[0])
-        job = self._jobs.begin(_STORE, request, keys, selected[0].gpu_block_ids)
-        stores.append(TransferJob(job.job_id, request.context.req_id, source, destination))
+        job = self._jobs.begin(_STORE, request, keys, source.gpu_block_ids)
+        stores.append(TransferJob(job.job_id, request.context.req_id, GPULoadStoreSpec(*source), destination))
 
 
-def _in_order(spec: LoadStoreSpec, order: Sequence[int]) -> LoadStoreSpec | None:
+def _in_order(spec: LoadStoreSpec, order: list[int]) -> LoadStoreSpec | None:
     """Return ``spec`` with its blocks in this order, which names each of them once. Returns ``None`` if the manager's
     spec cannot be reordered or lists a different number of blocks."""
-    if all(at == place for place, at in enumerate(order)):
+    if order == [*range(len(order))]:
         return spec
     return spec.in_order(order) if isinstance(spec, BlockIDsLoadStoreSpec) else None

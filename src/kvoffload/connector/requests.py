@@ -122,19 +122,19 @@ class Request:
     def __post_init__(self) -> None:
         self._compute_nothing_yet()
         self.num_prompt_tokens = self.of_engine.num_prompt_tokens
-        self._leave_out()
+        self.limits()
 
-    @property
     def limits(self) -> RequestLimits:
-        """The current limits. They can change, because a session's next part may contain media, and an adapter may get
-        other weights."""
-        self._leave_out()
+        """Return the current limits. They can change, because a session's next part may contain media, and an adapter
+        may get other weights. The request is then left out for good, even if the reason disappears later: when a
+        grammar rejects a token of a session and vLLM ends it, it no longer looks like a session."""
+        if self.leaves_out is not None and self.leaves_out(self.of_engine):
+            self.asked, self.leaves_out = _NOTHING, None
         return self.asked
 
-    @property
     def max_load_tokens(self) -> int:
-        """Number of tokens of the request that may be loaded."""
-        most = self.limits.max_load_tokens
+        """Return the number of tokens of the request that may be loaded."""
+        most = self.limits().max_load_tokens
         return self.of_engine.num_tokens if most is None else most
 
     @property
@@ -228,8 +228,11 @@ class Request:
     def keys_in_use(self) -> list[OffloadKey]:
         """Return the keys to touch when the whole prefix was used, by position. A request that reads no cache uses only
         the blocks that it stored."""
-        blocks = [range(len(own.keys)) for own in self.groups]
-        keys = by_position((own.group for own in self.groups), blocks, [key for own in self.groups for key in own.keys])
+        keys = self.groups[0].keys.copy()
+        if len(self.groups) > 1:
+            blocks = [range(len(own.keys)) for own in self.groups]
+            of_all = [key for own in self.groups for key in own.keys]
+            keys = by_position([own.group for own in self.groups], blocks, of_all)
         return keys if self.context.reads_cache else [key for key in keys if key in self.stored]
 
     def _compute_nothing_yet(self) -> None:
@@ -237,9 +240,3 @@ class Request:
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             for own in self.groups:
                 own.next_block = UNLIMITED
-
-    def _leave_out(self) -> None:
-        """Leave the request out for good, even if the reason disappears later: when a grammar rejects a token of a
-        session and vLLM ends it, it no longer looks like a session."""
-        if self.leaves_out is not None and self.leaves_out(self.of_engine):
-            self.asked, self.leaves_out = _NOTHING, None

@@ -234,27 +234,26 @@ class OffloadingConnectorScheduler:
         requests = self._requests
         self._offers.newest_step = step.scheduled
         for scheduled in step.scheduled:
+            request_id, new_ids, computed_tokens, num_tokens, table_is_new = scheduled
             try:
-                request = requests[scheduled.request_id]
+                request = requests[request_id]
             except KeyError:  # rare: it has ended meanwhile. This is faster than ``get`` for all other requests.
                 request = None
-            num_tokens = scheduled.num_scheduled_tokens
             if num_tokens != 1:
                 tokens += num_tokens - 1
                 if request is not None:
-                    left = max(request.of_engine.num_prompt_tokens - scheduled.num_computed_tokens, 0)
+                    left = max(request.of_engine.num_prompt_tokens - computed_tokens, 0)
                     new = min(num_tokens, left)
                     prompt_tokens += new
                     queued_tokens += left - new
-                    context_tokens += new * (2 * scheduled.num_computed_tokens + new) // 2
-            if (new_ids := scheduled.new_block_ids) and (scheduled.block_table_is_new or any(new_ids)):
-                num_new_tables += scheduled.block_table_is_new
+                    context_tokens += new * (2 * computed_tokens + new) // 2
+            if new_ids and (table_is_new or any(new_ids)):
+                num_new_tables += table_is_new
                 self._take_new_blocks(request, scheduled)
             if request is None:
                 continue
             request.last_scheduled = scheduled
-            done_tokens = scheduled.num_computed_tokens + num_tokens
-            if done_tokens >= request.next_offer_tokens and request.prefix.load_job_id is None:
+            if computed_tokens + num_tokens >= request.next_offer_tokens and request.prefix.load_job_id is None:
                 stores += self._offers.offer(request)
         if self._offers.refused:
             stores += self._offers.retry()
