@@ -63,7 +63,9 @@ def quiesce(tier: SecondaryTierManager) -> None:
     tier._transfers.submit_stores()
     while tier._runner.num_open_slices:
         time.sleep(0.0002)
-        tier._poll()
+        tier._take_results()
+        if tier._scan is not None:
+            tier._scan.take_in()
 
 
 class Rig:

@@ -23,7 +23,7 @@ class Parts:
         self.primary = CPUPrimaryTierOffloadingManager(8, self.memory)
         self.fakes = [FakeTier(self.primary.kv_view, f"tier{index}") for index in range(2)]
         self.tiers = [GuardedTier(index, fake) for index, fake in enumerate(self.fakes)]
-        self.jobs = TierJobs()
+        self.jobs = TierJobs(self.tiers)
         self.cascades = Cascades(self.primary, self.jobs, self.tiers[1:])
         self.request = TierRequest(REQUEST, 1.0, whole_request_tiers=(self.tiers[0],))
 

@@ -367,11 +367,11 @@ def test_a_reset_gives_no_patience_back_and_takes_none() -> None:
 def test_a_reset_does_not_make_patience_of_the_time_after_all_had_arrived() -> None:
     rig = Rig(num_blocks=4, max_wait_s=5.0)
     rig.below(prefix(1))
-    request, other = rig.start("r"), rig.start("other")
+    request = rig.start("r")
     assert rig.ask(prefix(1), request) == [None]
     rig.step()
     rig.tier.finish()
-    rig.ask(prefix(1, of="b"), other)
+    rig.step()
     rig.clock.advance(5.0)
     rig.manager.reset_cache()
     assert rig.ask(prefix(1), request) == [None], "its patience was not spent"

@@ -279,3 +279,55 @@ def test_a_claimed_block_that_is_evicted_or_written_is_asked_for_again() -> None
     rig.tier.blocks.clear()
     rig.store(prefix(4, of="q"), runs)  # takes all there is
     assert rig.ask(keys(0, 1), request) == [False]
+
+
+def test_a_request_that_finds_nothing_does_not_wait_and_is_asked_again_after_news_or_at_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(8)
+    monkeypatch.setattr(rig.tier, "take_news", list)
+    unchanged = rig.manager.is_unchanged
+    blocks = prefix(3)
+    ahead, at_turn, other = (rig.start(name) for name in ("ahead", "turn", "other"))
+    ahead.tokens_ahead = 1000
+    for context in (ahead, at_turn):
+        assert rig.ask(blocks, context) == [False]
+        assert unchanged(context)
+        assert rig.manager._requests[context.req_id].wait is None
+    rig.store(prefix(1, of="b"), other)
+    assert unchanged(ahead), "a store of other blocks says nothing about it"
+    rig.below(prefix(1))
+    ahead.tokens_ahead = None
+    assert not unchanged(ahead), "at its turn, it may find blocks that another process has written meanwhile"
+    assert rig.ask(blocks, ahead) == [None, False]
+    assert not unchanged(at_turn), "its first block is being read now"
+    rig.step()
+    rig.finish()
+    assert rig.ask(blocks, at_turn) == [True, False]
+
+
+@pytest.mark.parametrize("end", ["store", "finish", "reset"])
+def test_nothing_is_left_of_a_request_that_found_nothing(end: str) -> None:
+    rig = Rig(8)
+    context = rig.start("r")
+    assert rig.ask(prefix(2), context) == [False]
+    if end == "store":
+        rig.store(prefix(2), context)
+    elif end == "finish":
+        rig.manager.on_request_finished(context)
+    else:
+        rig.manager.reset_cache()
+        assert not rig.manager.is_unchanged(context)
+    assert not rig.manager._waits.watched
+    rig.step()
+
+
+def test_a_request_that_found_nothing_is_asked_in_each_step_if_a_tier_cannot_tell_its_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(8)
+    monkeypatch.setattr(rig.tier, "take_news", lambda: None)
+    context = rig.start("r")
+    assert rig.ask(prefix(2), context) == [False]
+    rig.step()
+    assert not rig.manager.is_unchanged(context)

@@ -133,6 +133,7 @@ def test_an_eviction_queued_while_results_are_taken_is_not_lost(make, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(rig.runner, "take_results", finish_and_take)
+        rig.tier.on_schedule_end()
         assert [result.success for result in rig.tier.get_finished_jobs()] == [True]
     assert rig.stat("tier_blocks") == 2, "the eviction came when evictions had been taken in"
     rig.step()

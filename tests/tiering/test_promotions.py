@@ -25,7 +25,7 @@ class Parts:
         self.primary = CPUPrimaryTierOffloadingManager(8, self.memory)
         self.fake = FakeTier(self.primary.kv_view)
         self.tier = GuardedTier(0, self.fake)
-        self.jobs = TierJobs()
+        self.jobs = TierJobs([self.tier])
         self.clock = ManualClock()
         self.waits = Waits(self.primary.slots, 4 / 8, self.clock)
         self.requests: list[TierRequest] = []

@@ -39,7 +39,8 @@ def submit(jobs: TierJobs, tier: GuardedTier, *numbers: int) -> None:
 
 
 def test_a_job_ends_once_with_the_keys_that_succeeded(tier: FakeTier) -> None:
-    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    guarded = GuardedTier(0, tier)
+    jobs = TierJobs([guarded])
     submit(jobs, guarded, 1, 2)
     assert jobs.take_finished() == []
     tier.finish(lose=keys(2))
@@ -49,10 +50,11 @@ def test_a_job_ends_once_with_the_keys_that_succeeded(tier: FakeTier) -> None:
 
 
 def test_results_for_unknown_jobs_and_for_those_of_other_tiers_are_ignored(tier: FakeTier) -> None:
-    jobs = TierJobs()
     other = FakeTier(Memory(4).create_kv_memoryview())
-    submit(jobs, GuardedTier(0, tier), 1)
-    submit(jobs, GuardedTier(1, other), 2)
+    tiers = [GuardedTier(0, tier), GuardedTier(1, other)]
+    jobs = TierJobs(tiers)
+    submit(jobs, tiers[0], 1)
+    submit(jobs, tiers[1], 2)
     (first,), (second,) = tier.jobs, other.jobs
     tier._results += [JobResult(second, success=True), JobResult(99, success=True)]
     assert jobs.take_finished() == []
@@ -62,7 +64,8 @@ def test_results_for_unknown_jobs_and_for_those_of_other_tiers_are_ignored(tier:
 
 
 def test_what_is_no_result_ends_no_job_and_hides_no_other(tier: FakeTier) -> None:
-    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    guarded = GuardedTier(0, tier)
+    jobs = TierJobs([guarded])
     submit(jobs, guarded, 1)
     submit(jobs, guarded, 2)
     first, second = tier.jobs
@@ -79,15 +82,17 @@ def test_what_is_no_result_ends_no_job_and_hides_no_other(tier: FakeTier) -> Non
 
 def test_a_job_that_the_tier_did_not_take_is_returned_failed(tier: FakeTier) -> None:
     break_calls(tier, "submit_store")
-    jobs = TierJobs()
-    job = TierJob(GuardedTier(0, tier), REQUEST, keys(1), [0], is_promotion=False)
+    guarded = GuardedTier(0, tier)
+    jobs = TierJobs([guarded])
+    job = TierJob(guarded, REQUEST, keys(1), [0], is_promotion=False)
     assert not jobs.submit(job)
     assert (job.succeeded, job.failed) == ([], keys(1))
     assert len(jobs.in_flight) == 0
 
 
 def test_a_reset_marks_the_jobs_in_flight(tier: FakeTier) -> None:
-    jobs, guarded = TierJobs(), GuardedTier(0, tier)
+    guarded = GuardedTier(0, tier)
+    jobs = TierJobs([guarded])
     submit(jobs, guarded, 1)
     jobs.mark_stale()
     submit(jobs, guarded, 2)

@@ -30,7 +30,7 @@ def test_what_one_request_found_is_not_taken_for_what_another_finds(monkeypatch:
     assert rig.manager.where(prefix(1), first) == [False]
     rig.below(prefix(1))
     assert rig.ask(prefix(1), second) == [None]
-    assert asked == keys(0, 0)
+    assert asked == keys(0, 0, 0), "the second request first asks whether there is anything"
 
 
 def test_a_promotion_that_failed_since_then_is_a_miss() -> None:

@@ -365,7 +365,7 @@ def test_every_policy_writes_what_it_evicts(cache_policy: str) -> None:
 def test_an_eviction_of_an_unwritten_block_is_counted_for_each_tier_that_lacks_it() -> None:
     rig = Rig(64)
     tiers = [GuardedTier(index, FakeTier(rig.primary.kv_view)) for index in range(2)]
-    write_back = WriteBack(rig.primary, tiers, Cascades(rig.primary, TierJobs(), ()))
+    write_back = WriteBack(rig.primary, tiers, Cascades(rig.primary, TierJobs(tiers), ()))
     write_back.on_reserved(2, keys(1, 2))
     assert write_back.dropped == 4
     assert not write_back.has_queued

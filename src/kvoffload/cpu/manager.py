@@ -555,9 +555,10 @@ class CPUOffloadingManager(OffloadingManager):
         # Counted even if there is no room, because the request has asked for the blocks.
         wanted = keys if self._filter is None else self._filter.offered(keys, req_context)
         protected: Collection[OffloadKey] = set(keys) if wanted is not keys else _NO_KEYS
-        if give_way is not None and (num_lacking := self._num_lacking(wanted, keys)) > 0:
-            give_way(num_lacking)
         reserved = self.slots.reserve(wanted, protected, req_context.next_use)
+        if reserved is None and give_way is not None and (num_lacking := self._num_lacking(wanted, keys)) > 0:
+            give_way(num_lacking)
+            reserved = self.slots.reserve(wanted, protected, req_context.next_use)
         if reserved is None:
             self._refused += 1
             return None

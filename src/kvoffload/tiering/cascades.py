@@ -66,10 +66,12 @@ class Cascades:
         """
         not_taken: list[OffloadKey] = []
         for tier in tiers if keys else ():
-            held = tier.holds(keys)
-            if present := [key for key, is_held in zip(keys, held) if is_held]:
-                tier.touch(present, context)
-            missing = [key for key, is_held in zip(keys, held) if not is_held] if present else keys
+            # A tier that lacks the head of a prefix hardly ever has a later block, and its store would notice.
+            missing = keys
+            if tier.holds(keys[:1])[0]:
+                held = tier.holds(keys)
+                tier.touch([key for key, is_held in zip(keys, held) if is_held], context)
+                missing = [key for key, is_held in zip(keys, held) if not is_held]
             taken = missing[: max(self._max_backlog(tier) - self.num_pinned[tier], 0)]
             if len(taken) < len(missing):
                 dropped = missing[len(taken) :]
@@ -78,7 +80,7 @@ class Cascades:
                 not_taken += dropped
             if not taken:
                 continue
-            slots = self._primary.prepare_read(taken, context).slots
+            slots = self._primary.slots.pin(taken)
             self.num_pinned[tier] += len(taken)
             job = TierJob(tier, context, taken, slots, is_promotion=False)
             if not self._jobs.submit(job):
@@ -99,7 +101,7 @@ class Cascades:
             self.outcomes["dropped"] += job.num_dropped
             self.num_pinned[job.tier] -= len(job.keys)
             keys += job.keys
-        self._primary.complete_read(keys)
+        self._primary.slots.unpin(keys)
 
     def begin_stores(
         self, request: TierRequest, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]
@@ -133,7 +135,7 @@ class Cascades:
             if request.whole_request_tiers:
                 tiers = sorted({*tiers, *request.whole_request_tiers}, key=lambda tier: tier.index)
             self.submit(tiers, ready, request.context)
-        return [*stored, *self.retry_parked(keys)]
+        return [*stored, *(self.retry_parked(keys) if self.parked else ())]
 
     def submit_or_park(self, request: TierRequest, keys: Iterable[OffloadKey]) -> None:
         """Submit the ready blocks among ``keys`` to the tiers that want the whole ``request``, and park the blocks that

@@ -62,6 +62,11 @@ class Lookups:
         if not keys:
             return []
         is_first, self._last = request is not self._last, request
+        if is_first and request.wait is None and self._is_nowhere(request, keys[0]):
+            self._waits.found_nothing(request, keys[0])
+            self._primary.count_lookups(keys[:1], request.context)
+            return [False]
+        self._waits.forget_missing(request)
         self._take_in()
         if self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
@@ -79,10 +84,13 @@ class Lookups:
         return answers
 
     def is_unchanged(self, request: TierRequest) -> bool:
-        """Return whether the request waits, and another lookup would neither end its wait nor start further reads."""
+        """Return whether another lookup of a request that waits would neither end its wait nor start further reads, or
+        whether nothing has been heard of the first block of a request that found nothing."""
         wait = request.wait
-        if wait is None:
-            return False
+        if wait is None:  # at its turn, the tiers are asked again, because others may have written to them
+            return request.missing is not None and (
+                request.context.tokens_ahead is not None or not request.missed_ahead
+            )
         if request.context.tokens_ahead is not None:  # also if it has had its turn, and waits for GPU blocks
             return wait.is_settled and not wait.declined
         if wait.is_ahead:
@@ -106,6 +114,13 @@ class Lookups:
             self._waits.news([*self._waits.watched])
         self._waits.end_step(self._places.is_unanswered)
         self._places.measure()
+
+    def _is_nowhere(self, request: TierRequest, key: OffloadKey) -> bool:
+        """Return whether neither host memory nor a tier that the request may use has the block, as far as tiers know
+        without asking anybody."""
+        if self._primary.slots.get(key) is not None:
+            return False
+        return all(tier.lookup(key, request.context) is False for tier in self._tiers)
 
     def _take_in(self) -> None:
         """Take in the jobs that have ended and the tiers' news."""

@@ -81,7 +81,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._tiers = tuple(GuardedTier(index, tier) for index, tier in enumerate(self.secondary_tiers))
         self._max_wait_s = max_wait_s
         self._clock = clock
-        self._jobs = TierJobs()
+        self._jobs = TierJobs(self._tiers)
         on_store_tiers, on_evict_tiers = self._split_by_mode(cascade)
         self._cascades = Cascades(primary_tier, self._jobs, on_store_tiers)
         self._write_back = WriteBack(primary_tier, on_evict_tiers, self._cascades) if on_evict_tiers else None
@@ -198,7 +198,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._planner.note_step(work)
 
     def on_schedule_end(self) -> None:
-        self._take_in(self._jobs.take_finished(self._tiers))
+        self._take_in(self._jobs.take_finished())
         self._lookups.end_step()
         if self._promotions.queue:
             self._promotions.submit()
@@ -349,11 +349,11 @@ class TieringOffloadingManager(OffloadingManager):
     def _end_writes(self, keys: Sequence[OffloadKey]) -> None:
         """Record the end of writes of ``keys`` into host memory: ready blocks answer the requests that wait for them,
         and stored blocks are written to the tiers."""
-        if self._waits.claimed or self._waits.watched:
+        if self._waits.claimed:
             blocks = self.primary_tier.slots.get_all(keys)
             self._waits.arrived([key for key, block in zip(keys, blocks) if block is not None and block.is_ready])
             self._waits.gone([key for key, block in zip(keys, blocks) if block is None])
-            self._waits.news(keys)
+        self._waits.news(keys)
         self._end_stores(keys)
 
     def _end_stores(self, keys: Sequence[OffloadKey]) -> None:

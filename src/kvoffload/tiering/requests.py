@@ -30,6 +30,10 @@ class TierRequest:
     whole_request_tiers: tuple[GuardedTier, ...] = ()
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
+    missing: OffloadKey | None = None
+    """Its first block, if it does not wait because this block was nowhere, and nothing has been heard of it since."""
+    missed_ahead: bool = False
+    """Whether that was found out before the request's turn."""
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
     """The reasons why blocks that may exist are misses for this request. Some of these blocks may have been found
     since. ``Waits`` alone writes them."""

@@ -262,7 +262,8 @@ class StoreTier(SecondaryTierManager):
             self._submit_probe()
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        self._poll()
+        if self._runner.ended:
+            self._take_results()
         return self._transfers.take_results()
 
     def has_pending_work(self) -> bool:
@@ -292,7 +293,7 @@ class StoreTier(SecondaryTierManager):
                 self.tier_type,
                 self._drain_timeout_s,
             )
-        self._poll()
+        self._take_results()
 
     def shutdown(self) -> None:
         if self._is_shut_down:
@@ -300,7 +301,7 @@ class StoreTier(SecondaryTierManager):
         self._is_shut_down = True
         self.drain_jobs()
         num_hung = self._runner.shutdown(self._drain_timeout_s)
-        self._poll()
+        self._take_results()
         if self._scan is not None:
             self._scan.stop()
         self._transfers.release()
@@ -317,7 +318,7 @@ class StoreTier(SecondaryTierManager):
         return self._reads.breaker.is_closed
 
     def holds(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return [key in self._index for key in keys]
+        return [*map(self._index.__contains__, keys)]
 
     def note_losses(self) -> None:
         # A store may lose blocks without a call.
@@ -351,12 +352,6 @@ class StoreTier(SecondaryTierManager):
         return stats | self._transfers.stats(tier) | self._reads.stats() | self._writes.stats()
 
     # --------------------------------------------------------------------------------------------- results of I/O
-
-    def _poll(self) -> None:
-        """Process the results of the I/O threads. Cheap if they are idle."""
-        self._take_results()
-        if self._scan is not None:
-            self._scan.take_in()
 
     def _take_results(self) -> None:
         # Losses before results, because a block whose loss is known must not be announced as present. A loss that is

@@ -6,8 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffload.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
@@ -156,16 +155,16 @@ class TierJob(JobMetadata):
 
 
 class TierJobs:
-    """Submits jobs to tiers and collects their ends. Each job that a tier took ends exactly once.
+    """Submits jobs to ``tiers`` and collects their ends. Each job that a tier took ends exactly once.
 
     Ignores results for jobs that have ended, belong to another tier or were never submitted, because a slot freed by
     such a result could still be written to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tiers: Sequence[GuardedTier]) -> None:
+        self._tiers = tiers
         self.in_flight: dict[int, TierJob] = {}
         """Jobs by id. Other code only reads it."""
-        self._num_by_tier: Counter[GuardedTier] = Counter()
         self._last_id = 0
 
     def __repr__(self) -> str:
@@ -177,21 +176,16 @@ class TierJobs:
         job.job_id, job.keys = self._last_id, tuple(job.keys)
         # Recorded first, because a tier may finish a job, and be polled, within its own submit.
         self.in_flight[job.job_id] = job
-        self._num_by_tier[job.tier] += 1
         if job.tier.submit(job):
             return True
         self._end(job, JobResult(job.job_id, success=False))
         return False
 
-    def take_finished(self, tiers: Iterable[GuardedTier] = ()) -> list[TierJob]:
-        """Return the jobs that ended since the last call. Asks all tiers that have a job, and ``tiers``: if a submit
-        raised, its job counts as failed, but the tier may have finished it anyway, and reports pending work until it is
-        asked."""
+    def take_finished(self) -> list[TierJob]:
+        """Return the jobs that ended since the last call. Asks all tiers: if a submit raised, its job counts as failed,
+        but the tier may have finished it anyway, and reports pending work until it is asked."""
         finished: list[TierJob] = []
-        for tier in {
-            **{tier: None for tier, num_jobs in self._num_by_tier.items() if num_jobs},
-            **dict.fromkeys(tiers),
-        }:
+        for tier in self._tiers:
             for result in tier.get_finished_jobs():
                 job = self.in_flight.get(result.job_id)
                 if job is not None and job.tier is tier:
@@ -206,7 +200,6 @@ class TierJobs:
 
     def _end(self, job: TierJob, result: JobResult) -> None:
         del self.in_flight[result.job_id]
-        self._num_by_tier[job.tier] -= 1
         job.succeeded = result.succeeded(job.keys)
         if len(job.succeeded) < len(job.keys):
             good = set(job.succeeded)

@@ -57,8 +57,9 @@ class Waits:
         self._waiting: dict[TierRequest, Wait] = {}
         self._asking: dict[TierRequest, Wait] = {}
         """The records of requests that asked in this step and do not wait."""
-        self._watchers: dict[OffloadKey, dict[Unanswered, Wait]] = {}
-        """Each watched block, with the questions whose answers an event about it may change."""
+        self._watchers: dict[OffloadKey, dict[Unanswered | TierRequest, Wait | None]] = {}
+        """Each watched block, with the questions whose answers an event about it may change, and with the requests that
+        do not wait because it is missing."""
         self._with_news: dict[Wait, None] = {}
         """Waits that watch a block about which there has been news since the last step."""
         self._looked_s = 0.0
@@ -77,7 +78,8 @@ class Waits:
 
     @property
     def watched(self) -> Collection[OffloadKey]:
-        """The watched blocks: the first unknown block and the first missing block of each question."""
+        """The watched blocks: the first unknown block and the first missing block of each question, and the first block
+        of each request that found nothing."""
         return self._watchers.keys()
 
     def of(self, request: TierRequest) -> Wait:
@@ -113,6 +115,18 @@ class Waits:
         return at
 
     # ------------------------------------------------------------------------------------- a request's answers
+
+    def found_nothing(self, request: TierRequest, key: OffloadKey) -> None:
+        """Record that the request does not wait, because its first block ``key`` is nowhere."""
+        self.forget_missing(request)
+        request.missing, request.missed_ahead = key, request.context.tokens_ahead is not None
+        self._watchers.setdefault(key, {})[request] = None
+
+    def forget_missing(self, request: TierRequest) -> None:
+        """Forget that the request's first block is nowhere, because more may be known or it asks again."""
+        if request.missing is not None:
+            self._watch_no_more(request.missing, request)
+            request.missing = None
 
     def begin(self, wait: Wait) -> None:
         """Begin the wait, if it has not begun yet. The request's hits of this step become claims."""
@@ -266,12 +280,16 @@ class Waits:
         """Stop watching the blocks of this question, and stop its clock."""
         for key in {rest.watched, rest.missing} - {None}:
             assert key is not None
-            watchers = self._watchers.get(key)
-            if watchers is not None and watchers.pop(rest, None) is not None and not watchers:
-                del self._watchers[key]
+            self._watch_no_more(key, rest)
         if rest.is_awaited:
             rest.is_awaited = False
             self._add_awaited(wait, -1, self._clock())
+
+    def _watch_no_more(self, key: OffloadKey, watcher: Unanswered | TierRequest) -> None:
+        watchers = self._watchers.get(key, {})
+        watchers.pop(watcher, None)
+        if not watchers:
+            self._watchers.pop(key, None)
 
     def plan(self, wait: Wait, keys: Sequence[OffloadKey], plan: Plan, marks: Sequence[Segment], seen_s: float) -> None:
         """Record a plan made for ``keys``. ``marks`` are the places of blocks that are not in flight. The plan's times
@@ -341,7 +359,9 @@ class Waits:
     def arrived(self, keys: Collection[OffloadKey], source: str | None = None, ended_s: float | None = None) -> None:
         """Record that blocks became ready, promoted from ``source`` or stored, at ``ended_s`` if that time is known."""
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
-        claimed = [key for key in keys if key in self._claims]
+        claimed = [key for key in keys if key in self._claims] if self._claims else ()
+        if not claimed:
+            return
         for key in claimed:
             for wait in self._claims[key]:
                 if not wait.claims[key]:
@@ -359,9 +379,12 @@ class Waits:
         watchers = self._watchers
         for key in keys if watchers else ():
             if (waits := watchers.get(key)) is not None:
-                for wait in waits.values():
-                    wait.is_dirty = True
-                    self._with_news[wait] = None
+                for watcher, wait in [*waits.items()]:
+                    if wait is not None:
+                        wait.is_dirty = True
+                        self._with_news[wait] = None
+                    elif isinstance(watcher, TierRequest):
+                        self.forget_missing(watcher)
 
     def gone(self, keys: Iterable[OffloadKey], verdict: Miss | None = None, ended_s: float | None = None) -> None:
         """End all claims on blocks that were evicted or did not arrive. With a ``verdict``, they are misses for each
@@ -410,6 +433,7 @@ class Waits:
         wait = request.wait
         if wait is None:
             self._asking.pop(request, None)
+            self.forget_missing(request)
             return
         waited_s = wait.waited_s(self._clock())
         if waited_s or wait.sources:
@@ -471,6 +495,7 @@ class Waits:
         for request in list(self._waiting):
             self.end(request)
         self._claims.clear()
+        self.news([*self._watchers])
 
     def check_invariants(self, requests: Collection[TierRequest]) -> None:
         """Recompute the claims from all ``requests``, the promotions in flight, and the blocks in host memory."""
@@ -496,15 +521,22 @@ class Waits:
                 assert is_ready == block.is_ready, f"{key!r} is claimed as {is_ready}"
             num_awaited = sum(rest.is_awaited for rest in wait.asked.values()) + [*wait.claims.values()].count(False)
             assert wait.num_awaited == num_awaited, wait
-        for request, wait in self._asking.items():
+        assert all(r.missing is None or r in self._watchers[r.missing] for r in requests)
+        for request, asking in self._asking.items():
             assert request.wait is None
-            assert wait.request is request
+            assert asking.request is request
+        watching: Wait | None
         for key, watchers in self._watchers.items():
             block = self._slots.get(key)
-            for rest, wait in watchers.items():
-                assert rest in wait.asked.values()
+            for rest, watching in watchers.items():
+                if watching is None:
+                    assert isinstance(rest, TierRequest)
+                    assert (rest.missing, rest.wait, block) == (key, None, None)
+                    continue
+                assert isinstance(rest, Unanswered)
+                assert rest in watching.asked.values()
                 assert key in (rest.watched, rest.missing)
-                assert block is None or not block.is_ready or wait.is_dirty, "a block that is here is watched"
+                assert block is None or not block.is_ready or watching.is_dirty, "a block that is here is watched"
         for wait in self._waiting.values():
             for rest in wait.asked.values():
                 watched = {rest.watched} if rest.is_awaited else set()

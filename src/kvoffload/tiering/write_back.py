@@ -188,11 +188,13 @@ class WriteBack:
     def _write(self, target: _Target) -> None:
         missing: list[OffloadKey] = []
         present: list[OffloadKey] = []
-        for key, steps in list(itertools.islice(target.queue.items(), _PER_STEP)):
-            block = self._primary.slots.get(key)
-            # A block that was pinned meanwhile is still written, because another tier may be reading it.
-            is_ready = block is not None and block.is_ready
-            found = target.tier.lookup(key, self.context) if is_ready else None
+        queued = [*itertools.islice(target.queue, _PER_STEP)]
+        # A block that was pinned meanwhile is still written, because another tier may be reading it.
+        blocks = zip(queued, self._primary.slots.get_all(queued))
+        ready = [key for key, block in blocks if block is not None and block.is_ready]
+        answers = dict(zip(ready, target.tier.lookup_each(ready, self.context))) if ready else {}
+        for key in queued:
+            is_ready, found, steps = key in answers, answers.get(key), target.queue[key]
             if is_ready and found is None and self._is_closed:
                 found = False  # no step is left to find out, and stores write nothing twice
             if is_ready and found is None and steps > 1:
