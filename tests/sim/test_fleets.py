@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -119,6 +120,24 @@ def found(trace: Trace, config: FleetConfig) -> tuple[list[Hits], Result]:
     hits: list[Hits] = []
     result = simulate(trace, config, on_request=lambda _, __, hit, ___: hits.append(hit))
     return hits, result
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_result_so_far_has_the_least_times_that_are_possible(servers: int) -> None:
+    trace = synthesize("chat", 200, 2).whole_blocks().stretched(0.1)
+    config = FleetConfig(SERVER, servers)
+    found: list[Result] = []
+    whole = simulate(trace, config, is_hopeless=lambda so_far: bool(found.append(so_far)))
+    assert whole == simulate(trace, config)
+    assert len(found) > 10
+    for earlier, later in pairwise([*found, whole]):
+        assert all(seconds <= later.ttft_s[name] for name, seconds in earlier.ttft_s.items())
+        assert earlier.answering_s <= later.answering_s
+        assert earlier.sum_of("busy_s") <= later.sum_of("busy_s")
+        assert earlier.sum_of("requests") <= later.sum_of("requests")
+        assert (earlier.requests, earlier.arriving_s) == (later.requests, later.arriving_s)
+    assert found[0].ttft_s["p50"] == 0 < found[-1].ttft_s["p50"]
+    assert simulate(trace, config, is_hopeless=lambda so_far: so_far.sum_of("requests") > 9) in found
 
 
 def test_one_server_finds_what_another_one_shared(trace_of: Callable[..., Trace]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import Goal, highest_load, make_plan
+from kvoffload.sim.plan import Goal, Plan, highest_load, make_plan
 from kvoffload.sim.result import Result
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import NO_SESSION, Trace
@@ -96,6 +96,45 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float) -> None:
             low, high = (middle, high) if is_carried else (low, middle)
         found = highest_load(trace, (at_first, goal), hashes=hashes)
         assert 0.8 * low < found / trace.requests_per_s < 1.03 * high
+
+
+@pytest.mark.parametrize("goal", [Goal(ttft_s=0.5), Goal(ttft_s=1e-6)])
+def test_a_search_stops_replays_of_loads_that_are_too_high(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stopped replay is repeated to its end: the server does not carry the load there either."""
+    trace = synthesize("chat", 300, 4).whole_blocks()
+    server = replace(BASE, cpu_blocks=400, gpu_blocks=1500, decode_s=1e-4)
+    at_first, ran = simulate(trace, server), list[tuple[Trace, Result]]()
+
+    def replayed(trace: Trace, config: SimConfig, **options: Any) -> Result:
+        ran.append((trace, simulate(trace, config, **options)))
+        return ran[-1][1]
+
+    monkeypatch.setattr("kvoffload.sim.plan.simulate", replayed)
+    highest_load(trace, (at_first, goal), hashes=trace.hashes())
+    ended = [(each, run) for each, run in ran if run.sum_of("requests") < len(trace)]
+    assert ended and len(ran) <= 6
+    for faster, so_far in ended:
+        whole = simulate(faster, server)
+        assert not goal.is_soon_enough(so_far) and not goal.is_soon_enough(whole)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_costs_more_than_one_that_meets_the_goal_is_not_replayed(processes: int) -> None:
+    trace = TRACE.whole_blocks()
+
+    def tried(hit_rate: float, max_cpu_blocks: int | None) -> tuple[Plan, list[Result]]:
+        goal, limits = Goal(hit_rate=hit_rate), (max_cpu_blocks, trace.num_unique)
+        plan = make_plan(trace, BASE, goal, PRICES, *limits, processes=processes)
+        return plan, [run for run in plan.report.results if run.server.disk_blocks]
+
+    _, every = tried(0.99, None)
+    plan, some = tried(0.2, None)
+    assert every[-1] not in some and some[: len(every) - 1] == every[:-1]
+    assert plan.goal.is_met(every[-2]) and price(every[-1]) > price(every[-2])
+    # Host memory of all blocks shows the ceiling. If less is allowed, the largest disk shows it.
+    plan, some = tried(0.2, 40)
+    assert max(some, key=price).server.disk_blocks == trace.num_unique
+    assert max(some, key=price).hit_rate == max(run.hit_rate for run in tried(0.99, 40)[0].report.results)
 
 
 def test_first_requests_that_arrive_at_once_do_not_hide_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

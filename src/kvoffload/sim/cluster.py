@@ -34,6 +34,8 @@ from kvoffload.tiering.manager import TieringOffloadingManager
 
 SHARED, POOL = "shared", "pool"
 """Labels of the tiers that servers share."""
+_CHECKS = 32
+"""How often a replay asks whether it is hopeless."""
 
 
 def simulate(
@@ -44,16 +46,19 @@ def simulate(
     router: Router | None = None,
     on_request: Callable[[int, int, Hits, float], object] | None = None,
     progress: Callable[[], object] = lambda: None,
+    is_hopeless: Callable[[Result], bool] | None = None,
 ) -> Result:
     """Replay ``trace`` on a server or on a fleet. The same input gives the same result, to the last bit.
 
     ``hashes``: ``trace.hashes()``, to share it between replays. ``router`` overrides the configuration's.
     ``on_request`` is called with a request's number, its server, its hits and the time when it has its first token.
-    ``progress`` is called after each request.
+    ``progress`` is called after each request. ``is_hopeless`` gets the result so far from time to time while requests
+    arrive, and ends the replay by ``True``. Each time in such a result is the least that it can become.
     """
     fleet = FleetConfig(config) if isinstance(config, SimConfig) else config
     with _without_collections():
-        return _Replay(trace, fleet, trace.hashes() if hashes is None else hashes, router, on_request, progress).run()
+        replay = _Replay(trace, fleet, trace.hashes() if hashes is None else hashes, router, on_request, progress)
+        return replay.run(is_hopeless)
 
 
 @contextmanager
@@ -217,15 +222,21 @@ class _Replay:
 
     # ----------------------------------------------------------------------------------------------- time
 
-    def run(self) -> Result:
-        for request, time_s in enumerate(self._trace.times_s.tolist()):
-            self._run_until(time_s)
-            self._arrive(request, time_s, stage=0)
-        self._run_until(float("inf"))
+    def run(self, is_hopeless: Callable[[Result], bool] | None) -> Result:
+        times_s = self._trace.times_s.tolist()
+        checked = {(len(times_s) - 1) * at // _CHECKS for at in range(1, _CHECKS + 1)} if is_hopeless else ()
+        for request, now_s in enumerate(times_s):
+            self._run_until(now_s)
+            self._arrive(request, now_s, stage=0)
+            if request in checked and is_hopeless is not None and is_hopeless(self._result(now_s)):
+                break
+        else:
+            now_s = float("inf")
+            self._run_until(now_s)
         for machine in self._machines:
             if machine.manager is not None:
                 machine.manager.shutdown()
-        return self._result()
+        return self._result(now_s)
 
     def _run_until(self, end_s: float) -> None:
         """Run the steps that end before ``end_s``, in order."""
@@ -306,8 +317,13 @@ class _Replay:
 
     # --------------------------------------------------------------------------------------------- figures
 
-    def _result(self) -> Result:
-        trace = self._trace
+    def _result(self, now_s: float) -> Result:
+        """Return the result so far. A request without its first token gets it now, and so does one that has not
+        arrived, at once."""
+        trace, ttfts_s, answered_s = self._trace, self._ttfts, float(self._first_token_s.max(initial=0.0))
+        waiting = (self._first_token_s < 0) & (trace.times_s <= now_s)
+        if waiting.any():
+            ttfts_s, answered_s = np.where(waiting, now_s - trace.times_s, ttfts_s), now_s
         servers = tuple(machine.result() for machine in self._machines)
         index = self._store.contents.index if self._store else None
         begin_s = float(trace.times_s[0]) if len(trace) else 0.0
@@ -318,9 +334,9 @@ class _Replay:
             input_tokens=trace.total_input_tokens,
             block_tokens=trace.block_tokens,
             duration_s=max(self._end_s - begin_s, 1e-9) if len(trace) else 0.0,
-            arriving_s=float(trace.times_s[-1]) - begin_s if len(trace) else 0.0,
-            answering_s=max(float(self._first_token_s.max()) - begin_s, 0.0) if len(trace) else 0.0,
-            ttft_s=quantiles(self._ttfts),
+            arriving_s=trace.arriving_s,
+            answering_s=max(answered_s - begin_s, 0.0),
+            ttft_s=quantiles(ttfts_s),
             handover_s=quantiles(self._handovers),
             stored_blocks=index.num_stored - index.num_evicted if index else 0,
         )

@@ -29,9 +29,9 @@ _REFINEMENTS = 2
 _CAPACITY_REQUESTS = 2000
 """Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
 _CAPACITY_RUNS = 6
-_ALMOST, _CLOSE = 0.95, 1.1
-"""A next try stays so much below the load that a run seems to allow. A search ends when the loads that a server carries
-and does not carry are so close."""
+_AIM, _ALMOST, _CLOSE = 0.98 * SATURATED, 0.95, 1.1
+"""A next try aims at this utilisation, and changes the load at least so much. A search ends when the loads that a
+server carries and does not carry are so close."""
 _MOST_FASTER = 20
 
 
@@ -133,7 +133,8 @@ def make_plan(
 
     Chooses the device alone if that meets it. Else tries sizes between the GPU's own cache and the trace's footprint
     (its blocks and states), within the limits, then lowers the host memory of the cheapest that meets the goal by
-    bisection. ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
+    bisection. Tries disks by rising price, until one meets the goal. ``base`` has everything of the machine but its
+    sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
     alone = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0)], 1, progress)
     without = alone.without
@@ -151,21 +152,31 @@ def make_plan(
         tried = sweep(trace, largest, processes, progress)
         return replace(plan, capacities=_capacities(trace, plan, tried.results, prices, processes, progress))
     grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
-    grid += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
-    report = replace(sweep(trace, grid, processes, progress), without=without)
+    with_disk = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
+    if cpu_sizes and cpu_sizes[-1] < footprint:
+        grid += with_disk[-1:]  # only with a disk is there room for everything
+    with_disk = sorted(set(with_disk).difference(grid), key=prices.of_tiers)
 
     def may_choose(result: Result) -> bool:
         return goal.is_met(result) and goal.is_harmless(result, without)
 
-    harmless = [each for each in report.results if goal.is_harmless(each, without)]
-    plan = Plan(goal, None, report, max([without, *harmless], key=goal.reached))
-    meeting = [result for result in report.results if may_choose(result)]
-    if meeting:
-        chosen = min(meeting, key=lambda each: prices.of_tiers(each.server))
-        smaller = [size for size in cpu_sizes if size < chosen.server.cpu_blocks]
-        low = smaller[-1] if smaller else chosen.server.cpu_blocks
-        results = list(report.results)
-        with runner(simulate, report.trace, 1, progress) as run_each:
+    def price(result: Result) -> float:
+        return prices.of_tiers(result.server)
+
+    wave = num_processes(processes, max(len(grid), len(with_disk)))
+    with runner(simulate, alone.trace, wave, progress) as run_each:
+        results = run_each(grid)
+        for first in range(0, len(with_disk), wave):
+            more = run_each(with_disk[first : first + wave])
+            met = next((at for at, each in enumerate(more) if may_choose(each)), len(more))
+            results += more[: met + 1]
+            if met < len(more):
+                break
+        harmless = [each for each in results if goal.is_harmless(each, without)]
+        best = max([without, *harmless], key=goal.reached)
+        chosen = min(filter(may_choose, results), key=price, default=None)
+        if chosen is not None:
+            low = max((size for size in cpu_sizes if size < chosen.server.cpu_blocks), default=chosen.server.cpu_blocks)
             for _ in range(_REFINEMENTS):
                 middle = (low + chosen.server.cpu_blocks) // 2
                 if middle in (low, chosen.server.cpu_blocks):
@@ -175,7 +186,7 @@ def make_plan(
                     chosen = results[-1]
                 else:
                     low = middle
-        plan = replace(plan, chosen=chosen, report=report_of(report.trace, [without, *results]))
+    plan = Plan(goal, chosen, report_of(alone.trace, [without, *results]), best)
     return replace(plan, capacities=_capacities(trace, plan, plan.report.results, prices, processes, progress))
 
 
@@ -212,14 +223,15 @@ def _capacities(
 
 
 def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes]) -> float:
-    """The most requests per second that a server carries (``Goal.is_soon_enough``), to about a tenth.
+    """The most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a tenth less.
 
-    The trace arrives faster or slower than it does. The run of ``asked`` shows where to begin.
+    The trace arrives faster or slower than it does. The run of ``asked`` shows where to begin. A replay ends as soon as
+    the server cannot carry its load any more.
     """
     run, goal = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate
         return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
-    low, high, factor, longest_s = 0.0, math.inf, 1.0, run.ttft_s["max"]
+    low, high, factor, most, longest_s = 0.0, math.inf, 1.0, math.inf, run.ttft_s["max"]
 
     def is_carried(run: Result) -> bool:
         # A load that grows may leave a server far behind at its end, and not busy before.
@@ -227,20 +239,38 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
         return goal.is_soon_enough(run) and not is_behind
 
     for tries_left in range(_CAPACITY_RUNS, -1, -1):
-        if is_carried(run):
+        if carried := is_carried(run):
             low = max(low, factor)
-            # A busier server forms larger batches, so the first guess is too low.
-            factor *= min(max(_ALMOST * SATURATED / max(run.utilisation, 1e-4), 1 / _ALMOST), _MOST_FASTER)
         else:
             high = min(high, factor)
-            # A server that is behind shows how fast it answers at most.
-            factor *= min(_ALMOST * SATURATED * run.arriving_s / max(run.answering_s, 1e-9), _ALMOST)
-        if not tries_left or (low and high / low < _CLOSE):
+        is_close = carried and run.utilisation > _ALMOST * SATURATED
+        if not tries_left or is_close or (low and high / low < _CLOSE):
             break
+        factor *= _change(run, goal, is_carried=carried)
+        # If the guess after a run that failed was good, a little more fails, and ends the search.
+        factor, most = (min(factor, most), math.inf) if carried else (factor, factor * (_CLOSE - 0.01))
         if low and high < math.inf and not low < factor * _ALMOST < factor / _ALMOST < high:
             factor = math.sqrt(low * high)
-        run = simulate(trace.stretched(1 / factor), run.server, hashes=hashes)
+        run = simulate(
+            trace.stretched(1 / factor), run.server, hashes=hashes, is_hopeless=lambda so_far: not is_carried(so_far)
+        )
     return low * trace.requests_per_s
+
+
+def _change(run: Result, goal: Goal, *, is_carried: bool) -> float:
+    """Return by which factor to change the load of a run to come close to the highest load that the server carries."""
+    spent_s = max(run.answering_s, 1e-9)
+    # The busy share of the time grows about as the load does, and a time to first token as 1 / (1 - busy).
+    busy: float = min(max(run.sum_of("busy_s") / spent_s, 1e-4), 1.0)
+    aim = _AIM
+    if goal.ttft_s is not None:
+        aim = min(max(1 - (1 - busy) * run.ttft_s[goal.quantile] / goal.ttft_s, 0.0), aim)
+    change = aim / busy
+    if is_carried:
+        return min(max(change, 1 / _ALMOST), _MOST_FASTER)
+    # A server that is behind shows how many requests it answers at most.
+    answers: float = run.sum_of("requests") / run.requests * run.arriving_s / spent_s
+    return max(min(change, (_AIM if goal.ttft_s is not None else 1.0) * answers, _ALMOST), 0.5)
 
 
 def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:

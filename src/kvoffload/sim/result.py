@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
-from kvoffload.sim.trace import HOUR_S
+from kvoffload.sim.trace import HOUR_S, is_long
 
 DEVICE, HOST = "device", "host"
 """The names of the GPU's own cache and of host memory among the tiers."""
@@ -133,13 +133,14 @@ class Result:
         """The share of the time in which the busiest server computed prompts, or had requests waiting for room.
 
         The time ends with the last first token: after that a server only decodes, however much it was behind. It
-        includes a gap after the last arrival. If all requests arrive at once, it ends with the last token. Of a longer
-        time, the busiest hour counts, because a quiet day would hide an hour in which a server is overloaded.
+        includes a gap after the last arrival. If all requests arrive at once, it ends with the last token. If requests
+        arrive for more than an hour, the busiest hour counts, because a quiet day would hide an hour in which a server
+        is overloaded.
         """
+        if is_long(self.arriving_s):
+            return min(max(server.busiest_hour_s for server in self.servers) / HOUR_S, 1.0)
         seconds = max(self.answering_s, self.arriving_s * self.requests / max(self.requests - 1, 1))
         seconds = seconds if self.arriving_s else self.duration_s
-        if seconds > HOUR_S:
-            return min(max(server.busiest_hour_s for server in self.servers) / HOUR_S, 1.0)
         return min(max(server.busy_s for server in self.servers) / max(seconds, 1e-9), 1.0)
 
     @property

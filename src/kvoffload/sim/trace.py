@@ -125,13 +125,16 @@ class Trace:
     @property
     def requests_per_s(self) -> float:
         """Mean rate of arrivals; infinite if all requests come at once."""
-        span_s = float(self.times_s[-1] - self.times_s[0]) if len(self) else 0.0
-        return len(self) / span_s if span_s else float("inf")
+        return len(self) / self.arriving_s if self.arriving_s else float("inf")
+
+    @property
+    def arriving_s(self) -> float:
+        """Seconds from the first arrival to the last one."""
+        return float(self.times_s[-1] - self.times_s[0]) if len(self) else 0.0
 
     @property
     def is_long(self) -> bool:
-        """Whether requests arrive for more than an hour."""
-        return len(self) > 0 and float(self.times_s[-1] - self.times_s[0]) > HOUR_S
+        return is_long(self.arriving_s)
 
     def busiest_hour(self) -> Trace:
         """Return the requests of the hour that has most of them."""
@@ -154,6 +157,12 @@ class Trace:
     def hashes(self) -> list[bytes]:
         """Return the hash of every block, by its number."""
         return [number.to_bytes(8, "big") for number in range(self.num_unique)]
+
+
+def is_long(arriving_s: float) -> bool:
+    """Whether the busiest hour counts instead of the whole time, because requests arrive for more than an hour. How
+    long a server needs to answer them does not decide: the load is the same for a slow server and a fast one."""
+    return arriving_s > HOUR_S
 
 
 def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
