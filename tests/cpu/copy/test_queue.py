@@ -67,41 +67,6 @@ def test_a_process_without_room_for_threads_fails_jobs_until_it_has_some(
     assert ends(queue, STORE) == {2: True}
 
 
-CONFLICTS = {
-    # (earlier, later): the memory that both touch -> whether the later one must wait
-    (STORE, LOAD): {"slot": True, "gpu": True},
-    (LOAD, STORE): {"slot": True, "gpu": True},
-    (STORE, STORE): {"slot": True, "gpu": False},
-    (LOAD, LOAD): {"slot": False, "gpu": True},
-}
-
-
-@pytest.mark.parametrize(
-    ("earlier", "later", "shared"),
-    [(*pair, shared) for pair, shared in itertools.product(CONFLICTS, ("slot", "gpu", "nothing"))],
-)
-def test_a_job_waits_for_those_it_conflicts_with_and_for_no_others(
-    earlier: Direction, later: Direction, shared: str
-) -> None:
-    queue, log = TransferQueue(2), []  # type: tuple[TransferQueue, list[str]]
-    first, second = Gate(log, "first"), Gate(log, "second")
-    second.go.set()
-    queue.submit(1, earlier, extent({1}, {1}), first.plan)
-    queue.submit(2, later, extent({1} if shared == "slot" else {2}, {1} if shared == "gpu" else {2}), second.plan)
-    assert first.running.wait(30)
-    if CONFLICTS[earlier, later].get(shared, False):
-        assert not second.running.is_set()
-        assert not queue._ready[later]
-        first.go.set()
-        assert second.running.wait(30)
-        assert log == ["first", "second"]
-    else:
-        assert second.running.wait(30)
-    first.go.set()
-    queue.wait([1, 2])
-    queue.shutdown()
-
-
 def conflicts(first: tuple[Direction, Extent], second: tuple[Direction, Extent]) -> bool:
     """Return whether one writes memory that the other touches, by definition."""
     (one, left), (other, right) = first, second
@@ -132,26 +97,11 @@ def test_any_mixture_keeps_every_order_that_matters(seed: int) -> None:
     for later, earlier in itertools.combinations(reversed(range(60)), 2):
         if conflicts(jobs[earlier], jobs[later]):
             assert log.index(("ends", earlier)) < log.index(("begins", later))
-    assert not any(vars(memory)[name] for memory in (queue._slots, queue._gpu_blocks) for name in vars(memory))
     queue.shutdown()
 
 
-def test_a_job_waits_for_its_neighbours_only_however_many_are_open() -> None:
-    """Thousands of jobs on the same blocks form a chain, not a mesh: the cost of submitting a job depends only on its
-    blocks."""
-    queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
-    gate = Gate(log, "first")
-    queue.submit(0, STORE, extent({1, 2}, {1, 2}), gate.plan)
-    assert gate.running.wait(30)
-    for job_id in range(1, 2000):
-        queue.submit(job_id, STORE if job_id % 2 else LOAD, extent({1, 2}, {1, 2}), lambda: CopyPlan([], 0))
-    assert sum(len(job.blocked) for job in queue._open.values()) < 2 * 2000
-    gate.go.set()
-    queue.wait(range(2000))
-    queue.shutdown()
-
-
-def test_loads_overtake_stores_that_have_not_started() -> None:
+@pytest.mark.parametrize("shared", ["slot", "gpu", "nothing"])
+def test_loads_overtake_stores_of_other_memory_that_have_not_started(shared: str) -> None:
     queue, log = TransferQueue(1), []  # type: tuple[TransferQueue, list[str]]
     gates = [Gate(log, name) for name in ("running store", "store", "load")]
     for gate in gates[1:]:
@@ -159,10 +109,32 @@ def test_loads_overtake_stores_that_have_not_started() -> None:
     queue.submit(1, STORE, extent({1}, {1}), gates[0].plan)
     assert gates[0].running.wait(30)
     queue.submit(2, STORE, extent({2}, {2}), gates[1].plan)
-    queue.submit(3, LOAD, extent({3}, {3}), gates[2].plan)
+    slot, block = 2 if shared == "slot" else 3, 2 if shared == "gpu" else 3
+    queue.submit(3, LOAD, extent({slot}, {block}), gates[2].plan)
     gates[0].go.set()
     queue.wait([1, 2, 3])
-    assert log == ["running store", "load", "store"]
+    assert log == ["running store", *(["load", "store"] if shared == "nothing" else ["store", "load"])]
+    queue.shutdown()
+
+
+@pytest.mark.parametrize("shared", ["slot", "gpu", "nothing"])
+@pytest.mark.parametrize("directions", list(itertools.product(Direction, repeat=2)))
+def test_jobs_on_the_same_memory_run_one_after_another_and_others_at_once(
+    directions: tuple[Direction, Direction], shared: str
+) -> None:
+    queue, log = TransferQueue(2), []  # type: tuple[TransferQueue, list[str]]
+    first, second = Gate(log, "first"), Gate(log, "second")
+    second.go.set()
+    queue.submit(1, directions[0], extent({1}, {1}), first.plan)
+    queue.submit(2, directions[1], extent({1 if shared == "slot" else 2}, {1 if shared == "gpu" else 2}), second.plan)
+    assert first.running.wait(30)
+    if shared == "nothing":
+        assert second.running.wait(30)
+    with queue._lock:
+        assert not queue._start_next()
+    first.go.set()
+    queue.wait([1, 2])
+    assert log == ["first", "second"]
     queue.shutdown()
 
 

@@ -3,9 +3,8 @@
 
 Each run is one ``memmove`` through ctypes, which costs about a microsecond, so runs below 64 KiB are slower.
 
-Copies run on a few threads. Two jobs *conflict* if one writes a slot or GPU block that the other reads or writes. A job
-starts when all earlier jobs that conflict with it have ended; other jobs may be reordered. Loads start before stores,
-because a request waits for a load and no request waits for a store.
+Copies run on a few threads. Jobs that use the same slots or GPU blocks run one after another, in the order of
+submission. Otherwise, loads start before stores, because a request waits for a load and no request waits for a store.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -108,56 +107,15 @@ class CopyPlan:
 class _QueuedTransfer:
     job_id: int
     direction: Direction
-    make_plan: Callable[[], CopyPlan]
     extent: Extent
-    num_blockers: int = 0
-    """The number of open jobs that must end before this one starts."""
-    blocked: list[_QueuedTransfer] = field(default_factory=list)
-    """Later jobs that wait for this one, in the order of submission."""
+    make_plan: Callable[[], CopyPlan]
+    after: int = 0
+    """For a load: the number of stores that must have started before it, because the last of them uses its memory."""
     num_bytes: int = 0
-    open_parts: int = 0
+    open_parts: int = 1
+    """Number of calls that have not ended. The first one makes the plan."""
     failed: bool = False
     started_s: float = 0.0
-
-
-class _Memory:
-    """The open jobs that use each slot, or each GPU block: its last writer, and the jobs that read it after that.
-
-    A job that uses an id waits only for these. They in turn wait for earlier conflicting jobs, so all conflicting jobs
-    run in the order of submission. A job costs O(ids), however many jobs are open.
-    """
-
-    def __init__(self) -> None:
-        self._writer: dict[int, _QueuedTransfer] = {}
-        self._readers: dict[int, dict[_QueuedTransfer, None]] = {}
-
-    def write(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """Record that ``job`` will write ``ids``. Yields the jobs that it must wait for."""
-        for each in ids:
-            readers = self._readers.pop(each, None)
-            if readers:
-                yield from readers  # they wait for the last writer
-            elif each in self._writer:
-                yield self._writer[each]
-            self._writer[each] = job
-
-    def read(self, job: _QueuedTransfer, ids: Iterable[int]) -> Iterator[_QueuedTransfer]:
-        """Record that ``job`` will read ``ids``. Yields the jobs that it must wait for."""
-        for each in ids:
-            if each in self._writer:
-                yield self._writer[each]
-            self._readers.setdefault(each, {})[job] = None
-
-    def release(self, job: _QueuedTransfer, ids: Iterable[int]) -> None:
-        """Remove ``job``, which has ended, from the users of ``ids``."""
-        for each in ids:
-            if self._writer.get(each) is job:
-                del self._writer[each]
-            readers = self._readers.get(each)
-            if readers is not None and job in readers:
-                del readers[job]
-                if not readers:
-                    del self._readers[each]
 
 
 class TransferQueue:
@@ -172,10 +130,15 @@ class TransferQueue:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._job_ended = threading.Condition(self._lock)
-        self._open: dict[int, _QueuedTransfer] = {}
-        self._slots, self._gpu_blocks = _Memory(), _Memory()
-        self._ready: dict[Direction, deque[_QueuedTransfer]] = {direction: deque() for direction in Direction}
+        self._open: set[int] = set()
+        self._waiting: dict[Direction, deque[_QueuedTransfer]] = {direction: deque() for direction in Direction}
+        self._running: set[_QueuedTransfer] = set()
         self._parts: deque[tuple[_QueuedTransfer, Callable[[], None]]] = deque()
+        """Parts of running jobs that no thread has taken."""
+        self._num_stores = self._num_started = 0
+        """Numbers of stores that were submitted, and that have started."""
+        self._last_store: dict[int, int] = {}
+        """The number of the last store that uses each slot, or each GPU block (as ``~block``)."""
         self._finished: dict[Direction, list[TransferResult]] = {direction: [] for direction in Direction}
         self._closing = False
         self._threads: list[threading.Thread] = []
@@ -188,23 +151,20 @@ class TransferQueue:
 
         It fails at once if its id is already open, if no thread can be started, or after ``shutdown``.
         """
-        job = _QueuedTransfer(job_id, direction, make_plan, extent)
+        job = _QueuedTransfer(job_id, direction, extent, make_plan)
+        ids = [*extent.slots, *(~block for block in extent.gpu_blocks)]
         with self._lock:
             if self._closing or job_id in self._open or not self._start_threads():
                 self._finished[direction].append(TransferResult(job_id, success=False))
                 return
-            # Stores read GPU blocks and write slots, loads the reverse.
             if direction is Direction.STORE:
-                blockers = {*self._slots.write(job, extent.slots), *self._gpu_blocks.read(job, extent.gpu_blocks)}
+                self._num_stores += 1
+                self._last_store.update(dict.fromkeys(ids, self._num_stores))
             else:
-                blockers = {*self._slots.read(job, extent.slots), *self._gpu_blocks.write(job, extent.gpu_blocks)}
-            for blocker in blockers:
-                blocker.blocked.append(job)
-            job.num_blockers = len(blockers)
-            self._open[job_id] = job
-            if not blockers:
-                self._ready[direction].append(job)
-                self._has_work.notify()
+                job.after = max((self._last_store.get(each, 0) for each in ids), default=0)
+            self._open.add(job_id)
+            self._waiting[direction].append(job)
+            self._has_work.notify()
 
     def take_finished(self, direction: Direction) -> list[TransferResult]:
         """Return the results of the jobs of one direction that ended since the last call, each once."""
@@ -215,17 +175,16 @@ class TransferQueue:
     def wait(self, job_ids: Collection[int]) -> None:
         """Return when none of ``job_ids`` is open. Unknown ids are not open."""
         with self._job_ended:
-            self._job_ended.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
+            self._job_ended.wait_for(lambda: self._open.isdisjoint(job_ids))
 
     def shutdown(self) -> None:
         """Fail the jobs that have not started, and wait for the running ones. Idempotent."""
         with self._lock:
             self._closing = True
-            for job in [job for job in self._open.values() if not job.started_s]:
-                self._remove(job)
-                self._finished[job.direction].append(TransferResult(job.job_id, success=False))
-            for ready in self._ready.values():
-                ready.clear()
+            for direction, waiting in self._waiting.items():
+                self._open.difference_update(job.job_id for job in waiting)
+                self._finished[direction] += [TransferResult(job.job_id, success=False) for job in waiting]
+                waiting.clear()
             self._has_work.notify_all()
             self._job_ended.notify_all()
             threads, self._threads = self._threads, []
@@ -249,30 +208,29 @@ class TransferQueue:
     def _run(self) -> None:
         while True:
             with self._has_work:
-                self._has_work.wait_for(lambda: self._parts or any(self._ready.values()) or self._closing)
-                if self._parts:
-                    job, part = self._parts.popleft()
-                elif started := self._start_next():
-                    job, part = started
-                elif self._closing:
+                self._has_work.wait_for(lambda: self._parts or self._start_next() or self._closing)
+                if not self._parts:
                     return
-                else:
-                    continue
+                job, part = self._parts.popleft()
             self._do(job, part)
 
-    def _start_next(self) -> tuple[_QueuedTransfer, Callable[[], None]] | None:
-        for direction in (Direction.LOAD, Direction.STORE):
-            if self._ready[direction]:
-                job = self._ready[direction].popleft()
-                job.started_s = time.monotonic()
-                job.open_parts = 1
-                return job, functools.partial(self._plan, job)
-        return None
+    def _start_next(self) -> bool:
+        """Start the next job, and return whether one was started: the first load or, if that load must wait for stores,
+        the first store. It starts after all running jobs that use its memory."""
+        loads, stores = self._waiting[Direction.LOAD], self._waiting[Direction.STORE]
+        # If the first load waits for a store, no load is older than that store, so no store overtakes a load.
+        waiting = loads if loads and loads[0].after <= self._num_started else stores
+        if not waiting or any(waiting[0].extent.overlaps(job.extent) for job in self._running):
+            return False
+        job = waiting.popleft()
+        job.started_s = time.monotonic()
+        self._num_started += job.direction is Direction.STORE
+        self._running.add(job)
+        self._parts.append((job, functools.partial(self._plan, job)))
+        return True
 
     def _plan(self, job: _QueuedTransfer) -> None:
         plan = job.make_plan()
-        if not plan.parts:
-            return
         with self._lock:
             job.num_bytes = plan.num_bytes
             job.open_parts += len(plan.parts)
@@ -294,21 +252,13 @@ class TransferQueue:
             if not job.open_parts:
                 self._end(job)
 
-    def _remove(self, job: _QueuedTransfer) -> None:
-        del self._open[job.job_id]
-        self._slots.release(job, job.extent.slots)
-        self._gpu_blocks.release(job, job.extent.gpu_blocks)
-
     def _end(self, job: _QueuedTransfer) -> None:
-        self._remove(job)
         seconds = time.monotonic() - job.started_s
         result = TransferResult(job.job_id, not job.failed, 0 if job.failed else job.num_bytes, seconds)
         self._finished[job.direction].append(result)
-        for later in job.blocked:
-            later.num_blockers -= 1
-            if not later.num_blockers and not self._closing:
-                self._ready[later.direction].append(later)
-                self._has_work.notify()
+        self._open.remove(job.job_id)
+        self._running.remove(job)
+        self._has_work.notify()
         self._job_ended.notify_all()
 
 

@@ -121,6 +121,9 @@ class Extent:
     slots: frozenset[int]
     gpu_blocks: frozenset[int]
 
+    def overlaps(self, other: Extent) -> bool:
+        return not (self.slots.isdisjoint(other.slots) and self.gpu_blocks.isdisjoint(other.gpu_blocks))
+
 
 @dataclass(frozen=True, slots=True)
 class Runs:
