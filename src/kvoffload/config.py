@@ -100,11 +100,11 @@ class OffloadingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if isinstance(version, str):
             where = "weights_version"
         elif version.keys() == {"file"}:
-            where = f"weights_version is to be read from {version['file']}, which"
+            where = f"weights_version is read from {version['file']}, which"
             try:
                 version = read_file(version["file"]).decode("utf-8-sig").strip()
             except (OSError, ValueError) as exc:
-                raise ConfigError(f"{where} fails: {reason_of(exc)}.") from exc
+                raise ConfigError(f"{where} cannot be read: {reason_of(exc)}.") from exc
         else:
             raise ConfigError('weights_version must be text or {"file": path}.')
         if not version or len(version) > _LONGEST_VERSION or not version.isprintable():
@@ -189,7 +189,7 @@ def _check_usable(value: Any, name: str) -> None:
     texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
     for text in texts:
         if isinstance(text, str) and ("\0" in text or not _is_encodable(text)):
-            raise ConfigError(f"{name} has a character that no text can have, such as NUL; remove it.")
+            raise ConfigError(f"{name} contains a character that is not allowed, such as NUL; remove it.")
 
 
 def _is_encodable(text: str) -> bool:

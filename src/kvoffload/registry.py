@@ -50,7 +50,7 @@ class Registry(Generic[T]):
         """Return the value registered as ``name``.
 
         Raises ``UnknownNameError`` (a ``ValueError``), which lists the choices, for an unknown name, and
-        ``ConfigError`` if the value's module or entry point fails to import.
+        ``ConfigError`` if the value's module or entry point cannot be imported.
         """
         if name not in self._values:
             return self._from_entry_point(name)
@@ -66,7 +66,7 @@ class Registry(Generic[T]):
                 loaded: T = point.load()
             except Exception as exc:
                 raise ConfigError(
-                    f"{self._kind} {name!r} comes from the entry point {point.value!r}, which fails to import: {exc}"
+                    f"{self._kind} {name!r} comes from the entry point {point.value!r}, which cannot be imported: {exc}"
                 ) from exc
             return loaded
         raise UnknownNameError(f"Unknown {self._kind}: {name!r}.{suggest(name, self.names())}")
@@ -76,5 +76,5 @@ class Registry(Generic[T]):
         try:
             found: T = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as exc:
-            raise ConfigError(f"{self._kind} {name!r} is {path!r}, which fails to import: {exc}") from exc
+            raise ConfigError(f"{self._kind} {name!r} is {path!r}, which cannot be imported: {exc}") from exc
         return found

@@ -22,7 +22,7 @@ SPECS.register("TieringOffloadingSpec", "kvoffload.tiering.spec:TieringOffloadin
 def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
     """Return the spec class that ``config`` names, from ``spec_module_path`` if that is set.
 
-    Raises ``ConfigError`` if the name is unknown, fails to import or is not a spec.
+    Raises ``ConfigError`` if the name is unknown, cannot be imported or is not a spec.
     """
     name = config.spec_name or ("TieringOffloadingSpec" if config.secondary_tiers else "CPUOffloadingSpec")
     if config.spec_module_path is None:
@@ -30,7 +30,7 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
     try:
         spec = getattr(importlib.import_module(config.spec_module_path), name)
     except (ImportError, AttributeError, ValueError, TypeError) as exc:  # the last two: an invalid name, such as ".x"
-        raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} fails to import: {exc}.") from exc
+        raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} cannot be imported: {exc}.") from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
         raise ConfigError(f"{config.spec_module_path}:{name} is not an OffloadingSpec.")
     return spec

@@ -378,7 +378,7 @@ def test_a_pool_in_memory_must_fit_beside_the_host_memory(
         file = tmp_path / "offload.json"
         tier = {"type": "disk", "path": str(pool / "kv")}
         for max_bytes, message in (
-            (None, "is memory (tmpfs): give max_bytes"),
+            (None, "is in memory (tmpfs); set max_bytes"),
             ("60MiB", "in addition to 64 MiB of host memory; lower max_bytes"),
             ("30MiB", ""),
         ):

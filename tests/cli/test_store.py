@@ -175,9 +175,9 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         (("gc", tmp_path, "--max-bytes", "much"), "is not a size"),
         (("clear", tmp_path), "Name one namespace"),
         (("clear", tmp_path, MODEL, "--all"), "Name one namespace"),
-        (("clear", tmp_path, MODEL), "give --yes"),
-        (("clear", tmp_path, "--all"), "give --yes"),
-        (("gc", tmp_path, "--max-bytes", "5KiB"), "give --yes"),
+        (("clear", tmp_path, MODEL), "use --yes"),
+        (("clear", tmp_path, "--all"), "use --yes"),
+        (("gc", tmp_path, "--max-bytes", "5KiB"), "use --yes"),
     ]:
         code, out, err = run(capsys, *args)
         assert (code, out) == (2, "")

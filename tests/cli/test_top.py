@@ -200,7 +200,7 @@ def test_a_port_that_speaks_something_else(
         main(["top", f"127.0.0.1:{serve_raw([b'SSH-2.0-server' + bytes([13, 10])])}", "--once"])
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert "no whole answer in HTTP" in err
+    assert "the answer is not complete HTTP" in err
     assert err.count("\n") == 1
 
 
@@ -214,7 +214,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
         try:
             assert view.stdout is not None and view.stderr is not None
-            assert "no whole answer in HTTP" in view.stderr.readline(), "what is on stdout is JSON"
+            assert "the answer is not complete HTTP" in view.stderr.readline(), "what is on stdout is JSON"
             rest = iter(view.stdout.readline, "")
             assert any(line.startswith("{") for line in rest)
         finally:
@@ -263,7 +263,7 @@ def test_a_proxy_of_the_environment_is_named(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     answers = {b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n": "Forbidden"}
-    answers[b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nup 1\n"] = "no series"
+    answers[b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nup 1\n"] = "no metrics"
     for answer, word in answers.items():
         proxy = f"127.0.0.1:{serve_raw([answer])}"
         monkeypatch.setenv("http_proxy", f"http://me:hunter2@{proxy}")
@@ -324,7 +324,7 @@ def test_an_answer_that_never_ends_is_given_up(
     with pytest.raises(SystemExit) as caught:
         main(["top", f"127.0.0.1:{port}", "--once"])
     assert caught.value.code == 2
-    assert "more than" in capsys.readouterr().err
+    assert "longer than" in capsys.readouterr().err
 
 
 def test_labels_are_shown_as_they_are() -> None:

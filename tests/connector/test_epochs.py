@@ -190,7 +190,7 @@ def test_a_name_that_cannot_be_read_any_more_costs_the_blocks_alone(
     path.unlink()
     epochs.reset()
     assert epochs.current.seed != one.seed
-    assert "weights_version is to be read from" in caplog.text
+    assert "weights_version is read from" in caplog.text
 
 
 def test_a_reset_says_what_it_began(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +210,7 @@ def test_a_reset_says_what_it_began(tmp_path: Path, caplog: pytest.LogCaptureFix
         ("x" * 201, "1 to 200 printable"),
         ({"env": "X"}, 'text or {"file": path}'),
         ({}, 'text or {"file": path}'),
-        ({"file": "/nowhere/at/all"}, "/nowhere/at/all, which fails: No such file"),
+        ({"file": "/nowhere/at/all"}, "/nowhere/at/all, which cannot be read: No such file"),
     ],
 )
 def test_names_that_make_no_sense_are_refused(value: Any, said: str) -> None:
@@ -223,7 +223,7 @@ def test_names_that_make_no_sense_are_refused(value: Any, said: str) -> None:
 def test_files_without_a_name_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "version"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="weights_version is to be read from"):
+    with pytest.raises(ConfigError, match="weights_version is read from"):
         config(weights_version={"file": str(path)})
 
 

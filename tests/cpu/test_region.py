@@ -343,7 +343,7 @@ def test_a_link_leads_nowhere(name: str, tmp_path: Path, suffix: str) -> None:
     segment = segment_of(name)
     link = LOCK if suffix == ".lock" else segment
     link.symlink_to(victim)
-    with pytest.raises(ConfigError, match="not a file of this user's alone"):
+    with pytest.raises(ConfigError, match="cannot be used as a private file"):
         join(name, 1, 4096, num_processes=3)
     assert victim.read_bytes() == b"p" * 4096
     for path in SHM.iterdir():
@@ -382,7 +382,7 @@ def test_a_segment_of_another_user_is_neither_joined_nor_removed(name: str) -> N
         (SHM / f"kvoffload-{'0' * 24}").touch(0o600)
 
     as_user(NOBODY, leave)
-    with pytest.raises(ConfigError, match="not a file of this user's alone"):
+    with pytest.raises(ConfigError, match="cannot be used as a private file"):
         join(name, 1, 4096, num_processes=2)
     join(name + "-other", 1, 4096, num_processes=1).close()
     assert set(leftovers()) == {segment.name, f"kvoffload-{'0' * 24}"}

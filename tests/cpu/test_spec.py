@@ -77,7 +77,7 @@ def test_the_budget_becomes_blocks_and_is_never_exceeded() -> None:
         ({"block_size": 40}, "multiple of the engine's block"),
         ({"eviction_policy": "lur"}, "Did you mean 'lru'"),
         ({"spec_name": "CPUOffloadingSpek"}, "Did you mean 'CPUOffloadingSpec'"),
-        ({"spec_module_path": "no.such.module"}, "fails to import"),
+        ({"spec_module_path": "no.such.module"}, "cannot be imported"),
         ({"spec_module_path": "kvoffload.specs", "spec_name": "SPECS"}, "not an OffloadingSpec"),
     ],
 )

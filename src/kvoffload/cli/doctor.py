@@ -65,7 +65,7 @@ def doctor(
     as_json: Json = False,
     out: Out = None,
 ) -> None:
-    """Check this machine for offloading.
+    """Check whether offloading works on this machine.
 
     Copies blocks for about a minute, compares them byte by byte, times them, and explains the results. Without a GPU,
     it checks only host memory.

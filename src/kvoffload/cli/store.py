@@ -35,7 +35,7 @@ _ID_DIGITS = 8
 _LEAST_NAME = 20
 
 
-store = typer.Typer(no_args_is_help=True, help="Maintain a disk tier, even while servers use it.")
+store = typer.Typer(no_args_is_help=True, help="Maintain a 'disk' or 'fs' tier, even while servers use it.")
 
 
 @store.command()
@@ -138,7 +138,7 @@ def verify(
             print("A server treats each bad block as a miss when it reads it. --repair deletes them.")
         if sealed:
             names = ", ".join(map(display_name, sealed))
-            print(f"Not verified: {names}. Give their keys by --seal-key-file or --encryption-key-file.")
+            print(f"Not verified: {names}. Give their keys with --seal-key-file or --encryption-key-file.")
     if unreadable or sealed or (bad and not repair):
         raise typer.Exit(1)
 
@@ -151,7 +151,7 @@ def gc(
         typer.Option(
             metavar="SIZE",
             help="Quota to enforce, for example 200GiB. Deletes the least recently used blocks ('fs': the oldest). "
-            "Later writes of a server are limited by its own 'max_bytes'.",
+            "A running server still fills its own 'max_bytes'.",
         ),
     ] = None,
     yes: _Yes = False,
@@ -214,7 +214,7 @@ def clear(
     Asks first, unless you give --yes.
     """
     if (namespace is None) != everything:
-        raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or give --all for all of them.")
+        raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or use --all to delete all of them.")
     tier = _open(root)
     only = None if namespace is None else _directory(tier, namespace)
     found = [one for one in tier.usage() if only is None or one.directory == only]
@@ -238,7 +238,7 @@ def _ask(question: str, is_answered: bool) -> None:
     if is_answered:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nothing was deleted: there is no terminal to ask, so give --yes.")
+        raise ConfigError(f"{question} Nothing was deleted, because there is no terminal to ask; use --yes.")
     if not typer.confirm(question, err=True):
         print("Nothing was deleted.", file=sys.stderr)
         raise typer.Exit(1)

@@ -68,7 +68,9 @@ def top(
     scrape = partial(_scrape, address)
     last = scrape()
     if not last.engines:
-        raise ConfigError(f"{url} has no series of kvoffload{through_proxy(url)}: is this a server that uses it?")
+        raise ConfigError(
+            f"{url} shows no metrics of kvoffload{through_proxy(url)}; check that this server uses kvoffload."
+        )
     processes = {last.started_s: last}
     console = Console()
     with ExitStack() as stack:
@@ -149,9 +151,13 @@ def _scrape(address: str) -> Snapshot:
     except (OSError, ValueError) as exc:
         reason = exc.reason if isinstance(exc, urllib.error.URLError) else exc
         what = reason_of(reason) if isinstance(reason, BaseException) else reason
-        raise ConfigError(f"{url} cannot be read{through_proxy(url)}: {what}.") from exc
+        raise ConfigError(
+            f"{url} cannot be read{through_proxy(url)}: {what}; check the address, and that the server is running."
+        ) from exc
     except http.client.HTTPException as exc:
-        raise ConfigError(f"{url} cannot be read{through_proxy(url)}: no whole answer in HTTP ({exc!r}).") from exc
+        raise ConfigError(
+            f"{url} cannot be read{through_proxy(url)}: the answer is not complete HTTP ({exc!r})."
+        ) from exc
     unix_s = time.time()
     try:
         server_unix_s = parsedate_to_datetime(date).timestamp()
@@ -166,9 +172,9 @@ def _content(response: http.client.HTTPResponse) -> bytes:
     while part := response.read1(1 << 16):
         content += part
         if len(content) > _MOST_BYTES:
-            raise ValueError(f"it sends more than {format_bytes(_MOST_BYTES)}")
+            raise ValueError(f"the answer is longer than {format_bytes(_MOST_BYTES)}")
         if time.monotonic() > end_s:
-            raise ValueError(f"it does not end its answer within {_TIMEOUT_S:.0f} seconds")
+            raise ValueError(f"the answer takes longer than {_TIMEOUT_S:.0f} seconds")
     if response.length:
         raise http.client.IncompleteRead(bytes(content), response.length)
     return bytes(content)
@@ -242,7 +248,9 @@ def parse(text: str, at_s: float, unix_s: float) -> Snapshot:
                 of_engine = engines.setdefault(engine, {}).setdefault(name, {})
                 of_engine[key] = of_engine.get(key, 0) + sample.value
     except (ValueError, KeyError, IndexError) as exc:
-        raise ConfigError(f"This is not a page of metrics: {printable(str(exc))}.") from exc
+        raise ConfigError(
+            f"The server's answer is not a page of metrics: {printable(str(exc))}; give the address of its /metrics."
+        ) from exc
     return Snapshot(at_s, unix_s, engines, started_s, unix_s)
 
 
@@ -418,7 +426,7 @@ def draw(now: View) -> Group:
         f"{now.lookup_tokens_per_s:,.0f} tokens/s",
         ("   requests ", "dim"),
         f"{now.requests:,.0f}, {now.requests_waiting:,.0f} waiting",
-        ("   promotions ", "dim"),
+        ("   being read ", "dim"),
         f"{now.promotions_in_flight:,.0f} blocks",
         ("   claimed, pinned ", "dim"),
         f"{now.claimed_blocks:,.0f}, {now.pinned_blocks:,.0f} blocks",

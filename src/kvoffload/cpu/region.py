@@ -249,7 +249,7 @@ def _lock_path(mount: Path) -> Path:
                 return path
         except FileNotFoundError:
             return path
-    raise ConfigError(f"Other users have made all of {mount}/{_PREFIX}{os.geteuid()}-*.lock; remove these files.")
+    raise ConfigError(f"Other users own all of {mount}/{_PREFIX}{os.geteuid()}-*.lock; remove these files.")
 
 
 def _is_named(path: Path, descriptor: int) -> bool:
@@ -268,10 +268,10 @@ def _open_own(path: Path, flags: int = 0) -> int:
     except FileNotFoundError:
         raise
     except OSError as exc:
-        raise ConfigError(f"{path} is not a file of this user's alone ({exc.strerror}); remove it.") from exc
+        raise ConfigError(f"{path} cannot be used as a private file ({exc.strerror}); remove it.") from exc
     if not _is_own(os.fstat(descriptor)):
         os.close(descriptor)
-        raise ConfigError(f"{path} is not a file of this user's alone (wrong owner or mode); remove it.")
+        raise ConfigError(f"{path} cannot be used as a private file (wrong owner or mode); remove it.")
     return descriptor
 
 
@@ -371,7 +371,9 @@ def _reclaim(mount: Path) -> int:
             status = os.fstat(descriptor)
             promised_bytes += max(0, status.st_size - status.st_blocks * 512)
         else:
-            logger.info("Reclaiming the shared region %s of a start that never finished.", path.name)
+            logger.info(
+                "Deleting the shared region %s, because the process that created it ended during startup.", path.name
+            )
             path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)

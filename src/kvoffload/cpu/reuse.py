@@ -44,7 +44,7 @@ class ReuseFilter:
         """
         if threshold < 2:
             raise ConfigError(
-                f"A reuse filter needs a threshold of at least 2, not {threshold}; without a filter, all is stored."
+                f"A reuse filter needs a threshold of at least 2, not {threshold}; to store all blocks, use no filter."
             )
         if max_tracker_size < 1:
             raise ConfigError(f"max_tracker_size must be at least 1, not {max_tracker_size}.")

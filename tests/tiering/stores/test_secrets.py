@@ -36,7 +36,7 @@ def test_a_file_that_is_no_secret_is_one_sentence(kind: str, tmp_path: Path) -> 
         path.write_bytes("hunter2".encode("utf-16") if kind == "utf-16" else b"")
         if kind == "huge":
             os.truncate(path, 1 << 42)
-    with pytest.raises(ConfigError, match=r"^password is to be read from .*secret, which [^\n]*\.$") as caught:
+    with pytest.raises(ConfigError, match=r"^password is read from .*secret, which [^\n]*\.$") as caught:
         read_secret({"file": str(path)}, "password")
     assert "Errno" not in str(caught.value)
 

@@ -97,7 +97,7 @@ def open_each(
     for at, (options, outcome) in enumerate(zip(each, outcomes, strict=True)):
         if isinstance(outcome, TimeoutError):
             outcomes[at] = late = ConfigError(
-                f"{options.directory} of the {options.label!r} tier did not open within {limit_s:g} s: look at its "
+                f"{options.directory} of the {options.label!r} tier did not open within {limit_s:g} s; check its "
                 "disk, or choose another directory."
             )
             late.__cause__ = outcome

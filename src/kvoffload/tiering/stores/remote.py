@@ -20,7 +20,7 @@ _LONGEST_S = 1e9
 def check_age(seconds: float | None, what: str) -> None:
     """Raise ``ConfigError`` unless blocks may expire after ``seconds``; ``None`` means never."""
     if seconds is not None and not 1 <= seconds <= _LONGEST_S:
-        raise ConfigError(f"{what} must be a second at least, and {_LONGEST_S:.0f} at most, not {seconds:g} s.")
+        raise ConfigError(f"{what} must be between 1 and {_LONGEST_S:.0f} seconds, not {seconds:g}.")
 
 
 def check_credentials(url: str, what: str) -> None:
@@ -28,8 +28,8 @@ def check_credentials(url: str, what: str) -> None:
     character that ends them too early, and the text after it would not be treated as a secret."""
     if _has_stray_at(url):
         raise ConfigError(
-            f"{what} has an @ after the first /, ? or #: write / as %2F, ? as %3F, # as %23 and @ as %40 in a user, "
-            "a password or a path."
+            f"{what} contains an @ after the first /, ? or #; write / as %2F, ? as %3F, # as %23 and @ as %40 in a "
+            "user, a password or a path."
         )
 
 

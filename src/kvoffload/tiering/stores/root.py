@@ -180,7 +180,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
             make_directory(root, access)
     except OSError as exc:
         reason = in_the_way_of(root) or exc.strerror
-        raise ConfigError(f"The store's directory {root} cannot be made: {reason}.") from exc
+        raise ConfigError(f"The store's directory {root} cannot be created: {reason}.") from exc
     check_locks(root, needs_locks)
     check_owner(root, access)
     if needs_locks and (found := mount_type(root)) and found not in _LOCAL_TYPES:
@@ -196,7 +196,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
         if not os.path.lexists(control):
             if exc.errno == errno.EROFS:
                 return access
-            raise ConfigError(f"{control} cannot be made: {exc.strerror}.") from exc
+            raise ConfigError(f"{control} cannot be created: {exc.strerror}.") from exc
     return check_control(root, mode)
 
 
@@ -235,8 +235,8 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
     access = Access(mode)
     if not access.admits(status) and status.st_uid != _owner_of_ours(root):
         raise ConfigError(
-            f"{control} belongs to user {status.st_uid}; choose another directory, or share this one with "
-            "mode='group' in all of its users."
+            f"{control} belongs to user {status.st_uid}; choose another directory, or share this one by setting "
+            "mode='group' for all its users."
         )
     return Access(mode, status.st_uid)
 
@@ -248,7 +248,7 @@ def check_owner(root: str, access: Access) -> None:
     if status.st_uid and not access.admits(status) and status.st_uid != _owner_of_ours(root):
         raise ConfigError(
             f"{root} belongs to user {status.st_uid}: name a directory in it, which kvoffload then creates, "
-            "or share this one with mode='group' in all of its users."
+            "or share this one by setting mode='group' for all its users."
         )
 
 
@@ -371,7 +371,7 @@ def check_locks(root: str, needs_locks: bool = True) -> None:
             try_lock(fd)
     except OSError as exc:
         raise ConfigError(
-            f"The file system of {root} cannot lock ({exc.strerror}); choose a directory on a local disk."
+            f"The file system of {root} does not support locks ({exc.strerror}); choose a directory on a local disk."
         ) from exc
     finally:
         os.close(fd)

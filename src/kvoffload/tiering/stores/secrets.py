@@ -34,21 +34,21 @@ def read_secret(secret: Secret, what: str) -> str:
         return secret
     if name := secret.get("env"):
         if name not in os.environ:
-            raise ConfigError(f"{what} is to be read from the environment variable {name}, which is not set.")
+            raise ConfigError(f"{what} is read from the environment variable {name}, which is not set.")
         source, value = f"the environment variable {name}", os.environb[os.fsencode(name)]
     else:
         source = secret["file"]
         try:
             value = read_file(source)
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"{what} is to be read from {source}, which fails: {reason_of(exc)}.") from exc
+            raise ConfigError(f"{what} is read from {source}, which cannot be read: {reason_of(exc)}.") from exc
     value = value.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
     if not value:
-        raise ConfigError(f"{what} is to be read from {source}, which is empty.")
+        raise ConfigError(f"{what} is read from {source}, which is empty.")
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{what} is to be read from {source}, which is not UTF-8.") from None  # it has the bytes
+        raise ConfigError(f"{what} is read from {source}, which is not UTF-8.") from None  # it has the bytes
 
 
 def check_keys(keys: Keys | None, what: str) -> None:
@@ -59,7 +59,7 @@ def check_keys(keys: Keys | None, what: str) -> None:
         check_secret(key, what)
         if isinstance(key, str) and len(key) < _SHORTEST_KEY:
             raise ConfigError(
-                f"{what} must have {_SHORTEST_KEY} characters at least; make one with 'openssl rand -hex 32'."
+                f"{what} must have at least {_SHORTEST_KEY} characters; create one with 'openssl rand -hex 32'."
             )
 
 

@@ -318,7 +318,7 @@ class TestAdoption:
                 may_grow(store)
             holder.kill()
         (said,) = [record.getMessage() for record in caplog.records if "stores no block" in record.getMessage()]
-        assert f"it can make no slab, as its root is locked by process {holder.pid} (evil\\x1b[2Jname)" in said
+        assert f"it cannot create a slab, because its root is locked by process {holder.pid} (evil\\x1b[2Jname)" in said
 
     def test_a_stopped_neighbour_is_waited_for_by_nobody(self, open_store, neighbour) -> None:
         child = neighbour(two_slabs(), 0, 40)

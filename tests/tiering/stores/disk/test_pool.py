@@ -213,7 +213,7 @@ class TestMemory:
 
     def test_a_tier_needs_max_bytes(self, pool: Path) -> None:
         options = parse_tier({"type": "disk", "path": str(pool)})
-        with pytest.raises(ConfigError, match=r"is memory \(tmpfs\): give max_bytes"):
+        with pytest.raises(ConfigError, match=r"is in memory \(tmpfs\); set max_bytes"):
             options.open_store(PAGED, "")
         assert not pool.exists()
         parse_tier({"type": "disk", "path": str(pool), "max_bytes": "1MiB"}).open_store(PAGED, "").close()

@@ -913,7 +913,7 @@ class TestRoot:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
         monkeypatch.setattr("fcntl.flock", flock)
-        with pytest.raises(ConfigError, match="cannot lock"):
+        with pytest.raises(ConfigError, match="does not support locks"):
             DiskStore(tmp_path / "kv", SMALL, max_bytes=1 << 20)
 
     @pytest.mark.parametrize("mounted", ["nfs4", "smb3", "fuse.sshfs", "newfs"])

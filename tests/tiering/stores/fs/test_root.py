@@ -219,7 +219,7 @@ def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
         FileSystemStore(root, 0)
     assert not root.exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         FileSystemStore(tmp_path / "file", SMALL)
 
 

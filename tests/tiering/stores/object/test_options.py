@@ -45,17 +45,20 @@ def parse(**options: Any) -> ObjectOptions:
         ({"request_timeout_s": float("inf")}, "request_timeout_s of the 'object' tier must be positive, and at most"),
         ({"requests": 0}, "requests of the 'object' tier"),
         ({"request_timeout_s": 0}, "request_timeout_s of the 'object' tier"),
-        ({"config": {"regoin": "x"}}, "config of the 'object' tier .* it has .*'regoin'"),
+        ({"config": {"regoin": "x"}}, "config of the 'object' tier .* contains .*'regoin'"),
         ({"config": {"allow_http": "hush"}}, "allow_http of the 'object' tier must be 'true' or 'false'"),
         (
             {"config": {"allow_http": "false", "endpoint": "http://host"}},
             "allow_http of the 'object' tier is false, but",
         ),
-        ({"config": {"proxy_url": "http://id:hush@host"}}, "config of the 'object' tier is not what obstore takes"),
+        ({"config": {"proxy_url": "http://id:hush@host"}}, "obstore rejects the config of the 'object' tier"),
         ({"config": {"skip_signature": True}}, "of the .object. tier must be"),
         ({"config": {"region": None}}, "of the .object. tier must be"),
         ({"config": {"secret_access_key": {"nev": "x"}}}, '{"env": name}'),
-        ({"tls_ca": "/nowhere/ca.pem"}, "tls_ca of the 'object' tier is /nowhere/ca.pem, which fails: No such file"),
+        (
+            {"tls_ca": "/nowhere/ca.pem"},
+            "tls_ca of the 'object' tier is /nowhere/ca.pem, which cannot be read: No such file",
+        ),
         ({"seal_key": "short"}, "16 characters"),
         ({"ttl": "24h"}, "Unknown key 'ttl'"),
     ],
@@ -104,7 +107,7 @@ def test_a_setting_that_is_no_text_is_refused_before_obstore_sees_it(value: Any)
     ],
 )
 def test_what_the_client_says_of_a_setting_is_not_shown(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is not what obstore takes") as caught:
+    with pytest.raises(ConfigError, match="obstore rejects the config") as caught:
         parse(**options)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None

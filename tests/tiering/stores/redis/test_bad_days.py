@@ -77,7 +77,7 @@ def test_a_refused_connection_is_an_error_that_names_the_server(open_store: Open
 
 def test_a_wrong_password_is_an_error_without_the_password(start_server: StartServer, open_store: OpenStore) -> None:
     server = start_server(requirepass="right")
-    with pytest.raises(StoreError, match="refuses the tier's user and password with WRONGPASS") as caught:
+    with pytest.raises(StoreError, match="rejects the tier's user and password with WRONGPASS") as caught:
         open_store(f"redis://:hush@127.0.0.1:{server.port}").contains(keys(1))
     assert "hush" not in str(caught.value)
     with pytest.raises(StoreError, match=r"[Aa]uthentication required"):
@@ -90,7 +90,7 @@ def test_what_a_server_repeats_of_an_unknown_command_is_not_shown(
     credentials: dict[str, str], start_server: StartServer, open_store: OpenStore
 ) -> None:
     server = start_server(lacks="AUTH")
-    with pytest.raises(StoreError, match="refuses the tier's user and password with ERR") as caught:
+    with pytest.raises(StoreError, match="rejects the tier's user and password with ERR") as caught:
         open_store(server.url, **credentials).contains(keys(1))
     for secret in credentials.values():
         assert secret not in str(caught.value)

@@ -53,7 +53,7 @@ def test_a_url_in_its_parts(url: str, address: Address, user: tuple[str | None, 
     ],
 )
 def test_a_url_that_cannot_be_read_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="url of the 'redis' tier is not one that can be read"):
+    with pytest.raises(ConfigError, match="url of the 'redis' tier is not valid"):
         parse_url(url)
 
 
@@ -120,5 +120,5 @@ def test_an_encrypted_key_is_an_error_and_no_question_at_the_terminal(tmp_path: 
     made, key = Authority(tmp_path / "made"), tmp_path / "key.pem"
     plain = load_pem_private_key(Path(made.client).read_bytes(), None)
     key.write_bytes(plain.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hush")))
-    with pytest.raises(ConnectionError, match="tls_key of the 'redis' tier is encrypted: give it a key without"):
+    with pytest.raises(ConnectionError, match="tls_key of the 'redis' tier is encrypted; use a key without"):
         _tls(Access(tls_cert=made.client, tls_key=str(key)))

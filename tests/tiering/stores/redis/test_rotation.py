@@ -59,7 +59,7 @@ def test_a_new_connection_has_the_new_password(
     assert write(store, keys(1, 2)) == [True, True]
     server.client(password="first-secret").config_set("requirepass", "second-secret")
     drop_connections(server, password="second-secret")
-    with pytest.raises(StoreError, match="refuses the tier's user and password with WRONGPASS"):
+    with pytest.raises(StoreError, match="rejects the tier's user and password with WRONGPASS"):
         read(store, keys(1, 2))
     put("second-secret")
     assert read(store, keys(1, 2)) == [True, True]

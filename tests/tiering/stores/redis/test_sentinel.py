@@ -243,7 +243,7 @@ def test_a_mistake_in_the_url_is_one_sentence(url: str) -> None:
 
 
 def test_a_cluster_has_no_sentinels(open_store: OpenStore) -> None:
-    with pytest.raises(ConfigError, match="give it no sentinels"):
+    with pytest.raises(ConfigError, match="use a url without sentinels"):
         open_store("redis+sentinel://a:1/kv", cluster=True)
     store = open_store("redis+sentinel://me:hush@a:1/kv")
     assert isinstance(servers_of(store), Primary)

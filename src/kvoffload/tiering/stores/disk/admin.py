@@ -250,7 +250,7 @@ class DiskRoot:
         finally:
             os.close(fd)
         if block_bytes is None or block_bytes > LARGEST_BLOCK_BYTES:
-            raise SlabRefused(f"{slab} has no sound header")
+            raise SlabRefused(f"{slab} has a damaged header")
         layout = SlabFormat(directory, block_bytes, secret_for(directory, self._secrets))
         file = SlabFile.open(slab, layout, dir_fd, self._access)
         try:

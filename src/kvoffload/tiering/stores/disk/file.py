@@ -135,13 +135,13 @@ class SlabFile:
                 _leave_files(fd)
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or not access.admits(status):
-                    raise SlabRefused(f"{name}{suffix} is not ours")
+                    raise SlabRefused(f"{name}{suffix} belongs to another user, or is not a file")
                 if status.st_nlink != 1:
-                    raise SlabRefused(f"{name}{suffix} has another name, a hard link")
+                    raise SlabRefused(f"{name}{suffix} has a hard link under another name")
             table_fd, payload_fd = fds
             num_slots = layout.parse_header(os.pread(table_fd, PAGE_BYTES, 0))
             if num_slots is None:
-                raise SlabRefused(f"{name}{TABLE_SUFFIX} is damaged, or of another version or block size")
+                raise SlabRefused(f"{name}{TABLE_SUFFIX} is damaged, or has another version or block size")
             if os.fstat(table_fd).st_size < layout.table_bytes(num_slots):
                 raise SlabRefused(f"{name}{TABLE_SUFFIX} was cut off")
             if os.fstat(payload_fd).st_size < num_slots * layout.block_bytes:
@@ -361,7 +361,7 @@ def _leave_files(fd: int) -> None:
             except (OSError, ValueError):
                 more = soft  # a sandbox does not allow it
             if more == soft:
-                raise OSError(errno.EMFILE, f"{fd} files are open, half of what this process may; raise ulimit -n")
+                raise OSError(errno.EMFILE, f"{fd} files are open, half of this process's limit; raise it (ulimit -n)")
             soft = more
 
 

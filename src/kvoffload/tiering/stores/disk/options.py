@@ -114,7 +114,7 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
                 store.close()
             raise (mistakes or failures)[0]
         for failure in failures:
-            logger.warning("tier %r goes on without a disk until a restart: %s", self.label, failure)
+            logger.warning("The %r tier continues without one of its disks until a restart: %s", self.label, failure)
         return stores[0] if len(disks) == 1 else Striped(stores, self.threads, paths=paths, missing=missing)
 
     def check_place(self, beside_bytes: int = 0) -> None:
@@ -124,8 +124,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
             place = os.path.abspath(disk.directory)
             if disk.max_bytes is None and (kind := memory_file_system(existing_directory(place))) is not None:
                 raise ConfigError(
-                    f"path of the {self.label!r} tier, {place}, is memory ({kind}): give max_bytes, which is for "
-                    "all engines with this path together."
+                    f"path of the {self.label!r} tier, {place}, is in memory ({kind}); set max_bytes, the limit "
+                    "for all engines that share this path."
                 )
             check_memory(place, disk.bound_bytes, beside_bytes)
 

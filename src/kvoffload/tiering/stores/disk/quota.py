@@ -125,7 +125,7 @@ class Quota:
             self._slabs.drop(too_many, "evicted")
             for slab in too_many:
                 self._directory.remove(slab.file.name)
-            _log.info("%d slabs at %s are removed, because they exceed the quota.", len(too_many), self._root)
+            _log.info("Removed %d slabs at %s, because they exceed the quota.", len(too_many), self._root)
         return excess is not None
 
     def share(self) -> None:
@@ -217,7 +217,7 @@ class Quota:
                 self._wants_until_s = time.monotonic() + _WANT_S
                 self._say_who_has_all(TABLE_SUFFIX, "all its slabs are")
             except BlockingIOError:
-                self._say_who_has_all(f"/{LOCK_NAME}", "it can make no slab, as its root is")
+                self._say_who_has_all(f"/{LOCK_NAME}", "it cannot create a slab, because its root is")
                 return False  # this is unrelated to the quota, so the next write tries again
             except OSError as exc:
                 self._error = exc
@@ -248,7 +248,7 @@ class Quota:
         process is creating one, and ``OSError``, also for a full disk."""
         with self._directory.duplicate() as fd, root_lock(self._root, self._access) as is_locked:
             if not is_locked:
-                raise BlockingIOError(errno.EAGAIN, "another process makes a slab", self._root)
+                raise BlockingIOError(errno.EAGAIN, "another process is creating a slab", self._root)
             wanted_slots = self._layout.slots_per_slab(self._max_bytes or _disk_bytes(self._root), most_slabs())
             wanted_bytes = self._layout.slab_bytes(wanted_slots)
             room_bytes, free_bytes = self._room_bytes(), _free_bytes(self._root)

@@ -133,7 +133,9 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
         try:
             options["root_certificate"] = read_file(tls_ca)
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"tls_ca of the 'object' tier is {tls_ca}, which fails: {reason_of(exc)}.") from exc
+            raise ConfigError(
+                f"tls_ca of the 'object' tier is {tls_ca}, which cannot be read: {reason_of(exc)}."
+            ) from exc
     if url.startswith("s3:") and "unsigned_payload" not in map(_bare, settings):
         settings["unsigned_payload"] = True  # TLS and our seal protect the payload instead
     retries = {
@@ -152,7 +154,8 @@ def open_client(url: str, config: Mapping[str, str], deadlines: Deadlines, tls_c
     except BaseException as exc:  # noqa: BLE001 - a panic of obstore's is not an Exception
         # Its cause must not be shown, because the message may contain a setting's value.
         raise ConfigError(
-            f"config of the 'object' tier is not what obstore takes ({type(exc).__name__}): it has {sorted(settings)}."
+            f"obstore rejects the config of the 'object' tier ({type(exc).__name__}), which contains "
+            f"{sorted(settings)}."
         ) from None
 
 

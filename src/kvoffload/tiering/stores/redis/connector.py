@@ -106,25 +106,25 @@ def parse_url(url: str) -> RedisUrl:
             addresses = (Address(path, 0),)
         if not database.isdigit():
             raise ConfigError(
-                "url of the 'redis' tier may have ?db=NUMBER: give other settings as options of the tier."
+                "url of the 'redis' tier accepts only ?db=NUMBER; give other settings as options of the tier."
             )
     elif "?" in rest:
-        raise ConfigError("url of the 'redis' tier has a '?': give these settings as options of the tier instead.")
+        raise ConfigError("url of the 'redis' tier contains a '?'; give these settings as options of the tier.")
     elif scheme.endswith("+sentinel"):
         service, _, database = path.strip("/").partition("/")
         addresses = _addresses(hosts.split(","), _SENTINEL_PORT)
         if not service or not addresses:
             raise ConfigError(
-                f"url of the 'redis' tier must be {scheme}://host:port,host:port/SERVICE, with SERVICE as the "
-                "sentinels call it."
+                f"url of the 'redis' tier must be {scheme}://host:port,host:port/SERVICE, where SERVICE is "
+                "the name that the sentinels know."
             )
     else:
         database = path.removesuffix("/")
         addresses = _addresses([hosts], _PORT, "localhost")
     if not addresses:
-        raise ConfigError("url of the 'redis' tier is not one that can be read.")
+        raise ConfigError("url of the 'redis' tier is not valid; write it as redis://host:port.")
     if not re.fullmatch("[0-9]{0,9}", database):
-        raise ConfigError("url of the 'redis' tier has something other than the number of a database after the '/'.")
+        raise ConfigError("url of the 'redis' tier may contain only the number of a database after the '/'.")
     return RedisUrl(scheme, addresses, username, password, int(database or 0), service)
 
 
@@ -267,7 +267,7 @@ def _say(wire: Wire, commands: Sequence[tuple[bytes, ...]]) -> None:
             raise ConnectionError("the server's answer is not a reply")
         if words[0] == b"AUTH":
             code = re.match("[A-Z]{0,20}", error_reply(line))
-            raise _RefusedError(f"it refuses the tier's user and password with {code[0] if code else ''}")
+            raise _RefusedError(f"it rejects the tier's user and password with {code[0] if code else ''}")
         raise ConnectionError(error_reply(line))
 
 
@@ -285,4 +285,4 @@ def _tls(access: Access) -> ssl.SSLContext:
 
 def _no_password() -> str:
     """Answer OpenSSL's question for the password of an encrypted key. Otherwise it would ask at the terminal."""
-    raise ConnectionError("tls_key of the 'redis' tier is encrypted: give it a key without a password")
+    raise ConnectionError("tls_key of the 'redis' tier is encrypted; use a key without a password")

@@ -91,7 +91,9 @@ class RedisOptions(RemoteOptions, frozen=True, kw_only=True):
                 try:
                     read_file(path)
                 except (OSError, ValueError) as exc:
-                    raise ConfigError(f"{self._called(name)} is {path}, which fails: {reason_of(exc)}.") from exc
+                    raise ConfigError(
+                        f"{self._called(name)} is {path}, which cannot be read: {reason_of(exc)}."
+                    ) from exc
         return store
 
     def _warnings(self, store: BlockStore) -> list[str]:

@@ -113,7 +113,7 @@ class Permitted:
     def _say(self, used: Wording, reason: str) -> None:
         instead = self.wording
         _log.warning(
-            "The Redis server does not take %s (%s): %s. kvoffload uses %s.",
+            "The Redis server rejects %s (%s): %s. kvoffload uses %s.",
             used.word.decode(),
             in_one_line(reason),
             used.effect,

@@ -241,7 +241,7 @@ class Primary(DiscoveredServers):
             flags = set(state[b"flags"].split(b","))
             if state[b"name"] == self._service.encode() and b"master" in flags and not flags & {b"s_down", b"o_down"}:
                 return partial(self._adopt, address_of(state[b"ip"].decode(), int(state[b"port"])))
-        raise StoreError(f"Redis at {informant} names no such primary")
+        raise StoreError(f"Redis at {informant} does not name a running primary of this service")
 
     def _adopt(self, address: Address) -> None:
         old = self._node

@@ -75,13 +75,15 @@ class RedisStore(SharedStore):
     ) -> None:
         super().__init__(block_bytes, namespace, secret)
         if not prefix or not set(prefix) <= _NAME_CHARACTERS:
-            raise ConfigError(f"prefix of the 'redis' tier may have letters, digits and ._-: only, not {prefix!r}.")
+            raise ConfigError(f"prefix of the 'redis' tier may contain only letters, digits and ._-:, not {prefix!r}.")
         check_age(ttl_s, "ttl of the 'redis' tier")
         connector = Connector(url, timeouts or Timeouts(), access or Access())
         parsed = connector.url
         self._servers: Servers
         if parsed.service and cluster:
-            raise ConfigError("A 'redis' tier with cluster=true follows the cluster itself: give it no sentinels.")
+            raise ConfigError(
+                "A 'redis' tier with cluster=true finds the cluster's nodes itself; use a url without sentinels."
+            )
         if parsed.service:
             self._servers = Primary(connector, parsed.addresses, parsed.service)
         else:

@@ -290,7 +290,7 @@ class _PlainWire(Wire):
             try:
                 sent = self.socket.sendmsg(now)
             except BlockingIOError as exc:
-                raise TimeoutError("the server does not take what it is sent") from exc
+                raise TimeoutError("the server does not read the data that it is sent") from exc
             except ConnectionError as exc:
                 raise ConnectionError(self._last_words() or reason_of(exc)) from exc
             parts = parts[_MOST_BUFFERS:] if sent == sum(map(len, now)) else _after(parts, sent)
