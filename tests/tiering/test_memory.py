@@ -13,7 +13,7 @@ from tests.tiering.test_spec import PAGE_BYTES, layout, spec
 
 from kvoffload.base import OffloadingManager, ReqContext
 from kvoffload.testing.keys import keys
-from kvoffload.tiering import questions
+from kvoffload.tiering import presence, questions
 
 BATCH, ROUND = 16, 60
 
@@ -33,6 +33,23 @@ def serve(manager: OffloadingManager, first: int) -> None:
             manager.on_schedule_end()
             list(manager.take_events())
             time.sleep(0.0005)
+
+
+def test_a_remembered_key_takes_120_bytes() -> None:
+    """``docs/operating.md`` says so."""
+    count, step = 50_000, 100
+    gc.collect()
+    tracemalloc.start()
+    try:
+        remembered = presence._RememberedKeys(count)
+        for first in range(0, count, step):
+            remembered.add(keys(*range(first, first + step)))
+        gc.collect()
+        per_key = tracemalloc.get_traced_memory()[0] / count
+    finally:
+        tracemalloc.stop()
+    assert len(remembered) == count
+    assert 64 < per_key <= 120
 
 
 @pytest.mark.long
