@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare an earlier revision's tiering manager with this tree's on a trace, request by request::
 
-    python -m tests.tiering.shadow 8828d72 TRACE cost always+asked+resets+hints [--requests 150]
+    python -m tests.tiering.shadow e40bdb9e TRACE cost always+asked+ahead+resets+hints [--requests 150]
 
 A case is ``always`` or ``cost``, with optional parts: ``asked``, a second tier that must find out which blocks it
-contains; ``resets`` of the cache; ``hints``. Two requests are alike if they hit equally many blocks, from the same
-tiers, after the same time. With ``cost``, this tree's manager also runs with the earlier planner, and differences that
-then disappear are caused by the planner. In addition, both planners make each plan in the same state, and the
-differences between the two are counted.
+contains; ``ahead``, lookups of requests that queue; ``resets`` of the cache; ``hints``. Two requests are alike if they
+hit equally many blocks, from the same tiers, after the same time.
 
 Time is a number, tiers read one block after another, and the engine computes prompts at a fixed speed. So each run has
 the same result, on any machine.
@@ -24,8 +22,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from unittest.mock import patch
 
 import zstandard
 
@@ -64,7 +60,7 @@ class Tier(SecondaryTierManager):
         self.max_backlog_blocks = 10**9
         self.block_s, self.must_ask, self.capacity, self.clock = block_s, must_ask, capacity, clock
         self.blocks, self.known, self.open, self.jobs = {}, {}, {}, []
-        self.free_s, self.num_answers, self.news = 0.0, 0, []
+        self.free_s, self.news = 0.0, []
 
     def lookup(self, key, req_context):
         if not self.must_ask:
@@ -78,9 +74,7 @@ class Tier(SecondaryTierManager):
         while self.open and self.open[key := next(iter(self.open))] <= self.clock():
             del self.open[key]
             self.known[key] = key in self.blocks
-            self.num_answers += 1
             self.news.append(key)
-        return self.num_answers  # earlier revisions ask for this
 
     def take_news(self):
         self.progress()
@@ -115,11 +109,8 @@ class Tier(SecondaryTierManager):
         self.clock.now_s = max([self.clock(), *(at_s for at_s, _, _ in self.jobs)])
 
 
-def serve(
-    trace: str, case: str, num_requests: int, num_slots: int, earlier: str | None = None, planner: str = "own"
-) -> None:
-    """Prints a line for each request: its number, hit, blocks, seconds of waiting, blocks of the hit by tier. The last
-    line has the counts of plans."""
+def serve(trace: str, case: str, num_requests: int, num_slots: int) -> None:
+    """Prints a line for each request: its number, hit, blocks, seconds of waiting, blocks of the hit by tier."""
     options = {*case.split("+")}
     prompts = []
     with open(trace, "rb") as file:
@@ -135,10 +126,6 @@ def serve(
         tiers.append(Tier(primary.kv_view, "remote", 0.0008, True, 60_000, clock))
     worth = BlockWorth(1 << 20, (TOKENS,), None) if "cost" in options else None
     manager = TieringOffloadingManager(primary, tiers, max_wait_s=5.0, block_worth=worth, clock=clock)
-    plans: Counter[str] = Counter()
-    if earlier is not None and worth is not None:
-        (_compare_plans if planner == "own" else _plan_as_before)(manager, _planner_of(Path(earlier)), plans)
-
     queue, waiting, running, stores, num_served, step = [*enumerate(prompts)], [], [], [], 0, 0
     while queue or waiting or running or stores:
         clock.now_s = max(clock.now_s, step * STEP_S)
@@ -156,6 +143,7 @@ def serve(
             if len(running) >= MOST_RUNNING:
                 break
             number, keys, context, since_s = each
+            context.tokens_ahead = None
             answers = manager.lookup_prefix(keys, context) if keys else []
             if None in answers:
                 continue
@@ -192,140 +180,13 @@ def serve(
                 manager.reset_cache()
         queued = int(sum(each[4] for each in running))
         manager.note_step(StepWork(prompt_tokens + len(running), prompt_tokens, queued, bool(running)))
+        ahead = queued
+        for _, keys, context, _ in waiting if "ahead" in options and len(running) >= MOST_RUNNING else ():
+            context.tokens_ahead = ahead
+            if keys and not manager.is_unchanged(context) and manager.reads_ahead():
+                manager.lookup_prefix(keys, context)
+            ahead += len(keys) * TOKENS
         manager.on_schedule_end()
-    print(json.dumps(plans))
-
-
-# ---------------------------------------------------------------------------------------------------- the two planners
-
-
-def _planner_of(tree: Path) -> ModuleType:
-    """``load_policy`` of another tree, with all that it imports."""
-    own = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "kvoffload"}
-    sys.path.insert(0, str(tree / "src"))
-    import kvoffload.tiering.load_policy as found
-
-    del sys.path[0]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "kvoffload"]:
-        del sys.modules[name]
-    sys.modules.update(own)
-    return found
-
-
-def _earlier_plan(earlier, survey, speeds, ends):
-    """Return the earlier planner's decision: blocks are read from the first tier that has them.
-
-    A tier that must find out is assumed to have them.
-    """
-    segments = [
-        earlier.Segment(
-            earlier.Place(next(iter(place.tiers or place.unknown), None), place.is_arriving, place.is_overdue, unknown),
-            num_blocks,
-        )
-        for place, num_blocks in survey
-        for unknown in [place.is_unknown]
-    ]
-    links = [
-        earlier.LinkState(
-            None if link.pace is None else earlier.Pace(*link.pace), link.queue_s, link.room_blocks, link.reason
-        )
-        for link in speeds.links
-    ]
-    return earlier.plan(segments, earlier.Speeds(speeds.block_compute_s, speeds.queue_s, tuple(links)), ends)
-
-
-def _first_sources(survey, stop):
-    from kvoffload.tiering.segments import Place, Segment
-
-    found = []
-    for place, num_blocks in survey:
-        count = min(num_blocks, stop)
-        stop -= count
-        if place.is_below:
-            place = Place(place.tiers[:1], () if place.tiers else place.unknown[:1])
-        if count:
-            found.append(Segment(place, count))
-    return tuple(found)
-
-
-def _speeds(planner, survey, key):
-    from kvoffload.base import get_offload_group_idx
-    from kvoffload.tiering.segments import HERE
-
-    tokens = planner._tokens[get_offload_group_idx(key)]
-    return planner.speeds(tokens, any(place != HERE for place, _ in survey))
-
-
-def _plan_as_before(manager, earlier, plans) -> None:
-    """Replace the manager's planner by the earlier one.
-
-    It plans once for a wait, which ends at its deadline with the blocks that have arrived, and its jobs take 0.1 s
-    each.
-    """
-    from kvoffload.tiering.links import Link
-    from kvoffload.tiering.plans import NOTHING, Plan
-    from kvoffload.tiering.segments import HERE
-
-    planner = manager._planner
-
-    def plan(survey, key, ends, so_far=NOTHING, tokens_ahead=None):
-        total = sum(num_blocks for _, num_blocks in survey)
-        here = survey[0].num_blocks if survey and survey[0].place == HERE else 0
-        if so_far.num_paid is not None:
-            stop = total if so_far.granted_s > 0 else here
-            return Plan(stop, 0.0, so_far.granted_s, (), _first_sources(survey, stop), here)
-        found = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
-        declined = tuple((place.tier, reason, blocks, (place.tier,)) for place, reason, blocks in found.declined)
-        segments = _first_sources(survey, found.stop)
-        return Plan(found.stop, found.wait_s, found.deadline_s, declined, segments, here)
-
-    def portion_blocks(tier, most_s, num_blocks):
-        speed = planner.link(tier).speed
-        portion = max(4 << 20, 0.1 / speed.block_s * planner._block_bytes if speed is not None else 0.0)
-        return planner._num_blocks(portion)
-
-    planner.plan, planner.portion_blocks = plan, portion_blocks
-    planner.is_late = lambda plan: False
-    planner.due_s = lambda plan: plan.deadline_s
-    planner.adds = lambda tier, others: False
-    patch.object(Link, "slowdown", lambda link: 1.0).start()
-
-
-def _compare_plans(manager, earlier, plans) -> None:
-    """Count the differences between each plan and the earlier planner's plan in the same state."""
-    from kvoffload.tiering import plans as module
-    from kvoffload.tiering.plans import NOTHING
-    from kvoffload.tiering.segments import side_by_side
-
-    planner = manager._planner
-    make = planner.plan
-
-    def plan(survey, key, ends, so_far=NOTHING, tokens_ahead=None):
-        found = make(survey, key, ends, so_far, tokens_ahead)
-        if any(place.is_below or place.is_arriving for place, _ in survey):
-            plans[kind_of(found, survey, key, ends, so_far)] += 1
-        return found
-
-    def kind_of(found, survey, key, ends, so_far):
-        if so_far.num_paid is not None:
-            return "made again: " + ("ends the wait" if found.is_lost else "goes on")
-        before = _earlier_plan(earlier, survey, _speeds(planner, survey, key), ends)
-        firsts = _first_sources(survey, before.stop)
-        is_same = all(one == other for one, other, _ in side_by_side(found.segments, firsts))
-        if found.stop == before.stop and is_same:
-            return "same blocks and sources" + (", other deadline" if found.stop and before.wait_s else "")
-        if any(place.unknown for place, _ in survey):
-            return "answers have a price"
-        if not is_same:
-            return "sources by earliest arrival"
-        if any(reason == "unmeasured" and len(blocks) == 1 for _, reason, blocks, _ in found.declined):
-            return "last block measures a tier"
-        with patch.object(module, "RISK_S", 1e9):
-            if make(survey, key, ends, so_far).stop == before.stop:
-                return "bound on the wait"
-        return f"rule of gain: loads {'more' if found.stop > before.stop else 'fewer'}"
-
-    planner.plan = plan
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
@@ -343,22 +204,15 @@ def main() -> None:
         archive = subprocess.run(["git", "archive", asked.revision, "src"], cwd=ROOT, check=True, capture_output=True)
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
 
-        def run(case: str, source: Path, *planner: str) -> tuple[dict[int, list], dict[str, int]]:
+        def run(case: str, source: Path) -> dict[int, list]:
             sizes = str(asked.requests), str(asked.slots)
-            command = [sys.executable, "-m", __spec__.name, "--serve", asked.trace, case, *sizes, *planner]
-            environment = {**os.environ, "PYTHONPATH": str(source / "src")}
+            command = [sys.executable, "-m", __spec__.name, "--serve", asked.trace, case, *sizes]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source / "src"), str(ROOT)])}
             done = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-            *rows, plans = map(json.loads, done.stdout.splitlines())
-            return {row[0]: row[1:] for row in rows}, plans
+            return {row[0]: row[1:] for row in map(json.loads, done.stdout.splitlines())}
 
         for case in asked.cases:
-            before, _ = run(case, Path(folder))
-            now, plans = run(case, ROOT, folder, "own")
-            print(f"{case}: {_difference(before, now)}")
-            if plans:
-                mixed, _ = run(case, ROOT, folder, "earlier")
-                print(f"    with the earlier planner in it: {_difference(before, mixed)}")
-                print("    plans:", "; ".join(f"{kind} {count}" for kind, count in Counter(plans).most_common()))
+            print(f"{case}: {_difference(run(case, Path(folder)), run(case, ROOT))}")
 
 
 def _difference(before: dict[int, list], now: dict[int, list]) -> str:
@@ -374,7 +228,7 @@ def _difference(before: dict[int, list], now: dict[int, list]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
-        trace, case, num_requests, num_slots, *rest = sys.argv[2:]
-        serve(trace, case, int(num_requests), int(num_slots), *rest)
+        trace, case, num_requests, num_slots = sys.argv[2:]
+        serve(trace, case, int(num_requests), int(num_slots))
     else:
         main()
