@@ -196,7 +196,7 @@ class Lookups:
                     self._look_again(wait)
         if len(answers) < len(keys):
             answers.append(False)
-            if request.reads_no_more(keys[len(answers) - 1]):
+            if not request.readable(keys[len(answers) - 1 : len(answers)]):
                 self._waits.let_go(wait, keys[len(answers) :])
         self._waits.tell(wait, keys, answers, unanswered)
         return answers

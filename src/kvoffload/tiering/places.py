@@ -54,7 +54,7 @@ class Places:
         """Return for each of ``keys`` whether any tier has it. ``answers`` says which blocks host memory has."""
         missing = [at for at, answer in enumerate(answers) if not answer]
         if request.verdicts:
-            missing = [at for at in missing if not request.reads_no_more(keys[at])]
+            missing = [at for at in missing if request.readable([keys[at]])]
         for tier in self._tiers:
             if missing:
                 for at, found in zip(missing, tier.lookup_each([keys[at] for at in missing], request.context)):
@@ -100,8 +100,7 @@ class Places:
         call asks for each of the following blocks. A tier that is too slow to be useful beside others is asked only
         for blocks that the others lack.
         """
-        if request.verdicts:
-            keys = [*itertools.takewhile(lambda key: not request.reads_no_more(key), keys)]
+        keys = request.readable(keys)
         views = [_View(tier) for tier in self._tiers]
         found: list[Segment] = []
         at = 0

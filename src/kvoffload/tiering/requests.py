@@ -43,11 +43,14 @@ class TierRequest:
     is_ending: bool = False
     """Whether it has ended, but its tiers are not informed yet, because something may still be submitted for it."""
 
-    def reads_no_more(self, key: OffloadKey) -> bool:
-        """Return whether the block is not read for it again, even if a tier has it: a read has failed, or the block had
-        arrived for its wait and was evicted again. The reason is in ``verdicts``."""
-        has_failed = self.verdicts.get(key) is Miss.PROMOTION_FAILED
-        return has_failed or (self.wait is not None and key in self.wait.lost)
+    def readable(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the leading ``keys`` that are read for it if a tier has them. A block is not read again if a read has
+        failed, or if the block had arrived for its wait and was evicted again. The reason is in ``verdicts``."""
+        verdicts, lost = self.verdicts, self.wait.lost if self.wait is not None else ()
+        for at, key in enumerate(keys if verdicts else ()):
+            if verdicts.get(key) is Miss.PROMOTION_FAILED or key in lost:
+                return keys[:at]
+        return keys
 
 
 @dataclass(slots=True, eq=False)

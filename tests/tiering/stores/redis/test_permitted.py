@@ -99,7 +99,7 @@ def test_blocks_are_stored_found_read_and_deleted(
             client.get("nothing")  # expired names are gone once the server has resumed
         store.discard(KEYS[:20])
     said = [record.getMessage() for record in caplog.records]
-    assert [text for command in without for text in said if f"does not take {command} " in text] == said
+    assert [text for command in without for text in said if f" {command} (" in text] == said
     assert len(said) == len(without), "once for each"
     assert sum(read(store, KEYS)) == 20
 
@@ -195,7 +195,7 @@ def test_a_proxy_that_closes_connections_on_commands(
         for _ in range(2 * (len(words) + 1)):
             with suppress(StoreError):
                 store.discard(KEYS[:20])
-    assert sum(record.getMessage().count("does not take") for record in caplog.records) <= len(words) + 1
+    assert sum(record.getMessage().count("rejects") for record in caplog.records) <= len(words) + 1
     with server.client() as client:
         deadline = 1000
         while any(client.exists(name_of(store, key)) for key in KEYS[:20]) and deadline:
