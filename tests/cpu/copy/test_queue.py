@@ -130,11 +130,13 @@ def test_jobs_on_the_same_memory_run_one_after_another_and_others_at_once(
     assert first.running.wait(30)
     if shared == "nothing":
         assert second.running.wait(30)
-    with queue._lock:
-        assert not queue._start_next()
+    else:
+        with queue._lock:
+            assert not queue._start_next()
+        assert log == ["first"]
     first.go.set()
     queue.wait([1, 2])
-    assert log == ["first", "second"]
+    assert len(log) == 2
     queue.shutdown()
 
 
