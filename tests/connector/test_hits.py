@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.connector.rig import BT, FULL, STATE, Request, Rig, SpyManager, key
+from tests.connector.rig import BT, FULL, SLIDING, STATE, Request, Rig, SpyManager, key
 
 from kvoffload.base import Direction, OffloadKey, ReqContext, TransferResult
 from kvoffload.config import EngineLayout, OffloadingConfig
@@ -248,3 +248,55 @@ def test_the_search_for_a_state_takes_a_few_calls_however_many_there_could_be(nu
         assert rig.ask(request) == (num_states * BT, num_states > 0)
         calls.append(count[0])
     assert calls[0] == calls[1]
+
+
+def count_lookups(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    looked: list[int] = []
+    real = rig.manager.lookup_prefix
+    monkeypatch.setattr(rig.manager, "lookup_prefix", lambda keys, context: looked.append(1) or real(keys, context))
+    return looked
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)])
+def test_without_tiers_a_hit_that_waits_for_gpu_blocks_is_searched_after_an_event_only(
+    groups: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(groups, num_blocks=24)
+    rig.store_prefix(16)
+    request = rig.arrive(Request("r", 41))
+    looked = count_lookups(rig, monkeypatch)
+
+    def ask(tokens: int) -> int:
+        before = len(looked)
+        for _ in range(3):
+            assert rig.ask(request) == (tokens, tokens > 0)
+            rig.step()
+        return len(looked) - before
+
+    def store(num_blocks: int, stem: str = "p") -> None:
+        context = ReqContext("running")
+        output = rig.manager.prepare_store(
+            [key(n, g, stem) for n in range(num_blocks) for g, _ in enumerate(groups)], context
+        )
+        assert output is not None
+        rig.manager.complete_store(output.keys_to_store, context)
+
+    first = ask(16)
+    assert first <= 2 * len(groups), "one search"
+    store(2, "other")
+    assert ask(16) == 0, "nothing of it was evicted, and nothing behind it was stored"
+    store(6)
+    assert 0 < ask(24) <= 2 * first, "the missing block was stored"
+    store(24 // len(groups), "large")
+    ask(0)  # it was evicted
+    store(6)
+    ask(24)
+    rig.scheduler.reset_cache()
+    ask(0)
+
+
+def test_a_manager_that_changes_the_answers_of_host_memory_is_asked_in_each_step() -> None:
+    desk, context = Desk(), ReqContext("r")
+    desk.manager.is_promoting = True
+    assert desk.manager.lookup_prefix([key(0)], context) == [None]
+    assert not desk.manager.is_unchanged(context), "it does not know whether its own class has an answer by now"

@@ -8,8 +8,10 @@ use.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from kvoffload.base import (
@@ -407,6 +409,21 @@ class SlotTable:
 # --------------------------------------------------------------------------------------------- as the connector sees it
 
 
+@dataclass(slots=True)
+class _Search:
+    """The answers to one request's questions in one step."""
+
+    req_id: str
+    found: set[OffloadKey] = field(default_factory=set)
+    missing: set[OffloadKey] = field(default_factory=set)
+    is_final: bool = True
+    """Whether no answer was ``None``."""
+
+    def is_changed_by(self, reserved: PrepareStoreOutput) -> bool:
+        """Return whether a reservation has changed one of the answers."""
+        return not (self.found.isdisjoint(reserved.evicted_keys) and self.missing.isdisjoint(reserved.keys_to_store))
+
+
 class CPUOffloadingManager(OffloadingManager):
     """Decides which blocks the ``num_blocks`` slots of host memory contain.
 
@@ -451,8 +468,16 @@ class CPUOffloadingManager(OffloadingManager):
         self._used: dict[str, set[OffloadKey]] = {}
         """For each announced request, the keys that it has stored or touched. Its later touches of these keys do not
         count as new uses."""
+        self._newest: _Search | None = None
+        """The newest search, until an event changes one of its answers. vLLM asks for the head of its queue in each
+        step until it has GPU blocks for it."""
         self._refused = self._filtered = 0
         self._reuse_ages = Histogram("primary_reuse_age_seconds")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if vars(cls).keys() & {"lookup", "lookup_prefix", "where"} and "is_unchanged" not in vars(cls):
+            cls.is_unchanged = OffloadingManager.is_unchanged  # type: ignore[method-assign]  # its answers differ
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.slots!r})"
@@ -469,6 +494,8 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.on_request_finished(req_context)
         self._used.pop(req_context.req_id, None)
+        if self._newest is not None and self._newest.req_id == req_context.req_id:
+            self._newest = None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return self.lookup_prefix((key,), req_context)[0]
@@ -485,10 +512,26 @@ class CPUOffloadingManager(OffloadingManager):
             if present is not blocks:
                 answers.append(False)
                 break
+        self._remember(req_context, keys, answers)
         if None in answers:
             self._cut_at_overdue(keys, answers)
         self.count_lookups(keys[: len(answers)], req_context)
         return answers
+
+    def _remember(self, req_context: ReqContext, keys: Sequence[OffloadKey], answers: Sequence[bool | None]) -> None:
+        newest = self._newest
+        if newest is None or newest.req_id != req_context.req_id:
+            newest = self._newest = _Search(req_context.req_id)
+        newest.is_final &= None not in answers
+        newest.found.update(itertools.compress(keys, answers))
+        newest.missing.update([key for key, answer in zip(keys, answers) if answer is False])
+
+    def is_unchanged(self, req_context: ReqContext) -> bool:
+        newest = self._newest
+        if newest is not None and newest.req_id == req_context.req_id and newest.is_final:
+            return True
+        self._newest = None  # another search follows
+        return False
 
     def _cut_at_overdue(self, keys: Sequence[OffloadKey], answers: list[bool | None]) -> None:
         """End the answers with ``False`` at the first block whose store has lasted too long."""
@@ -502,7 +545,9 @@ class CPUOffloadingManager(OffloadingManager):
         return block.pins < 0 and self.slots.age_s(block.block_id) >= self._max_wait_s
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        return [block is not None for block in self.slots.get_all(keys)]
+        answers: list[bool | None] = [block is not None for block in self.slots.get_all(keys)]
+        self._remember(req_context, keys, answers)
+        return answers
 
     def count_lookups(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Count that the request has looked up ``keys``, in host memory or in a lower tier."""
@@ -562,6 +607,8 @@ class CPUOffloadingManager(OffloadingManager):
         if reserved is None:
             self._refused += 1
             return None
+        if self._newest is not None and self._newest.is_changed_by(reserved):
+            self._newest = None
         used = self._used.get(req_context.req_id)
         if used is not None:
             self._record_use(used, reserved.keys_to_store)
@@ -588,6 +635,7 @@ class CPUOffloadingManager(OffloadingManager):
     # --------------------------------------------------------------------------------------------- whole
 
     def reset_cache(self) -> None:
+        self._newest = None
         self.slots.reset()
 
     def take_events(self) -> list[OffloadingEvent]:

@@ -101,7 +101,7 @@ class Lookups:
     def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
         except that tiers may ask their stores."""
-        answers = self._primary.where(keys, request.context)
+        answers: list[bool | None] = [block is not None for block in self._primary.slots.get_all(keys)]
         return answers if self._waits.is_over(request) else self._places.where(request, keys, answers)
 
     def end(self, request: TierRequest) -> None:
