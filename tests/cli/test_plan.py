@@ -111,6 +111,17 @@ def test_an_overloaded_server_is_said_first_and_nothing_is_bought(
     assert {row["note"] for row in told["verdict"]["rows"]} == {"overloaded"}
 
 
+def test_an_overloaded_server_says_whether_prompts_are_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The GPU's cache has room for one request, whose prompt takes 0.4 s, and whose answer takes 6 s."""
+    for output, is_prompts in ((2, True), (1000, False)):
+        trace = documents(tmp_path / f"{output}.jsonl", requests=40, gap_s=0.3, number=1000, blocks=16, output=output)
+        _, _, told = plan(capsys, trace, "--hit-rate", "20", "--gpu-kv-tokens", "10000", *MACHINE)
+        (said,) = [warning for warning in told["verdict"]["warnings"] if "cannot keep up" in warning]
+        assert ("--prefill-speed" in said) == is_prompts
+
+
 def test_no_recommendation_is_overloaded_or_slower_than_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,9 +214,10 @@ def _capacities(
             runs.append((what, min(meeting, key=lambda each: prices.of_tiers(each.server))))
         elif of_kind:
             runs.append((what, max(of_kind, key=plan.goal.reached)))
-    short = trace.busiest_hour().part(0, _CAPACITY_REQUESTS)
-    if short.requests_per_s == math.inf:
-        short = trace  # the first requests arrive at once, at any rate
+    busiest = trace.busiest_hour()
+    short = busiest.part(0, _CAPACITY_REQUESTS)
+    # If its first requests arrive at once, they do so at any rate.
+    short = trace if short.requests_per_s == math.inf else short.at_rate(busiest.requests_per_s)
     with runner(highest_load, short.whole_blocks(), num_processes(processes, len(runs)), progress) as run_each:
         rates = run_each([(run, plan.goal) for _, run in runs])
     return tuple(Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True))

@@ -21,6 +21,8 @@ from kvoffload.sim.trace import HOUR_S, Trace
 from kvoffload.units import counted, exact_size, format_bytes, format_number
 
 WIDTH, MOST_LINES = 80, 25
+_MANY_PROMPTS = 0.5
+"""The least share of an overloaded server's busy time at which its prompts are the reason."""
 _IN_MILLISECONDS = 100
 """Requests per second that a trace for one server seldom has, unless somebody took its seconds for milliseconds."""
 
@@ -227,7 +229,7 @@ def _load(plan: Plan) -> str:
     if not plan.capacities:
         return ""
     if not found:
-        return f"{limit} a server carries no load at all."
+        return f"{limit} a server carries no load at all: prompts take longer, or arrive together."
     today, others = plan.capacities[0], [each for each in found if each.what != "today"]
     parts = [f"{format_number(each.requests_per_s)} with {sizes_of(each.config)}" for each in others]
     text = ""
@@ -251,9 +253,16 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
     without, trace = plan.without, plan.report.trace
     if without.is_overloaded:
         of_which = "its busiest hour" if trace.is_long else "the time"
+        prompts = without.sum_of("prefill_s") / max(without.sum_of("busy_s"), 1e-9)
+        remedy = "Check --prefill-speed, or give a lower --rate."
+        if prompts < _MANY_PROMPTS:
+            remedy = (
+                f"Prompts take {100 * prompts:.0f} % of that. In the rest, requests wait because others decode answers "
+                "or fill the GPU's cache."
+            )
         yield (
             f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
-            f"{of_which}, so its times only show that it is too slow. Check --prefill-speed, or give a lower --rate."
+            f"{of_which}, so its times only show that it is too slow. {remedy}"
         )
         if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
             yield (
