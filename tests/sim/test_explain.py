@@ -215,6 +215,27 @@ def test_a_change_that_makes_first_tokens_later_is_not_recommended() -> None:
         assert said.startswith("Set cpu_bytes_to_use: 80GiB" if is_recommended else "Change nothing: "), said
 
 
+def test_the_cheapest_of_nearly_equal_changes_is_recommended() -> None:
+    """Forty documents of 4 blocks in turn: host memory has room for ten of them, and a disk for twenty more."""
+    requests, blocks = 200, 4
+    ids = np.array([[4 * (at % 40) + block for block in range(blocks)] for at in range(requests)], dtype=np.int32)
+    trace = Trace(
+        name="documents",
+        block_tokens=1000,
+        times_s=np.arange(requests, dtype=np.float64),
+        input_tokens=np.full(requests, 4001),
+        output_tokens=np.ones(requests, dtype=np.int64),
+        sessions=np.full(requests, NO_SESSION),
+        offsets=blocks * np.arange(requests + 1),
+        ids=ids.reshape(-1),
+    )
+    server = SimConfig(40, 1 << 20, disk_blocks=80, policy="lru", prefill_tokens_per_s=20_000.0)
+    asked = ask_what_if(trace, what_ifs(server), processes=1)
+    found = {each.change: each.more_tokens for each in asked}
+    assert found["four times the host memory"] == found["twice the disk"] > 0.5 * trace.total_input_tokens
+    assert "(twice the disk)" in recommendation(asked, trace.total_input_tokens)
+
+
 def test_what_tiers_were_weighed_against_is_told_by_medians(tmp_path: Path) -> None:
     def weighed(expected_s: float, redis_s: float) -> list[dict[str, Any]]:
         return [

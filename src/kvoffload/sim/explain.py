@@ -16,7 +16,7 @@ from kvoffload.cpu.policies.base import POLICIES
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import HOST
 from kvoffload.miss import Miss
-from kvoffload.sim.config import USUAL, SimConfig
+from kvoffload.sim.config import USUAL, Prices, SimConfig
 from kvoffload.sim.result import Result
 from kvoffload.sim.sweep import sweep
 from kvoffload.sim.trace import Trace, TraceError
@@ -331,6 +331,8 @@ def ask_what_if(
 
 WORTH_IT = 0.01
 """The share of the prompt tokens that a change must find to be recommended."""
+_ENOUGH = 0.95
+"""Of the changes that find at least so much of what the best one finds, the cheapest is recommended."""
 
 
 def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
@@ -342,7 +344,9 @@ def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
     harmless = [each for each in found if all(each.result.ttft_s[name] <= was_s[name] for name in ("mean", "p90"))]
     if not harmless:
         return "Change nothing: changes that find more make first tokens later, because loading takes long."
-    best = max(harmless, key=lambda each: each.more_tokens)
+    most = max(each.more_tokens for each in harmless)
+    enough = [each for each in harmless if each.more_tokens >= _ENOUGH * most]
+    best = min(enough, key=lambda each: (Prices().of_tiers(each.config), -each.more_tokens))
     config, base = best.config, asked[0].config
     sets = []
     if config.cpu_blocks != base.cpu_blocks:
