@@ -25,6 +25,7 @@ def _medians(work: Sequence[Callable[[], object]], repeats: int, clock: Callable
     times: list[list[float]] = [[] for _ in work]
     gc_was_on = gc.isenabled()
     gc.disable()
+    gc.freeze()  # so that a collection visits only objects of the work, and not those of all libraries
     try:
         for _ in range(repeats):
             for log, call in zip(times, work, strict=True):
@@ -33,6 +34,7 @@ def _medians(work: Sequence[Callable[[], object]], repeats: int, clock: Callable
                 log.append(clock() - start)
             gc.collect()
     finally:
+        gc.unfreeze()
         if gc_was_on:
             gc.enable()
     return [statistics.median(log) for log in times]
