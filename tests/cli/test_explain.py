@@ -76,7 +76,7 @@ def test_how_much_a_servers_memory_holds_is_asked_for(
     recorded, figures = tmp_path / "t.jsonl", tmp_path / "figures.json"
     recorded.write_text("".join([json.dumps(line) + "\n", *others]))
     assert explain(str(recorded), "--processes", "1") == 2
-    assert "how much the servers of its 'redis' tier keep: give --disk" in capsys.readouterr().err
+    assert "the size of its 'redis' tier; give --disk" in capsys.readouterr().err
     assert explain(str(recorded), "--processes", "1", "--disk", "64KiB", "--out", str(figures)) == 0
     assert "twice the disk" in [each["change"] for each in json.loads(figures.read_text())["what_if"]]
 

@@ -116,7 +116,7 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
     code, out, _ = run(capsys, *common, "--cpu", "10%,30%,3GiB", "--disk", "50%", *outs)
     assert code == 0
     (title,) = [line for line in out.splitlines() if line.startswith("chat: 24 requests")]
-    assert title.endswith("within reach")
+    assert "a cache without limits hits" in title
     assert "best overall is" in out
     (report,) = json.loads((tmp_path / "o.json").read_text())
     assert [(each["policy"], each["cpu_blocks"]) for each in report["runs"]] == [
@@ -312,7 +312,7 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"copies": 0}, "copies of the file of --fleet must be from 1"),
         ({"prices": {"cpu": -1}}, "not negative"),
         ({"prices": {"gpu": 1}}, "Unknown key 'gpu' in prices"),
-        ({"routers": ["session"]}, "has routers and no fleet: give servers, too"),
+        ({"routers": ["session"]}, "has routers and no fleet; add servers to it"),
         ({"shared": {"size": "1TiB"}}, "has shared and no fleet"),
         ({"pool": {"size": "1TiB"}}, "has pool and no fleet"),
         (
@@ -461,7 +461,7 @@ def test_a_model_by_its_name_comes_from_the_hubs_cache(
     assert "KV per token   128 KiB\n" in out
     code, _, err = run(capsys, *args[:-1], "org/other")
     assert code == 2
-    assert "There is no file org/other, and no config.json of that name can be had" in err
+    assert "There is no file org/other, and the Hub provides no config.json of that name" in err
     assert asked == [("org/m", "config.json"), ("org/other", "config.json")]
     assert run(capsys, *args[:-1], "models/confg.json")[0] == 2
     assert len(asked) == 2, "a file with a typing error is not asked of the Hub"
@@ -507,7 +507,7 @@ def test_a_fleet(trace: Path, tmp_path: Path, fleet: Fleet, capsys: pytest.Captu
     common = ["simulate", trace, "--cpu", "10%", "--processes", "1", *options]
     code, out, _ = run(capsys, *common, "--out", tmp_path / "fleet.json")
     assert code == 0
-    assert "chat x2" in out and "no forecast" in out
+    assert "chat x2" in out and "not as a forecast" in out
     ((found),) = json.loads((tmp_path / "fleet.json").read_text())
     assert len(found["runs"]) == 2 * 2 * 2
     assert {each["config"]["servers"] for each in found["runs"]} == {2, 3}

@@ -120,7 +120,7 @@ def test_the_machine_of_the_trace_and_what_overrides_it() -> None:
     assert (config.cpu_blocks, config.disk_blocks, config.policy, config.store_threshold) == (300, 1024, "arc", 2)
     other = base_config(machine, disk_bytes=0, gpu_blocks=5, footprint_blocks=700, prefill_tokens_per_s=1000)
     assert (other.cpu_blocks, other.disk_blocks, other.gpu_blocks) == (300, 0, 5)
-    with pytest.raises(ConfigError, match="give the whole file"):
+    with pytest.raises(ConfigError, match="use the whole file"):
         base_config(None, footprint_blocks=700, prefill_tokens_per_s=1000)
     unknown = base_config(Machine(1, 10, "of a plug-in"), footprint_blocks=700, prefill_tokens_per_s=1000)
     assert unknown.policy in ("lru", "arc", "density")
@@ -151,7 +151,7 @@ def test_a_tier_without_a_bound_is_a_disk_for_the_whole_trace() -> None:
 @pytest.mark.parametrize("kind", ["redis", "mooncake"])
 def test_a_tier_whose_servers_evict_has_a_size_that_must_be_given(kind: str) -> None:
     machine = Machine(1 << 20, 600 << 20, "lru", tiers=(MachineTier("memory", 5 << 20), MachineTier(kind)))
-    with pytest.raises(ConfigError, match=f"'{kind}' tier keep: give --disk"):
+    with pytest.raises(ConfigError, match=f"'{kind}' tier; give --disk"):
         base_config(machine, footprint_blocks=700, prefill_tokens_per_s=1000)
     given = base_config(machine, disk_bytes=50 << 20, footprint_blocks=700, prefill_tokens_per_s=1000)
     assert given.disk_blocks == 50

@@ -170,8 +170,8 @@ def _probe(
             (outcome,) = in_time([partial(_probe_directories, options, cpu_bytes or 0, problems)], _ANSWER_S)
             if isinstance(outcome, TimeoutError):
                 problems.add(
-                    f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s: "
-                    "look at its disk, or choose another directory."
+                    f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s; "
+                    "check its disk, or choose another directory."
                 )
             elif outcome is not None:
                 raise outcome
@@ -214,7 +214,10 @@ def _probe_directory(options: StoreOptions, path: str) -> None:
     if reason := in_the_way_of(path):
         raise ConfigError(f"{where} is not a directory: {reason}.")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{where} cannot be written to by this user: change the rights of {existing}.")
+        raise ConfigError(
+            f"{where} cannot be used, because this user may not write to {existing}; change the rights of that "
+            "directory, or mount the disk."
+        )
 
 
 def _probe_quota(options: StoreOptions) -> None:

@@ -34,7 +34,8 @@ def explain(
     disk: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Size of all tiers below host memory, if the trace does not say it; 0: none."
+            metavar="SIZE",
+            help="Total size of all tiers below host memory, if the trace does not contain it; 0 for none.",
         ),
     ] = None,
     gpu_kv_tokens: GpuKVTokens = None,

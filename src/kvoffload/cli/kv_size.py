@@ -177,5 +177,5 @@ def _config_file(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError) as exc:
         raise ConfigError(
-            f"There is no file {model}, and no config.json of that name can be had from the Hub: give a config.json."
+            f"There is no file {model}, and the Hub provides no config.json of that name; give a config.json."
         ) from exc

@@ -34,7 +34,7 @@ def plan(
         str, typer.Option(metavar="QUANTILE", help="Quantile of the time to first token: p50, p90 or p99.")
     ] = "p90",
     rate: Annotated[
-        float | None, typer.Option(metavar="N", help="Load: requests per second. Default: as the trace arrives.")
+        float | None, typer.Option(metavar="N", help="Requests per second on average. Default: the trace's own rate.")
     ] = None,
     max_cpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest host memory to consider.")] = None,
     max_disk: Annotated[str, typer.Option(metavar="SIZE", help="Largest disk to consider; 0 for no disk.")] = "0",
@@ -50,9 +50,9 @@ def plan(
     as_json: Json = False,
     out: DrawnOut = None,
 ) -> None:
-    """Find the cheapest tiers that reach a goal, if any.
+    """Find the cheapest tiers that reach a goal.
 
-    The goal is a hit rate or a time to first token. With a file of --fleet that has servers, finds the cheapest fleet.
+    The goal is a hit rate or a time to first token. If the file of --fleet describes servers, finds the cheapest fleet.
 
     Exit codes: 0, something reaches the goal, perhaps without offloading; 1, nothing does; 2, a mistake in the options.
     """

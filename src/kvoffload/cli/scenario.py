@@ -30,7 +30,7 @@ from kvoffload.tiering.base import CascadeMode
 from kvoffload.tiering.load_policy import LoadPolicy
 from kvoffload.units import counted, format_bytes, parse_bytes
 
-TRACE_HELP = "File of JSON lines, plain, gzip or zstd; or synthetic:KIND or synthetic:KIND:SEED."
+TRACE_HELP = "File of JSON lines, plain or compressed (gzip, zstd); or synthetic:KIND or synthetic:KIND:SEED."
 _DEFAULT_KV_BYTES = 131_072
 """Bytes per token of a dense model of about 8 billion parameters with grouped-query attention in 16 bits."""
 _STEP_S, _DECODE_S = 0.006, 2e-5
@@ -47,7 +47,7 @@ Model = Annotated[
     typer.Option(metavar="MODEL", help="Sizes of blocks and states: a config.json, its folder, or a name on the Hub."),
 ]
 KVBytes = Annotated[
-    str | None, typer.Option("--kv-bytes-per-token", metavar="SIZE", help="KV bytes per token, in place of --model.")
+    str | None, typer.Option("--kv-bytes-per-token", metavar="SIZE", help="KV bytes per token, instead of --model.")
 ]
 PrefillSpeed = Annotated[
     float | None,
@@ -55,16 +55,16 @@ PrefillSpeed = Annotated[
         metavar="N", help=f"Prompt tokens that the GPU computes per second. Default: {USUAL.prefill_tokens_per_s:,.0f}."
     ),
 ]
-MaxRequests = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Requests to read of a trace, from the first on.")
+MaxRequests = Annotated[int | None, typer.Option(min=1, metavar="N", help="Read only the first N requests of a trace.")]
+Processes = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Number of processes to use. By default one per core.")
 ]
-Processes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Processes to use. By default one per core.")]
 Fleet = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON or YAML with all else: speeds, cascade, hints, prices, and a fleet's servers, routers and "
-        "shared tiers.",
+        help="JSON or YAML file with all other settings: speeds, cascade, hints, prices, and a fleet's servers, "
+        "routers and shared tiers.",
     ),
 ]
 
@@ -141,7 +141,7 @@ class Scenario:
         self._file: _File = parse_struct(_File, values, _WHAT)
         given = [name for name in _OF_A_FLEET if name in values]
         if not self.is_fleet and given:
-            raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet: give servers, too.")
+            raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet; add servers to it.")
         for name, (least, most) in _BOUNDS.items():
             if not least <= (value := getattr(self._file, name)) <= most:
                 raise ConfigError(f"{name} of {_WHAT} must be from {least:g} to {most:g}, not {value:g}.")

@@ -39,12 +39,12 @@ def simulate(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="Sizes of host memory, such as 64GiB, or 10% of the trace's different blocks. "
+            help="Sizes of host memory, such as 64GiB, or 10% of the trace's distinct blocks. "
             f"Default: {_CPU_SIZES}, and 5% for each server of a fleet.",
         ),
     ] = None,
     disk: Annotated[
-        str, typer.Option(metavar="SIZES", help="Sizes of the disk tier, written likewise; 0 for no disk.")
+        str, typer.Option(metavar="SIZES", help="Sizes of the disk tier, in the same form; 0 for no disk.")
     ] = "0",
     policy: Annotated[
         str | None,
@@ -66,8 +66,8 @@ def simulate(
 ) -> None:
     """Replay traces on machines of other sizes.
 
-    Runs the production managers and policies with a virtual clock instead of bytes; with a file of --fleet that has
-    servers, a fleet of them and their router.
+    Runs the production managers and policies with a virtual clock and without data. If the file of --fleet describes
+    servers, simulates this fleet and its router.
     """
     read = Scenario(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests)
     policies = read.policies(policy) or ([DEFAULTS.eviction_policy] if read.is_fleet else _POLICIES)
@@ -126,8 +126,8 @@ def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: boo
     trace, results, best = report.trace, report.results, best_policy(report)
     print(
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
-        f"({format_bytes(results[0].server.block_bytes)}), {trace.num_unique:,} different, "
-        f"{100 * report.reachable_rate:.2f} % within reach"
+        f"({format_bytes(results[0].server.block_bytes)}), {trace.num_unique:,} distinct; "
+        f"a cache without limits hits {100 * report.reachable_rate:.2f} %"
     )
     if common := common_of([*results, *filter(None, [report.without])]):
         print(f"Each run: {common}")
@@ -135,7 +135,7 @@ def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: boo
     bend = knee_of([result for result in results if result.server.policy == best])
     if report.without is not None and bend.hit_rate <= report.without.hit_rate:
         device = format_bytes(bend.server.gpu_bytes)
-        print(f"{trace.name}: the GPU's own cache of {device} has what the smaller sizes hold.")
+        print(f"{trace.name}: the smaller sizes add nothing to the GPU's own cache of {device}.")
     elif not report.is_fleet and len({result.server.cpu_blocks for result in results}) > 2:
         bend_text = f"{format_bytes(bend.server.cpu_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
         print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")

@@ -260,12 +260,12 @@ def base_config(
     known.
     """
     if machine is None:
-        raise ConfigError("The trace lacks its first line, which has the server's sizes: give the whole file.")
+        raise ConfigError("The trace lacks its first line, which contains the server's sizes; use the whole file.")
     cascade = machine.cascade
     if disk_bytes is None and (name := machine.tier_of_unknown_size) is not None:
         raise ConfigError(
-            f"The trace does not say how much the servers of its {name!r} tier keep: give --disk, which is the size of "
-            "all tiers below host memory together."
+            f"The trace does not contain the size of its {name!r} tier; give --disk, the total size of all tiers below "
+            "host memory."
         )
     if disk_bytes is None and machine.has_unbounded_tier:
         disk_blocks = max(footprint_blocks, 1)

@@ -17,7 +17,7 @@ from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
 from kvoffload.units import counted, format_bytes, format_number
 
-NO_FORECAST = "Times compare configurations; they are no forecast."
+NO_FORECAST = "Use the times to compare configurations, not as a forecast."
 """The caveat of all times that are shown."""
 
 

@@ -358,7 +358,7 @@ class _Lines:
                     if text[-1:] != b"\n":
                         text = text.rstrip(b"\0")
                         if len(text) == _MAX_LINE_BYTES:
-                            raise TraceError(f"{path}, line {number}: more than {_MAX_LINE_BYTES >> 20} MiB; no trace.")
+                            raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB.")
                         if number > 1 and not _is_json(text):
                             self.cut_line = number
                             return
