@@ -122,6 +122,23 @@ def test_an_overloaded_server_says_whether_prompts_are_the_reason(
         assert ("--prefill-speed" in said) == is_prompts
 
 
+def test_a_goal_above_all_hits_of_the_trace_names_them(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twelve documents of 16 blocks are new, and so is the end of each request."""
+    for limit in ("6GiB", "20GiB"):
+        args = [recurring, "--hit-rate", "95", "--gpu-kv-tokens", "40000", *MACHINE, "--max-cpu", limit]
+        code, _, told = plan(capsys, *args)
+        assert code == 1
+        assert told["reachable_hit_rate"] < 0.95
+        assert f"keeps everything hits {100 * told['reachable_hit_rate']:.1f} %" in told["verdict"]["answer"]
+
+
+def test_a_trace_of_few_requests_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for requests, is_short in ((12, True), (100, False)):
+        trace = documents(tmp_path / f"{requests}.jsonl", requests=requests, gap_s=1.0, number=4, blocks=16)
+        _, _, told = plan(capsys, trace, "--hit-rate", "50", "--gpu-kv-tokens", "40000", *MACHINE)
+        assert any("12 requests" in warning for warning in told["verdict"]["warnings"]) == is_short
+
+
 def test_no_recommendation_is_overloaded_or_slower_than_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

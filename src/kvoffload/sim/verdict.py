@@ -23,6 +23,8 @@ from kvoffload.units import counted, exact_size, format_bytes, format_number
 WIDTH, MOST_LINES = 80, 25
 _MANY_PROMPTS = 0.5
 """The least share of an overloaded server's busy time at which its prompts are the reason."""
+_FEW_REQUESTS = 100
+"""Fewer requests than these say little about the hits and sizes of real traffic."""
 _IN_MILLISECONDS = 100
 """Requests per second that a trace for one server seldom has, unless somebody took its seconds for milliseconds."""
 
@@ -81,6 +83,8 @@ def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verd
     else:
         more = [*_load_warnings(plan)]
         answer, load = _answer(plan, prices), _load(plan)
+    if (requests := len(plan.report.trace)) < _FEW_REQUESTS:
+        more.append(f"the trace has only {counted(requests, 'request')}: record an hour of traffic before you buy.")
     if plan.report.trace.requests_per_s == math.inf:
         more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
     # Without a choice of sizes, no price decided anything.
@@ -125,10 +129,15 @@ def _answer(plan: Plan, prices: Prices) -> str:
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
     if is_harmful and plan.best is without:
         return f"Buy nothing: {_why_slower(plan)}. Today: {now}."
-    said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful + "."
-    if plan.best is not without:
-        return f"{said} The closest is {sizes_of(plan.best.server)}: {_reached(plan.best, goal)}. Today: {now}."
-    return f"{said} A cache that keeps everything hits {100 * plan.report.reachable_rate:.1f} %. Today: {now}."
+    everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f} %"
+    said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful
+    if goal.hit_rate is not None and plan.report.reachable_rate < goal.hit_rate:
+        said = f"Nothing reaches the goal: {everything}"
+    elif plan.best is without:
+        said += f"; {everything}"
+    if plan.best is without:
+        return f"{said}. Today: {now}."
+    return f"{said}. The closest is {sizes_of(plan.best.server)}: {_reached(plan.best, goal)}. Today: {now}."
 
 
 def _why_slower(plan: Plan) -> str:
