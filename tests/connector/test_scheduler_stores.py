@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from tests.connector.rig import BT, FULL, SLIDING, STATE, Request, Rig, key
+from tests.sizes import by_size
 
 from kvoffload.base import OffloadPolicy, ReqContext
 from kvoffload.config import GroupKind, KVGroupLayout
@@ -70,11 +71,11 @@ def test_a_few_requests_store_each_generated_block_in_the_step_that_fills_it() -
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE)])
-@pytest.mark.parametrize("num_requests", [16, 64, 200])
+@pytest.mark.parametrize("num_requests", [16, 64, by_size(96, 200)])
 def test_many_requests_gather_generated_blocks_and_lose_none(
     num_requests: int, groups: tuple[KVGroupLayout, ...]
 ) -> None:
-    rig, steps = Rig(groups=groups, num_blocks=1 << 15), 64 * BT
+    rig, steps = Rig(groups=groups, num_blocks=1 << 15), by_size(24, 64) * BT
     requests, stores = decode_together(rig, num_requests, steps)
     gathered = [len(ids) for of_step in stores[1:] for ids in of_step]
     assert {len(ids) for ids in stores[0]} == {len(groups)}, "a prompt's blocks and its state do not wait"

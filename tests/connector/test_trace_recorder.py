@@ -148,7 +148,7 @@ def record(recorder: TraceRecorder, *names: str) -> None:
         recorder.finished(name, 1)
 
 
-@pytest.mark.parametrize("num_recorders", [2, 5])
+@pytest.mark.parametrize("num_recorders", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_processes_with_one_configuration_record_to_files_of_their_own(tmp_path: Path, num_recorders: int) -> None:
     """Engine cores of one server open the file at the same time, before any of them has written a line."""
     path = tmp_path / "served.jsonl"

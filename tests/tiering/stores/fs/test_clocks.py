@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sizes import by_size
 from tests.tiering.stores.fs.host import Host
 from tests.tiering.stores.rig import SMALL, files, here, path_of, read, room_for, write
 from tests.users import GROUP, NOBODY, SOMEBODY, as_user, needs_root
@@ -36,7 +37,7 @@ def test_blocks_that_are_written_after_a_clock_was_wrong_stay(open_store, tmp_pa
     fill(store, range(80))
     for path in files(tmp_path):
         os.utime(path, (time.time() + days * DAY_S,) * 2)
-    for first in range(100, 400, 20):
+    for first in range(100, by_size(240, 400), 20):
         fill(store, range(first, first + 20))
         if first > 100:  # unknown until the first listing
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
@@ -57,7 +58,7 @@ def test_times_at_the_end_of_a_file_system_starve_nobody(
     fill(store, range(80))
     for path in files(tmp_path):
         os.utime(path, ns=(end_ns, end_ns))
-    for first in range(100, 400, 20):
+    for first in range(100, by_size(240, 400), 20):
         fill(store, range(first, first + 20))
         if first > 100:
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
