@@ -28,7 +28,7 @@ _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 2
 _CAPACITY_REQUESTS = 2000
 """Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
-_CAPACITY_RUNS = 6
+_CAPACITY_RUNS = 8
 _AIM, _ALMOST, _CLOSE = 0.98 * SATURATED, 0.95, 1.1
 """A next try aims at this utilisation, and changes the load at least so much. A search ends when the loads that a
 server carries and does not carry are so close."""
