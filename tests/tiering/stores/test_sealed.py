@@ -213,7 +213,7 @@ def test_a_store_of_an_old_key_that_fails_costs_its_own_blocks() -> None:
     [
         ({"seal_key": OLD, "encryption_key": NEW}, "leave out seal_key"),
         ({"encryption_key": []}, "encryption_key of the 'disk' tier is an empty list"),
-        ({"seal_key": [OLD, "short"]}, "seal_key of the 'disk' tier must have 16 characters"),
+        ({"seal_key": [OLD, "short"]}, "seal_key of the 'disk' tier must have at least 16 characters"),
         ({"encryption_key": [OLD, {"env": "KV_UNSET"}]}, "KV_UNSET"),
         ({"encryption_key": [OLD, OLD]}, "has a key twice"),
         ({"encryption_key": 12345678901234567}, "must be text or"),
