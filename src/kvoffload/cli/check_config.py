@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvoffload.cli.judge import Verdict, check_file, is_installed, judge
+from kvoffload.cli.judge import BY_VLLM, Verdict, check_file, is_installed, judge
 from kvoffload.cli.kv_size import ModelKV, model_kv
 from kvoffload.cli.output import Json, check_unit, print_json
 from kvoffload.config import OffloadingConfig, read_config_values
@@ -76,7 +76,8 @@ def check_config(
     cpu_bytes = None if any("cpu_bytes_to_use" in problem for problem in problems.found) else config.cpu_bytes
     sizes = None
     if model is not None and (Path(model).exists() or not is_installed()):
-        with problems:
+        # vLLM reads more models, such as Mamba and those in Mistral's format.
+        with Problems() if is_installed() else problems:
             sizes = model_kv(model)
     warnings = _probe(config, cpu_bytes, sizes, connect, problems)
     unchecked: list[str] = []
@@ -84,8 +85,7 @@ def check_config(
         unchecked = check_file(wrappers, config, problems)
     verdict = None
     if model is not None:
-        path = Path(model)
-        verdict = judge(file, str(path.parent) if path.is_file() else model, arguments or [])
+        verdict = judge(file, model, arguments or [])
         for problem in verdict.problems:
             problems.add(problem)
     elif arguments:
@@ -102,10 +102,11 @@ def check_config(
         for problem in () if as_json else problems.found:
             print(f"{file}: {problem}", file=sys.stderr)
         if verdict is not None and not as_json:
-            if verdict.unknown:
+            if verdict.unknown and not verdict.problems:
                 print(f"No verdict about {model}: {verdict.unknown}.", file=sys.stderr)
             elif verdict.problems:
-                subject = "kvoffload" if verdict.judged_by else "vLLM itself"
+                is_vllm = all(problem.startswith(BY_VLLM) for problem in verdict.problems)
+                subject = "vLLM itself" if is_vllm else "kvoffload"
                 print(
                     f"No, {subject} does not work with {model} and these arguments{_judged_by(verdict)}.",
                     file=sys.stderr,

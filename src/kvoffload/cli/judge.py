@@ -13,32 +13,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import logging
 import os
-import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
+from msgspec.structs import replace
 
+from kvoffload.cli.blame import cause_here, in_one_line, logged_errors, sentence_of
 from kvoffload.config import OffloadingConfig
 from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.rejections import problems_of
 from kvoffload.engines.vllm.adapters import note_on_adapters
 from kvoffload.engines.vllm.arguments import config_of
+from kvoffload.engines.vllm.layout import layout_of
 from kvoffload.engines.vllm.media import note_on_media
 from kvoffload.engines.vllm.rejections import (
     BEFORE_LOAD,
     EXPERTS,
     FAILURE_POLICY,
     HASHES,
-    ONE_PIECE,
+    PREFILL_CONTEXT,
     ROLE,
     TWO_CONNECTORS,
     WITH_KV_CACHE,
@@ -47,7 +48,8 @@ from kvoffload.engines.vllm.rejections import (
     undecided,
 )
 from kvoffload.engines.vllm.weights import drafter_with_kv
-from kvoffload.errors import ConfigError, KVOffloadError, Problems, text_of
+from kvoffload.errors import ConfigError, KVOffloadError, MissingExtraError, Problems
+from kvoffload.specs import make_spec
 
 _TIME_LIMIT_S = 300.0
 """For the child process. It usually needs 10 to 30 s, most of them to import vLLM."""
@@ -58,10 +60,9 @@ _OF_TRANSFER = (
     *("kv-transfer-config", "kv-connector", "kv-connector-module-path", "kv-connector-extra-config", "kv-role"),
     *("kv-load-failure-policy", "engine-id"),
 )
-_USAGE = 2
-"""The exit code of Python's parser of arguments."""
-_IMPORT_ERROR = re.compile(r"^(?:ModuleNotFoundError|ImportError): (.+)$", re.MULTILINE)
-_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+_CONFIG = "config.json"
+BY_VLLM = "vLLM rejects"
+"""The start of problems that vLLM has without kvoffload."""
 _DEFAULT_HASH = "sha256"
 """vLLM's default of ``--prefix-caching-hash-algo``."""
 
@@ -93,11 +94,17 @@ def judge(file: Path, model: str, arguments: Sequence[str]) -> Verdict:
         return Verdict(unknown="vLLM is not installed in this environment")
     with tempfile.TemporaryDirectory() as directory:
         answer = Path(directory) / "answer.json"
-        command = [sys.executable, "-m", __name__, str(answer), model, *arguments]
+        command = [sys.executable, "-m", __name__, str(answer), _folder(model, Path(directory)), *arguments]
         environment = os.environ | {ENVIRONMENT: str(file.resolve()), "VLLM_LOGGING_LEVEL": "ERROR"}
         try:
             child = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,  # vLLM may ask whether to run a model's own code
+                capture_output=True,
+                text=True,
+                timeout=_TIME_LIMIT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return Verdict(unknown=f"vLLM needed more than {_TIME_LIMIT_S:g} s to read it")
@@ -105,9 +112,20 @@ def judge(file: Path, model: str, arguments: Sequence[str]) -> Verdict:
             return msgspec.json.decode(answer.read_bytes(), type=Verdict)
     lines = [line for line in child.stderr.splitlines() if line.strip()]
     last = lines[-1].strip().rstrip(".") if lines else f"exit code {child.returncode}"
-    if child.returncode != _USAGE:
-        return Verdict(unknown=f"vLLM failed in this environment: {last}")
-    return Verdict(problems=[f"vLLM rejects its arguments: {last}."])
+    return Verdict(unknown=f"vLLM failed in this environment: {last}")
+
+
+def _folder(model: str, directory: Path) -> str:
+    """Return the folder or name of the model, which vLLM reads, even if ``model`` is a file with its configuration."""
+    path = Path(model)
+    if path.name == _CONFIG and path.is_file():
+        return str(path.parent)
+    if path.suffix != ".json" or not path.is_file():
+        return model
+    copied = directory / path.stem
+    copied.mkdir()
+    shutil.copyfile(path, copied / _CONFIG)
+    return str(copied)
 
 
 def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: Problems) -> list[str]:
@@ -140,65 +158,136 @@ def check_file(wrappers: Mapping[str, Any], config: OffloadingConfig, problems: 
 def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
     verdict = Verdict()
-    logged = _logged_errors()
+    logged = logged_errors()
+    given: Any = None
     try:
-        vllm_config = _read(model, arguments)
         verdict.judged_by = _vllm_and_platform()
-        vllm_config = _ours(vllm_config)
-    except ConfigError as exc:
+        _let_vllm_read_all()
+        given, is_headless = _arguments(model, arguments)
+        vllm_config = _ours(_read(given, is_headless))
+        config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    except (ConfigError, MissingExtraError) as exc:
         verdict.problems += map(str, exc.args)
         return verdict
     except Exception as exc:  # noqa: BLE001 - vLLM may raise anything
-        verdict.unknown = _missing_package([*logged, exc])
-        if not verdict.unknown:
-            verdict.problems.append(f"vLLM rejects this model with these arguments: {_first_line(exc)}.")
+        _add_error(verdict, [*logged, exc])
+        if verdict.unknown and given is not None:
+            verdict.problems += problems_of(
+                (EXPERTS, PREFILL_CONTEXT), Setup(_parts(given), OffloadingConfig(cpu_bytes_to_use=1))
+            )
         return verdict
-    config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     setup = Setup(vllm_config, config)
     verdict.unjudged += [row.setup for row in undecided(setup)]
-    rows = list(BEFORE_LOAD)
-    if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla:
-        rows.remove(ONE_PIECE)
-        verdict.unjudged.append(f"{ONE_PIECE.setup}, because this vLLM runs on CPUs, where latent attention needs AMX")
+    is_on_cpu = vllm_config.device_config.device_type == "cpu"
+    if is_on_cpu and vllm_config.model_config.use_mla:
+        verdict.unjudged.append("latent attention on CPUs, which needs AMX")
     for note in (note_on_adapters(vllm_config, config), note_on_media(vllm_config, config)):
         if note is not None:
-            verdict.notes.append(f"{note[0].upper()}{note[1:]}.")
-    problems = problems_of(rows, setup)
+            verdict.notes.append(f"{note}.")
+    problems = problems_of(BEFORE_LOAD, setup)
     memory = Problems()
     with memory:
         check_memory(vllm_config, config)
     problems += memory.found
     logged.clear()
     try:
+        _check_loader(vllm_config)
+    except Exception as exc:  # noqa: BLE001 - as above
+        _add_error(verdict, [*logged, exc])
+    try:
         _let_vllm_continue()
         with _one_process():
             kv_caches = _kv_caches(vllm_config)
     except Exception as exc:  # noqa: BLE001 - as above; a newer vLLM may also lack names that this file uses
-        verdict.unknown = _missing_package([*logged, exc]) or (
-            f"vLLM cannot build this model here, so its KV groups are not known: {_first_line(exc)}"
+        verdict.unknown = (
+            verdict.unknown
+            or cause_here([*logged, exc])
+            or (f"vLLM cannot build this model here, so its KV groups are not known: {sentence_of(exc)}")
         )
         kv_caches = []
-    for rank, kv_cache in enumerate(kv_caches):
-        problems += problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
-    verdict.problems += dict.fromkeys(problems)
+    found = [
+        problem
+        for rank, kv_cache in enumerate(kv_caches)
+        for problem in problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
+    ]
+    if kv_caches and not problems and not found:
+        has_own_blocks = vllm_config.cache_config.user_specified_block_size and not vllm_config.model_config.is_hybrid
+        if config.block_size is not None and is_on_cpu and not has_own_blocks:
+            verdict.unjudged.append("block_size, because vLLM's blocks have another size on CPUs than on GPUs")
+            config = replace(config, block_size=None)
+        with memory:
+            make_spec(config, layout_of(vllm_config, kv_caches[0], config))
+    verdict.problems += dict.fromkeys([*problems, *found, *memory.found])
     return verdict
 
 
-def _read(model: str, arguments: Sequence[str]) -> Any:
-    """Return vLLM's configuration, as ``vllm serve`` makes it before kvoffload judges it."""
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from vllm.entrypoints.cli.serve import make_arg_parser
+def _add_error(verdict: Verdict, errors: Sequence[BaseException]) -> None:
+    """Add vLLM's last error, either as a problem of the setup or as a reason why this environment cannot judge it."""
+    verdict.unknown = cause_here(errors)
+    if not verdict.unknown:
+        verdict.problems.append(f"{BY_VLLM} this model with these arguments: {sentence_of(errors[-1])}.")
+
+
+def _parts(given: Any) -> Any:
+    """Return the parts of vLLM's configuration that rows need if this platform cannot read ``given``."""
+    return SimpleNamespace(
+        aux_output_config=SimpleNamespace(enabled=given.enable_return_routed_experts),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=given.prefill_context_parallel_size),
+    )
+
+
+def _arguments(model: str, arguments: Sequence[str]) -> tuple[Any, bool]:
+    """Return the engine's arguments, and whether the process is headless, as ``vllm serve`` reads and checks them."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+            text = (message or "").partition("error: ")[2] or "--help starts no server"
+            raise ConfigError(f"{BY_VLLM} its arguments: {in_one_line(text)}.")
+
+    command = ServeSubcommand()
+    parser = Parser(prog="vllm")
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    parsed = parser.parse_args(["serve", model, *arguments])
+    parsed.model = model
+    command.validate(parsed)
+    if not parsed.headless:
+        _check_parsers(parsed)
+    return AsyncEngineArgs.from_cli_args(parsed), parsed.headless
+
+
+def _check_parsers(parsed: Any) -> None:
+    """Let vLLM check its parsers of tool calls and of reasoning, which it does right before it opens its port."""
+    from vllm.entrypoints.cli.serve import setup_server
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if parsed.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
+    if parsed.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
+    sys.modules[setup_server.__module__].validate_api_server_args(parsed)
+
+
+def _read(engine_args: Any, is_headless: bool) -> Any:
+    """Return vLLM's configuration, as ``vllm serve`` makes it before kvoffload judges it."""
+    from vllm.engine.arg_utils import EngineArgs
 
     from kvoffload.engines.vllm import fill_in, register
 
-    parsed = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args([model, *arguments])
-    parsed.model = model
-    engine_args = AsyncEngineArgs.from_cli_args(parsed)
     register()  # also without the plug-in
     fill_in(engine_args)
     read = EngineArgs.create_engine_config
-    return getattr(read, "__wrapped__", read)(engine_args)
+    return getattr(read, "__wrapped__", read)(engine_args, headless=is_headless)
+
+
+def _check_loader(vllm_config: Any) -> None:
+    """Let vLLM check the options of the load, without a load."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    get_model_loader(vllm_config.load_config)
 
 
 def _ours(vllm_config: Any) -> Any:
@@ -218,13 +307,29 @@ def _ours(vllm_config: Any) -> Any:
     children = [] if transfer is None else transfer.kv_connector_extra_config.get("connectors") or []
     ours = [child for child in children if child.get("kv_connector") == NAME]
     if len(ours) > 1:
-        raise TWO_CONNECTORS.error(f"{len(ours)} of them")
+        raise TWO_CONNECTORS.error()
     if not ours:
-        used = "--kv-offloading-size" if transfer is None else transfer.kv_connector
-        raise ConfigError(f"These arguments use {used} instead of kvoffload: leave out one of them.")
+        if vllm_config.cache_config.kv_offloading_size is not None:
+            raise ConfigError(
+                "With --kv-offloading-size, vLLM offloads itself, and kvoffload does nothing: leave it out."
+            )
+        raise ConfigError(
+            f"These arguments use {transfer.kv_connector}, and kvoffload does nothing beside it: leave it out, or name "
+            "both connectors in a MultiConnector."
+        )
     vllm_config = copy.copy(vllm_config)
     vllm_config.kv_transfer_config = KVTransferConfig(**ours[0])
     return vllm_config
+
+
+def _let_vllm_read_all() -> None:
+    """Let vLLM's platform for CPUs read latent attention as on GPUs.
+
+    Without AMX, it turns chunked prefill and prefix caching off, and rejects recurrent states beside it.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: True
 
 
 def _let_vllm_continue() -> None:
@@ -338,53 +443,11 @@ def _specs_of_stage(vllm_config: Any, stage: int) -> dict[str, Any]:
         return dict(GPUModelRunner.get_kv_cache_spec(runner))
 
 
-def _logged_errors() -> list[BaseException]:
-    """Return a list of the exceptions that vLLM logs from now on. It imports a model's code in another process, logs
-    the error of that process, and raises an exception that does not contain it.
-
-    A handler would not see them all, because vLLM configures its log several times, which removes handlers.
-    """
-    errors: list[BaseException] = []
-    make_record = logging.getLogRecordFactory()
-
-    def make(*args: Any, **options: Any) -> logging.LogRecord:
-        record = make_record(*args, **options)
-        if record.levelno >= logging.ERROR and record.exc_info and record.exc_info[1] is not None:
-            errors.append(record.exc_info[1])
-        return record
-
-    logging.setLogRecordFactory(make)
-    return errors
-
-
-def _missing_package(errors: Sequence[BaseException]) -> str:
-    """Return a clause that names the Python package whose absence caused one of ``errors``, and the remedy. Return
-    ``""`` if none was caused by a failed import."""
-    texts = ["".join(traceback.format_exception(error)) for error in errors]
-    found = [reason for text in texts for reason in _IMPORT_ERROR.findall(text)]
-    if not found:
-        return ""
-    if missing := _NO_MODULE.search(found[-1]):
-        package = missing[1].partition(".")[0]
-        return (
-            f"vLLM needs the Python package {package!r} for it, which this environment lacks: install the package, for "
-            f"example with `pip install {package}`"
-        )
-    return f"a Python package that vLLM needs for it cannot be imported in this environment: {found[-1].rstrip('.')}"
-
-
 def _vllm_and_platform() -> str:
     from vllm.platforms import current_platform
     from vllm.version import __version__
 
     return f"vLLM {__version__} on the platform {current_platform.device_name}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
-    # pydantic puts its own heading first
-    line = next((line for line in lines if "Value error" in line), lines[0])
-    return line.removeprefix("Value error, ").partition(" [type=")[0].rstrip(".: ")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tests.engines.greedy import Prompt
 from tests.engines.models import IMAGE_SIZE
 from tests.engines.virtual_time import CHUNK_TOKENS, SIDE_BY_SIDE, Observed, Workload, serve
 from tests.engines.vllm.harness import Engine, idle_state
+from tests.engines.vllm.judged import judged  # noqa: F401 - a scenario
 from tests.engines.vllm.prompts import (
     BLOCK_BYTES,
     BLOCK_TOKENS,

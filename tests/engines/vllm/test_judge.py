@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from tests.engines.models import write_falcon_h1, write_gemma3, write_llama
+from tests.engines.vllm.harness import run_child
 
 from kvoffload.cli import main
 from kvoffload.cli.judge import Verdict, judge
@@ -76,6 +81,120 @@ sys.meta_path.insert(0, Hide())
 """In new processes, the import of Llama's code fails as if a package were missing."""
 
 
+WITH_OWN_CODE = {
+    "architectures": ["OwnForCausalLM"],
+    "model_type": "own",
+    "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
+}
+MAMBA = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "dtype": "bfloat16",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 32,
+    "state_size": 16,
+    "n_groups": 1,
+    "expand": 2,
+}
+
+DISK = {"secondary_tiers": [{"type": "disk", "path": "/tmp/never-made", "max_bytes": "128MiB"}]}
+MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+OURS = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
+EXAMPLE = {
+    "kv_connector": "ExampleConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"shared_storage_path": "/tmp/never-made"},
+}
+
+
+def _transfer(*children: dict[str, Any], **more: Any) -> str:
+    value = MULTI | {"kv_connector_extra_config": {"connectors": children}} | more if children else OURS | more
+    return f"--kv-transfer-config '{json.dumps(value)}'"
+
+
+def _drafts(**more: Any) -> str:
+    return f"--speculative-config '{json.dumps({'num_speculative_tokens': 3} | more)}'"
+
+
+LISTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "nothing": ("dense", "", {}),
+    "several engines": ("dense", "--data-parallel-size 2 --api-server-count 1", {}),
+    "stages and ranks": ("dense", "-pp 3 -tp 2", {}),
+    "unequal stages of unlike layers": ("window", "-pp 4", {}),
+    "ranks that do not divide the heads": ("dense", "-tp 3", {}),
+    "experts of a dense model": ("dense", "-tp 2 --enable-expert-parallel", {}),
+    "decode context": ("dense", "-tp 4 --decode-context-parallel-size 2", {}),
+    "prefill context": ("dense", "--prefill-context-parallel-size 2", {}),
+    "several nodes": ("dense", "-tp 4 --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --headless", {}),
+    "external launcher": ("dense", "--distributed-executor-backend external_launcher -tp 2", {}),
+    "executor that is not installed": ("dense", "--distributed-executor-backend none.such.Executor", {}),
+    "adapters": ("dense", "--enable-lora --max-lora-rank 32", DISK),
+    "adapters with a promise": ("dense", "--enable-lora", DISK | {"adapters_never_change": True}),
+    "drafts from the prompt": ("dense", _drafts(method="ngram"), {}),
+    "drafts and states": ("hybrid", _drafts(method="ngram") + " --enable-prefix-caching", {}),
+    "parallel drafts": ("dense", _drafts(model="{models}/dense", parallel_drafting=True), {}),
+    "drafter on the Hub": ("dense", _drafts(method="eagle3", model="no/where"), {}),
+    "drafter that is not there": ("dense", _drafts(method="eagle3", model="/no/where"), {}),
+    "unknown method": ("dense", _drafts(method="magic"), {}),
+    "misspelt key of drafts": ("dense", _drafts(method="ngram", num_tokens=3), {}),
+    "half of a JSON text": ("dense", """--speculative-config '{"method": "ngram",'""", {}),
+    "fp8": ("dense", "--kv-cache-dtype fp8", {}),
+    "unknown dtype of KV": ("dense", "--kv-cache-dtype fp9", {}),
+    "another connector": ("dense", f"--kv-transfer-config '{json.dumps(EXAMPLE)}'", {}),
+    "beside another connector": ("dense", _transfer(EXAMPLE, OURS, kv_load_failure_policy="recompute"), {}),
+    "beside another connector, without the policy": ("dense", _transfer(EXAMPLE, OURS), {}),
+    "twice beside each other": ("dense", _transfer(OURS, OURS, kv_load_failure_policy="recompute"), {}),
+    "connector that only stores": ("dense", _transfer(kv_role="kv_producer"), {}),
+    "connector without a role": ("dense", _transfer(kv_role=None), {}),
+    "misspelt key of kvoffload": ("dense", _transfer(kv_connector_extra_config={"cpu_byte_to_use": "1GiB"}), {}),
+    "vLLM's own offloading": ("dense", "--kv-offloading-size 1", {}),
+    "sleep": ("dense", "--enable-sleep-mode", {}),
+    "experts in answers": ("dense", "--enable-return-routed-experts", {}),
+    "prompts in one piece": ("dense", "--no-enable-chunked-prefill --no-enable-prefix-caching", {}),
+    "without a prefix cache": ("dense", "--no-enable-prefix-caching", {}),
+    "states without a prefix cache": ("hybrid", "--no-enable-prefix-caching", {}),
+    "block that does not fit": ("dense", "--block-size 32", {"block_size": 48}),
+    "block that fits": ("dense", "--block-size 32", {"block_size": 64}),
+    "memory for less than a block": ("dense", "--block-size 32", {"cpu_bytes_to_use": "16KiB"}),
+    "length beyond the model's": ("dense", "--max-model-len 1M", {}),
+    "length in words": ("dense", "--max-model-len 4k", {}),
+    "pooling": ("dense", "--runner pooling --convert embed", {}),
+    "old task": ("dense", "--task embed", {}),
+    "prompts as embeddings": ("dense", "--enable-prompt-embeds --mm-processor-cache-gb 0", DISK),
+    "random weights": ("dense", "--load-format dummy", DISK),
+    "weights from elsewhere": ("dense", "--load-format tensorizer", DISK),
+    "misspelt format of weights": ("dense", "--load-format safetensor", {}),
+    "misspelt key of the loader": ("dense", "--model-loader-extra-config.threads 3", {}),
+    "weak hashes": ("dense", "--prefix-caching-hash-algo xxhash", DISK | {"weights_version": "1"}),
+    "file of arguments": ("dense", "--config {models}/arguments.yaml", {}),
+    "file with a misspelt argument": ("dense", "--config {models}/misspelt.yaml", {}),
+    "file that is not there": ("dense", "--config {models}/none.yaml", {}),
+    "misspelt argument": ("dense", "--tensor-parallel-sise 2", {}),
+    "argument without its value": ("dense", "--tensor-parallel-size", {}),
+    "argument given twice": ("dense", "-tp 2 -tp 4", {}),
+    "help": ("dense", "--help", {}),
+    "number out of range": ("dense", "--gpu-memory-utilization 90", {}),
+    "tools without a parser": ("dense", "--enable-auto-tool-choice", {}),
+    "tools with an unknown parser": ("dense", "--enable-auto-tool-choice --tool-call-parser none", {}),
+    "tools": ("dense", "--enable-auto-tool-choice --tool-call-parser hermes", {}),
+    "template that is not there": ("dense", "--chat-template /no/where.jinja", {}),
+    "other load policy": ("dense", "", DISK | {"load_policy": "always", "store_threshold": 2}),
+    "model on the Hub": ("no/where", "", {}),
+    "model's own code is not there": ("own", "--trust-remote-code", {}),
+    "model's own code is not allowed": ("own", "", {}),
+    "model that is not there": ("/no/where", "", {}),
+}
+"""Models, vLLM's arguments and kvoffload's keys."""
+NOT_JUDGED_HERE = {
+    *("prefill context", "sleep", "experts in answers"),
+    *("drafter on the Hub", "model on the Hub", "model's own code is not there", "executor that is not installed"),
+}
+"""Lists that the platform, or files and packages that are missing here, keep vLLM from reading."""
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with small models. Some of them have only a ``config.json``."""
@@ -83,10 +202,82 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(root / "dense", num_layers=3)
     write_gemma3(root / "window")
     write_falcon_h1(root / "hybrid")
-    for name, config in (("latent", DEEPSEEK | {"quantization_config": FP8}), ("chunked", LLAMA4)):
+    for name, config in {
+        "latent": DEEPSEEK | {"quantization_config": FP8},
+        "chunked": LLAMA4,
+        "own": WITH_OWN_CODE,
+    }.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
+    (root / "mamba.json").write_text(json.dumps(MAMBA))
+    (root / "arguments.yaml").write_text("tensor-parallel-size: 2\n")
+    (root / "misspelt.yaml").write_text("tensor-parallel-sise: 2\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def answers(models: Path) -> dict[str, dict[str, Any]]:
+    """Return the verdict about each list, and the reasons of a server that rejects it."""
+    lists = [
+        (
+            str(models / model) if (models / model).exists() else model,
+            [each.replace("{models}", str(models)) for each in shlex.split(arguments)],
+            keys,
+        )
+        for model, arguments, keys in LISTS.values()
+    ]
+    return dict(zip(LISTS, run_child("judged", lists=lists), strict=True))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_verdict_is_what_a_server_says(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    verdict, rejected = answers[name]["verdict"], answers[name]["rejected"]
+    if rejected is None:
+        assert verdict["problems"] == []
+    elif rejected["by"] == "kvoffload":
+        assert set(rejected["reasons"]) <= set(verdict["problems"])
+    else:
+        assert verdict["problems"] or verdict["unknown"], rejected["reasons"]
+    assert bool(verdict["unknown"]) == (name in NOT_JUDGED_HERE), verdict["unknown"]
+    for text in (*verdict["problems"], verdict["unknown"]):
+        assert "\n" not in text
+        assert len(text) < 1000
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A Hub whose only model needs a licence."""
+
+    def do_GET(self) -> None:
+        is_gated = "/gated/" in self.path
+        self.send_response(401 if is_gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if is_gated else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+def test_a_model_that_the_hub_does_not_give_is_no_verdict_and_a_wrong_name_is_one(tmp_path: Path) -> None:
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    Thread(target=hub.serve_forever, daemon=True).start()
+    try:
+        environment = {
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(tmp_path),
+        }
+        lists = [("gated/model", [], {}), ("misspelt/model", [], {})]
+        gated, misspelt = run_child("judged", environment=environment, lists=lists)
+    finally:
+        hub.shutdown()
+    assert gated["verdict"]["problems"] == []
+    assert "HF_TOKEN" in gated["verdict"]["unknown"]
+    assert misspelt["verdict"]["unknown"] == ""
+    (problem,) = misspelt["verdict"]["problems"]
+    assert "misspelt/model" in problem
 
 
 def verdict(models: Path, tmp_path: Path, model: str, arguments: str, **keys: object) -> Verdict:
@@ -107,7 +298,7 @@ def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(models: Path, tmp_p
     found = verdict(models, tmp_path, "latent", "--pipeline-parallel-size 2", kv_cache_layout="BLNHC")
     assert any("kv_cache_layout with latent attention (BLNHC)" in each for each in found.problems)
     assert not any("chunked prefill" in each for each in found.problems)
-    assert any("chunked prefill" in each for each in found.unjudged)
+    assert any("AMX" in each for each in found.unjudged)
     # vLLM's CPU platform lacks a kernel for these weights.
     assert found.unknown == ""
 
@@ -188,6 +379,27 @@ def test_the_command_answers_yes(models: Path, tmp_path: Path, capsys: pytest.Ca
     code, lines = run(file, models / "dense", "--pipeline-parallel-size 2 --enable-lora --port 8001", capsys)
     assert code == 0
     assert any(line.startswith("Yes, ") for line in lines)
+
+
+def test_the_command_answers_yes_for_a_model_whose_sizes_it_cannot_tell(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "offload.yaml"
+    file.write_text("cpu_bytes_to_use: 64MiB\n")
+    code, lines = run(file, models / "mamba.json", "--enable-prefix-caching", capsys)
+    assert code == 0
+    assert any(line.startswith("Yes, ") for line in lines)
+
+
+def test_the_command_answers_no_even_if_vllm_cannot_read_the_rest_here(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "offload.yaml"
+    file.write_text("cpu_bytes_to_use: 64MiB\n")
+    code, lines = run(file, models / "dense", "--prefill-context-parallel-size 2", capsys)
+    assert code == 1
+    assert any(line.startswith("No, kvoffload ") for line in lines)
+    assert not any(line.startswith("No verdict") for line in lines)
 
 
 def test_the_command_answers_no_with_all_reasons(

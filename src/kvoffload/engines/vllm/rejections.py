@@ -214,7 +214,8 @@ def _unequal_stages(setup: Setup) -> str | None:
 
 def _several_allocations(setup: Setup) -> str | None:
     num_sizes = len({tensor.size for tensor in setup.kv_cache.kv_cache_tensors})
-    return _if(num_sizes != 1 or setup.kv_cache.num_blocks < 1, f"{num_sizes} sizes")
+    are_several = num_sizes != 1 or setup.kv_cache.num_blocks < 1
+    return _if(setup.groups and are_several, f"{num_sizes} sizes")
 
 
 def _hashes_between_states(setup: Setup) -> str | None:
@@ -256,6 +257,14 @@ HASHES = Rejection(
     reason="a client can create two prompts with one hash, and readers of the tier would get the KV of the wrong one",
     remedy=f"set --prefix-caching-hash-algo to one of {', '.join(CRYPTOGRAPHIC_HASHES)}, or leave out the tier",
     opened_by="Nothing, unless vLLM adds another cryptographic hash.",
+    peers=_ACCEPTED,
+)
+PREFILL_CONTEXT = Rejection(
+    setup="prefill context parallelism",
+    applies=_prefill_context,
+    reason="its ranks divide the tokens of a block in a way that kvoffload does not know",
+    remedy="set prefill_context_parallel_size to 1",
+    opened_by="Slices for these parts of the tokens, and a test with vLLM's scheduler.",
     peers=_ACCEPTED,
 )
 
@@ -307,14 +316,7 @@ BEFORE_LOAD = (
         "if they got as far as their transfers.",
         peers=_ACCEPTED,
     ),
-    Rejection(
-        setup="prefill context parallelism",
-        applies=_prefill_context,
-        reason="its ranks divide the tokens of a block in a way that kvoffload does not know",
-        remedy="set prefill_context_parallel_size to 1",
-        opened_by="Slices for these parts of the tokens, and a test with vLLM's scheduler.",
-        peers=_ACCEPTED,
-    ),
+    PREFILL_CONTEXT,
     Rejection(
         setup="several ranks under the external launcher",
         applies=_launcher,
