@@ -178,8 +178,7 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         return verdict
     setup = Setup(vllm_config, config)
     verdict.unjudged += [row.setup for row in undecided(setup)]
-    is_on_cpu = vllm_config.device_config.device_type == "cpu"
-    if is_on_cpu and vllm_config.model_config.use_mla:
+    if vllm_config.device_config.device_type == "cpu" and vllm_config.model_config.use_mla:
         verdict.unjudged.append("latent attention on CPUs, which needs AMX")
     for note in (note_on_adapters(vllm_config, config), note_on_media(vllm_config, config)):
         if note is not None:
@@ -210,15 +209,24 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         for rank, kv_cache in enumerate(kv_caches)
         for problem in problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
     ]
-    if kv_caches and not problems and not found:
-        has_own_blocks = vllm_config.cache_config.user_specified_block_size and not vllm_config.model_config.is_hybrid
-        if config.block_size is not None and is_on_cpu and not has_own_blocks:
-            verdict.unjudged.append("block_size, because vLLM's blocks have another size on CPUs than on GPUs")
-            config = replace(config, block_size=None)
-        with memory:
-            make_spec(config, layout_of(vllm_config, kv_caches[0], config))
-    verdict.problems += dict.fromkeys([*problems, *found, *memory.found])
+    verdict.problems += dict.fromkeys([*problems, *found])
+    if kv_caches and not verdict.problems:
+        _check_blocks(verdict, vllm_config, config, kv_caches[0])
     return verdict
+
+
+def _check_blocks(verdict: Verdict, vllm_config: Any, config: OffloadingConfig, kv_cache: Any) -> None:
+    """Add what kvoffload's spec says about the sizes of blocks, as in the scheduler's connector."""
+    has_own_blocks = vllm_config.cache_config.user_specified_block_size and not vllm_config.model_config.is_hybrid
+    if config.block_size is not None and vllm_config.device_config.device_type == "cpu" and not has_own_blocks:
+        verdict.unjudged.append("block_size, because vLLM's blocks have another size on CPUs than on GPUs")
+        config = replace(config, block_size=None)
+    try:
+        make_spec(config, layout_of(vllm_config, kv_cache, config))
+    except (ConfigError, MissingExtraError) as exc:
+        verdict.problems += map(str, exc.args)
+    except Exception as exc:  # noqa: BLE001 - a newer vLLM may lack names that the layout reads
+        verdict.unknown = f"kvoffload cannot read its KV cache here: {sentence_of(exc)}"
 
 
 def _add_error(verdict: Verdict, errors: Sequence[BaseException]) -> None:

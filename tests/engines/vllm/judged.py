@@ -6,9 +6,10 @@ Each answer is made in a process of its own, forked after vLLM's import, which t
 
 from __future__ import annotations
 
-import faulthandler
+import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.vllm.rejections import NO_SHARED_MEMORY
 from kvoffload.errors import ConfigError
 
-_TIME_LIMIT_S = 60.0
+_TIME_LIMIT_S = 60
 """For an answer, which usually needs a second."""
 
 
@@ -34,6 +35,7 @@ def judged(lists: list[tuple[str, list[str], dict[str, Any]]]) -> list[dict[str,
     import vllm.v1.engine.core
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
 
+    gc.freeze()  # else each process would copy most of the memory
     answers = []
     for model, arguments, keys in lists:
         with TemporaryDirectory() as directory:
@@ -101,7 +103,7 @@ def _forked(call: Callable[[str, list[str]], Any], model: str, arguments: list[s
     receiver, sender = os.pipe()
     pid = os.fork()
     if pid == 0:
-        faulthandler.dump_traceback_later(_TIME_LIMIT_S, exit=True)
+        signal.alarm(_TIME_LIMIT_S)
         code = 1
         try:
             with os.fdopen(sender, "w") as file:

@@ -19,7 +19,7 @@ from kvoffload.cli import main
 from kvoffload.cli.judge import Verdict, judge
 from kvoffload.cpu.memory_limits import memory_bytes
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -226,7 +226,7 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
         )
         for model, arguments, keys in LISTS.values()
     ]
-    return dict(zip(LISTS, run_child("judged", lists=lists), strict=True))
+    return dict(zip(LISTS, run_child("judged", timeout_s=900, lists=lists), strict=True))
 
 
 @pytest.mark.parametrize("name", LISTS)
