@@ -53,7 +53,8 @@ def check_config(
         typer.Option(
             metavar="MODEL",
             help="The model's config.json, its folder, or its name on the Hub. Shows the sizes of blocks, and whether "
-            "kvoffload works with this model and ARGUMENTS. The second needs vLLM in this environment, but no GPU.",
+            "kvoffload works with this model and ARGUMENTS. The answer about ARGUMENTS needs vLLM in this "
+            "environment, but no GPU.",
         ),
     ] = None,
     connect: Annotated[

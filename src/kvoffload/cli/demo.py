@@ -44,7 +44,9 @@ def demo(
     users: Annotated[int, typer.Option(min=1, metavar="N", help="Number of turns served at the same time.")] = 2,
     device_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Tokens that fit in the device's KV pool. By default 1/4 of the chat."),
+        typer.Option(
+            min=1, metavar="N", help="Tokens that fit in the device's KV pool. By default a quarter of the chat."
+        ),
     ] = None,
     policy: Annotated[
         str, typer.Option(metavar="POLICY", help="Cache policy of host memory.")
@@ -58,14 +60,13 @@ def demo(
     disk_gib: Annotated[float, typer.Option(metavar="N", help="Size limit of this directory in GiB.")] = 4.0,
     layers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of layers in the random model.")] = 6,
     hidden: Annotated[int, typer.Option(min=16, metavar="N", help="Hidden size of the random model.")] = 512,
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of threads that compute on a CPU.")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads.")] = None,
     as_json: Json = False,
     out: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="Also write to this file: .json for all figures, .svg for a picture of the TTFT."
+            metavar="FILE",
+            help="Also write all figures (.json) or a picture of the time to first token (.svg) to this file.",
         ),
     ] = None,
 ) -> None:

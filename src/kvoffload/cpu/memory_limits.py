@@ -123,8 +123,7 @@ def check_pool(max_bytes: int, used_bytes: int, path: str | os.PathLike[str], be
     memory, in addition to the ``beside_bytes`` that something else is about to allocate. The pool already uses
     ``used_bytes``, which are not needed again."""
     missing_bytes = max(0, max_bytes - used_bytes)
-    more = f"{format_bytes(missing_bytes)} more than it uses"
-    pool = f"max_bytes of the pool in {path} is {format_bytes(max_bytes)}, {more},"
+    pool = f"The pool in {path} may grow by {format_bytes(missing_bytes)} to its max_bytes, {format_bytes(max_bytes)},"
     room, available = room_of(path), available_bytes()
     if room is not None and missing_bytes > room.free_bytes:
         raise CapacityError(
