@@ -111,6 +111,21 @@ def test_an_overloaded_server_is_said_first_and_nothing_is_bought(
     assert {row["note"] for row in told["verdict"]["rows"]} == {"overloaded"}
 
 
+def test_a_goal_below_the_time_of_a_prompt_suggests_no_lower_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each prompt is new, and takes 0.4 s to compute."""
+    fresh = documents(tmp_path / "f.jsonl", requests=60, gap_s=0.1, number=1000, blocks=16)
+    for goal_s, is_possible in (("0.2", False), ("2", True)):
+        _, text, told = plan(capsys, fresh, "--ttft", goal_s, *MACHINE)
+        assert text.startswith("Nothing to buy for one server: it cannot keep up with this load")
+        assert any(told["requests_per_s"].values()) == is_possible
+        assert ("--rate" in told["verdict"]["answer"], "--ttft" in told["verdict"]["answer"]) == (
+            is_possible,
+            not is_possible,
+        )
+
+
 def test_an_overloaded_server_says_whether_prompts_are_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

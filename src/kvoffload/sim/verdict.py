@@ -120,10 +120,7 @@ def _answer(plan: Plan, prices: Prices) -> str:
     if not results and not has_room:
         return f"Buy nothing within these limits: less host memory than {gpu} holds little else."
     if all(each.is_overloaded for each in (without, *results)):
-        return (
-            "Nothing to buy for one server: it cannot keep up with this load, with any tier. "
-            f"{_servers_needed(plan)}Or plan for a lower --rate."
-        )
+        return f"Nothing to buy for one server: it cannot keep up with this load, with any tier. {_way_out(plan)}"
     if not results:
         return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. Today: {now}."
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
@@ -156,18 +153,20 @@ def _busiest_requests_per_s(trace: Trace) -> float:
     return len(trace.busiest_hour()) / HOUR_S if trace.is_long else trace.requests_per_s
 
 
-def _servers_needed(plan: Plan) -> str:
-    """How many servers carry this load, today and with the tiers that help most."""
+def _way_out(plan: Plan) -> str:
+    """How many servers carry this load, today and with the tiers that help most, or what else to change."""
     load = _busiest_requests_per_s(plan.report.trace)
     found = [each for each in plan.capacities if each.requests_per_s and load < math.inf]
+    if not found and plan.goal.ttft_s is not None:
+        return "No load is low enough for this goal: check --prefill-speed, or give a longer --ttft."
     if not found:
-        return ""
+        return "Plan for a lower --rate."
     numbers = [max(math.ceil(load / each.requests_per_s), 2) for each in found]
     text = f"Use {counted(numbers[0], 'server')} {found[0].what}"
     best = min(range(len(found)), key=lambda at: numbers[at])
     if numbers[best] < numbers[0]:
         text += f", or {numbers[best]} with {sizes_of(found[best].config)} each"
-    return text + ". "
+    return text + ". Or plan for a lower --rate."
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
