@@ -81,8 +81,15 @@ def test_goals_that_make_no_sense(goal: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("ttft_s", [0.2, 1.0])
-def test_the_highest_load_is_found_from_far_below(ttft_s: float) -> None:
+def test_the_highest_load_is_found_from_far_below(ttft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search replays the trace a few times. Here, many replays show the answer."""
+    searched: list[float] = []
+
+    def replayed(trace: Trace, config: SimConfig, **options: Any) -> Result:
+        searched.append(trace.requests_per_s)
+        return simulate(trace, config, **options)
+
+    monkeypatch.setattr("kvoffload.sim.plan.simulate", replayed)
     trace = synthesize("chat", 300, 4).whole_blocks()
     goal, hashes = Goal(ttft_s=ttft_s), trace.hashes()
     for cpu_blocks in (0, 4000):
@@ -94,7 +101,9 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float) -> None:
             middle = math.sqrt(low * high)
             is_carried = goal.is_soon_enough(simulate(trace.stretched(1 / middle), server, hashes=hashes))
             low, high = (middle, high) if is_carried else (low, middle)
+        searched.clear()
         found = highest_load(trace, (at_first, goal), hashes=hashes)
+        assert len(searched) <= 6
         assert 0.8 * low < found / trace.requests_per_s < 1.03 * high
 
 

@@ -250,7 +250,7 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
         factor *= _change(run, goal, is_carried=carried)
         # If the guess after a run that failed was good, a little more fails, and ends the search.
         factor, most = (min(factor, most), math.inf) if carried else (factor, factor * (_CLOSE - 0.01))
-        if low and high < math.inf and not low < factor * _ALMOST < factor / _ALMOST < high:
+        if low and high < math.inf and not low < factor < high:
             factor = math.sqrt(low * high)
         run = simulate(
             trace.stretched(1 / factor), run.server, hashes=hashes, is_hopeless=lambda so_far: not is_carried(so_far)
