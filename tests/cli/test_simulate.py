@@ -250,7 +250,7 @@ def test_plan_buys_what_reaches_the_goal(trace: Path, capsys: pytest.CaptureFixt
     assert out.startswith("Buy ")
     code, out, _ = run(capsys, *goal, "99", "--wide")
     assert code == 1
-    assert "Nothing within the limits" in out and len(rows(out)) > 5, "the table shows what was tried"
+    assert out.startswith("Nothing ") and len(rows(out)) > 5, "the table shows what was tried"
     code, out, _ = run(capsys, *goal, "60%", "--gpu-kv-tokens", "1000000", "--wide")
     assert code == 0
     assert out.startswith("Buy nothing: the GPU's own cache reaches the goal")
