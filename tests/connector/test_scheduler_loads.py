@@ -245,6 +245,22 @@ def test_a_failed_load_gives_way_to_requests_that_hold_their_blocks() -> None:
     assert [rig.ask(first) for _ in range(2)] == [(0, False)] * 2
 
 
+def test_a_request_without_gpu_blocks_gives_way_to_requests_that_hold_theirs() -> None:
+    """If vLLM undoes a step, preempted requests come before requests whose load has ended, and which hold blocks that
+    vLLM may be unable to do without. No request was scheduled any longer."""
+    rig = Rig()
+    rig.store_prefix(8, stem="other")
+    first, second = rig.arrive(Request("r", 9)), rig.arrive(Request("second", 9, "other"))
+    assert rig.ask(second) == (8, True)
+    rig.alloc(second, [3, 4, 5], external=8)
+    (load,) = rig.step().loads
+    assert [rig.ask(first) for _ in range(2)] == [(0, False)] * 2, "the other load runs"
+    assert rig.end(load).loaded_request_ids == {"second"}
+    assert [rig.ask(first) for _ in range(4)] == [(None, False), (0, False)] * 2, "each second time"
+    rig.step(rig.run(second, [3, 4, 5], computed=8))
+    assert [rig.ask(first) for _ in range(2)] == [(0, False)] * 2
+
+
 def test_every_rank_must_report_and_one_failure_fails() -> None:
     rig = Rig(num_ranks=3)
     rig.store_prefix(8)

@@ -84,10 +84,10 @@ class Hits:
             since_s = self._waiting.get(request, self._clock())
             asked = computed_tokens, request.of_engine.num_tokens, request.max_load_tokens(), request.epoch
             is_ready = not request.job_ids and request.context.tokens_ahead is None
-            # vLLM frees the blocks of a load that failed. If it cannot allocate them again at once, it schedules
-            # nothing behind the request, not even requests that hold the blocks. So every second time, this request
-            # waits and lets them go first.
-            gives_way = prefix.load_failed and request not in self._waiting and self._others_hold_blocks()
+            # If vLLM cannot allocate blocks for a request, it schedules nothing behind it, not even requests that hold
+            # blocks since their load has ended. So every second time, this request waits and lets them go first.
+            is_stuck = prefix.load_failed or prefix.is_answered
+            gives_way = is_stuck and request not in self._waiting and self._others_hold_blocks()
             is_ready &= not gives_way
             if is_ready:
                 if prefix.load_failed or prefix.searched != asked or not self._manager.is_unchanged(request.context):
@@ -194,9 +194,9 @@ class Hits:
                 self._count_admission(request, num_external_tokens)
             if num_external_tokens > 0:
                 self._load(request)
-            if prefix.tokens:
-                blocks = [group.blocks_to_find(0, prefix.tokens) for group in self._geometry]
-                keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
+            blocks = [group.blocks_to_find(0, prefix.tokens) for group in self._geometry] if prefix.tokens else ()
+            keys = [key for own, part in zip(request.groups, blocks) for key in own.keys[part.start : part.stop]]
+            if keys:
                 self._manager.touch(by_position(self._geometry, blocks, keys), request.context)
         if self._observer is not None:
             self._observer.admitted(request)

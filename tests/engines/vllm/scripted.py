@@ -267,7 +267,7 @@ class EarlyWriter(Worker):
         self._move_states(output)
         meta = output.kv_connector_metadata.meta
         self._store(meta.final_stores)
-        for job_id in sorted(meta.flush_job_ids):
+        for job_id in sorted(meta.flush_job_ids & self.waiting.keys()):  # loads have run at once
             self._run(self.waiting.pop(job_id))
 
     def _store(self, jobs: Iterable[TransferJob]) -> None:

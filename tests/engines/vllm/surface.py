@@ -46,7 +46,10 @@ _ATTRIBUTES = {
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): "get_block_ids",
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): "block_pool",
-    ("vllm.v1.core.sched.scheduler", "Scheduler"): "kv_cache_manager update_from_output reset_prefix_cache",
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+    ): "kv_cache_manager update_from_output reset_prefix_cache requests failed_recving_kv_req_ids",
     ("vllm.v1.outputs", "ModelRunnerOutput"): "kv_connector_output",
     ("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorWorkerMetadata"): "metadata",
     ("vllm.v1.core.block_pool", "BlockPool"): (

@@ -136,6 +136,34 @@ def test_a_step_that_ran_on_a_failed_load_is_undone(llama: SmallModel, asynchron
     steps.close()
 
 
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_request_that_waits_for_its_own_load_behind_undefined_blocks_starts_again(
+    llama: SmallModel, asynchronous: bool, groups: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the blocks of the failed load in vLLM's prefix cache, in the same step or the next. vLLM's reset
+    preempts only requests that run."""
+    steps = steps_of(llama.path, asynchronous, groups, 120)
+    long = tokens(100, 11)
+    store(steps, long)
+    other = steps.add("other", tokens(700, 2), 12)
+    for _ in range(3):
+        steps.step()
+    asked: list[int] = []
+    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on and not asked and not asked.append(1))
+    steps.failing.add("again")
+    again = steps.add("again", [*long[: 4 * BLOCK], 7], 4)
+    for _ in range(num_steps):
+        steps.step()
+    waits = steps.add("waits", [*long, 9], 4)
+    steps.step()
+    served(steps, again, other, waits)
+    assert [load.within_step for load in steps.loads()][:2] == [True, False]
+    steps.drain()
+    steps.stored_blocks(long)
+    steps.close()
+
+
 def test_a_failed_load_of_a_request_that_was_aborted_meanwhile_leaves_nothing_to_find(
     llama: SmallModel, asynchronous: bool
 ) -> None:

@@ -38,11 +38,13 @@ def watch(listener: Listener) -> None:
 
     if not hasattr(Scheduler.update_from_output, "tells_kvoffload"):
         Scheduler.update_from_output = _told(Scheduler.update_from_output)
+    unwatch(listener)
     _listeners[id(listener.block_pool)] = listener
 
 
 def unwatch(listener: Listener) -> None:
-    _listeners.pop(id(listener.block_pool), None)
+    for pool_id in [pool_id for pool_id, each in _listeners.items() if each is listener]:
+        del _listeners[pool_id]
 
 
 def _told(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +65,16 @@ def _told(call: Callable[..., Any]) -> Callable[..., Any]:
 def undo_step(scheduler: Any) -> None:
     """Preempt all running requests, drop their tokens in flight, and empty vLLM's prefix cache.
 
-    The cache may list blocks that the failed load should have filled, and blocks that were computed from them.
+    The cache may list blocks that the failed load should have filled, and blocks that were computed from them. Requests
+    that wait for a load of their own may have found such blocks there. So they start again when that load has ended, as
+    if it had failed.
     """
+    from vllm.v1.request import RequestStatus
+
+    for request in scheduler.requests.values():
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            request.num_computed_tokens = 0
+            scheduler.failed_recving_kv_req_ids.add(request.request_id)
     try:
         if scheduler.reset_prefix_cache(reset_running_requests=True):
             return
