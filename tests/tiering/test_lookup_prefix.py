@@ -297,8 +297,10 @@ def test_a_request_that_finds_nothing_does_not_wait_and_is_asked_again_after_new
     rig.store(prefix(1, of="b"), other)
     assert unchanged(ahead), "a store of other blocks says nothing about it"
     rig.below(prefix(1))
+    assert unchanged(ahead)
     ahead.tokens_ahead = None
-    assert not unchanged(ahead), "at its turn, it may find blocks that another process has written meanwhile"
+    for context in (ahead, at_turn):
+        assert not unchanged(context), "at its turn, it may find blocks that another process has written meanwhile"
     assert rig.ask(blocks, ahead) == [None, False]
     assert not unchanged(at_turn), "its first block is being read now"
     rig.step()

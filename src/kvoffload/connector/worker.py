@@ -21,10 +21,10 @@ _MOST_POLLS = 100
 class OffloadingConnectorWorker:
     """Performs the transfers of ``ConnectorMeta`` on one rank, and reports the end of each exactly once.
 
-    In every step, even without a forward pass, call ``start_step`` before the forward pass and ``end_step`` after it
-    was submitted. No method raises into the engine: a transfer that a handler rejects is reported as failed. If a
-    handler cannot tell which transfers ended, they count as failed once it has waited for them. Until the wait
-    succeeds, they have not ended, because they may still write.
+    In every step, even without a forward pass, call ``start_step`` before the forward pass (unless its message is
+    empty) and ``end_step`` after it was submitted. No method raises into the engine: a transfer that a handler rejects
+    is reported as failed. If a handler cannot tell which transfers ended, they count as failed once it has waited for
+    them. Until the wait succeeds, they have not ended, because they may still write.
     """
 
     def __init__(self, rank: int = 0) -> None:

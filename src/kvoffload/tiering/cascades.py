@@ -66,9 +66,9 @@ class Cascades:
         """
         not_taken: list[OffloadKey] = []
         for tier in tiers if keys else ():
-            # A tier that lacks the head of a prefix hardly ever has a later block, and its store would notice.
+            # A tier that lacks both ends of a run hardly ever has a block between them, and its store would notice.
             missing = keys
-            if tier.holds(keys[:1])[0]:
+            if any(tier.holds([keys[0], keys[-1]])):
                 held = tier.holds(keys)
                 tier.touch([key for key, is_held in zip(keys, held) if is_held], context)
                 missing = [key for key, is_held in zip(keys, held) if not is_held]
@@ -80,7 +80,7 @@ class Cascades:
                 not_taken += dropped
             if not taken:
                 continue
-            slots = self._primary.slots.pin(taken)
+            slots = self._primary.prepare_read(taken, context).slots
             self.num_pinned[tier] += len(taken)
             job = TierJob(tier, context, taken, slots, is_promotion=False)
             if not self._jobs.submit(job):
@@ -101,7 +101,7 @@ class Cascades:
             self.outcomes["dropped"] += job.num_dropped
             self.num_pinned[job.tier] -= len(job.keys)
             keys += job.keys
-        self._primary.slots.unpin(keys)
+        self._primary.complete_read(keys)
 
     def begin_stores(
         self, request: TierRequest, keys_to_store: Sequence[OffloadKey], keys: Sequence[OffloadKey]

@@ -62,13 +62,17 @@ class Lookups:
         if not keys:
             return []
         is_first, self._last = request is not self._last, request
-        if is_first and request.wait is None and self._is_nowhere(request, keys[0]):
+        is_over = self._waits.is_over(request)
+        if is_first and request.wait is None and not is_over and self._is_nowhere(request, keys[0]):
+            for tier in self._tiers:
+                tier.lookup(keys[0], request.context)  # counts the miss
             self._waits.found_nothing(request, keys[0])
             self._primary.count_lookups(keys[:1], request.context)
             return [False]
+        missing = None if is_first else request.missing  # of another group
         self._waits.forget_missing(request)
         self._take_in()
-        if self._waits.is_over(request):
+        if is_over or self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
         else:
             wait, is_ahead = self._waits.of(request), request.context.tokens_ahead is not None
@@ -79,6 +83,8 @@ class Lookups:
             if is_first and wait.is_dirty:
                 self._waits.restart(wait)
             answers = self._look_up(wait, keys, ends)
+            if missing is not None:
+                self._waits.tell(wait, [missing], [False], Unanswered())
         asked = keys if len(answers) == len(keys) else keys[: len(answers)]
         self._primary.count_lookups(asked, request.context)
         return answers
@@ -89,7 +95,7 @@ class Lookups:
         wait = request.wait
         if wait is None:  # at its turn, the tiers are asked again, because others may have written to them
             return request.missing is not None and (
-                request.context.tokens_ahead is not None or not request.missed_ahead
+                request.context.tokens_ahead is not None or self._is_nowhere(request, request.missing)
             )
         if request.context.tokens_ahead is not None:  # also if it has had its turn, and waits for GPU blocks
             return wait.is_settled and not wait.declined
@@ -120,7 +126,7 @@ class Lookups:
         without asking anybody."""
         if self._primary.slots.get(key) is not None:
             return False
-        return all(tier.lookup(key, request.context) is False for tier in self._tiers)
+        return all(tier.lookup_each((key,), request.context) == [False] for tier in self._tiers)
 
     def _take_in(self) -> None:
         """Take in the jobs that have ended and the tiers' news."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a request, of its wait, and of its unanswered questions. Scheduler thread only.
 
-A *request* waits from its first lookup before its turn, or from its first answer ``None``, until it loads, runs, ends
-or has used up its time budget. Its ``Wait`` contains its claims and its plan. ``Waits`` alone writes it.
+A *request* waits from the first lookup before its turn that finds its first block somewhere, or from its first answer
+``None``, until it loads, runs, ends or has used up its time budget. Its ``Wait`` contains its claims and its plan.
+``Waits`` alone writes it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,6 @@ class TierRequest:
     wait: Wait | None = None
     missing: OffloadKey | None = None
     """Its first block, if it does not wait because this block was nowhere, and nothing has been heard of it since."""
-    missed_ahead: bool = False
-    """Whether that was found out before the request's turn."""
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
     """The reasons why blocks that may exist are misses for this request. Some of these blocks may have been found
     since. ``Waits`` alone writes them."""

@@ -2,9 +2,9 @@
 """The waits of requests and their claims. Scheduler thread only.
 
 A reverse index lists, for each block, the waits that claim it, that wait for a tier's answer about it, or whose hit
-ends because it is missing. An event that concerns a block marks these waits as dirty. The request of a dirty wait is
-looked up again the next time it asks; any other request gets its last answers. ``Waits`` alone writes a ``Wait``; other
-parts report events.
+ends because it is missing, and the requests that do not wait because it is missing. An event that concerns a block
+marks these waits as dirty. The request of a dirty wait is looked up again the next time it asks; any other request gets
+its last answers. ``Waits`` alone writes a ``Wait``; other parts report events.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Waits:
     def found_nothing(self, request: TierRequest, key: OffloadKey) -> None:
         """Record that the request does not wait, because its first block ``key`` is nowhere."""
         self.forget_missing(request)
-        request.missing, request.missed_ahead = key, request.context.tokens_ahead is not None
+        request.missing = key
         self._watchers.setdefault(key, {})[request] = None
 
     def forget_missing(self, request: TierRequest) -> None:
