@@ -308,6 +308,21 @@ def test_a_request_that_finds_nothing_does_not_wait_and_is_asked_again_after_new
     assert rig.ask(blocks, at_turn) == [True, False]
 
 
+def test_a_request_whose_blocks_arrived_in_time_is_not_over_although_they_are_taken_in_late() -> None:
+    rig = Rig(8, max_wait_s=5.0)
+    rig.below(prefix(1))
+    request = rig.start("r")
+    assert rig.ask(prefix(2), request) == [None, False]
+    rig.step()
+    rig.clock.advance(4.0)
+    rig.tier.finish()
+    for result in rig.tier._results:
+        result.ended_s = rig.clock()
+    rig.below(prefix(2))
+    rig.clock.advance(2.0)
+    assert rig.ask(prefix(2), request) == [True, None]
+
+
 @pytest.mark.parametrize("end", ["store", "finish", "reset"])
 def test_nothing_is_left_of_a_request_that_found_nothing(end: str) -> None:
     rig = Rig(8)

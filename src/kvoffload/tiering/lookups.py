@@ -62,8 +62,8 @@ class Lookups:
         if not keys:
             return []
         is_first, self._last = request is not self._last, request
-        is_over = self._waits.is_over(request)
-        if is_first and request.wait is None and not is_over and self._is_nowhere(request, keys[0]):
+        may_wait = request.wait is None and not self._waits.is_over(request)
+        if is_first and may_wait and self._is_nowhere(request, keys[0]):
             for tier in self._tiers:
                 tier.lookup(keys[0], request.context)  # counts the miss
             self._waits.found_nothing(request, keys[0])
@@ -72,7 +72,7 @@ class Lookups:
         missing = None if is_first else request.missing  # of another group
         self._waits.forget_missing(request)
         self._take_in()
-        if is_over or self._waits.is_over(request):
+        if self._waits.is_over(request):
             answers = self._answer_at_once(request, keys)
         else:
             wait, is_ahead = self._waits.of(request), request.context.tokens_ahead is not None
@@ -122,8 +122,8 @@ class Lookups:
         self._places.measure()
 
     def _is_nowhere(self, request: TierRequest, key: OffloadKey) -> bool:
-        """Return whether neither host memory nor a tier that the request may use has the block, as far as tiers know
-        without asking anybody."""
+        """Return whether the block is certainly neither in host memory nor in a tier that the request may use. A tier
+        that does not know asks its store."""
         if self._primary.slots.get(key) is not None:
             return False
         return all(tier.lookup_each((key,), request.context) == [False] for tier in self._tiers)
