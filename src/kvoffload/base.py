@@ -334,8 +334,8 @@ class OffloadingManager(ABC):
         return False
 
     def is_unchanged(self, req_context: ReqContext) -> bool:
-        """Return whether another lookup of the request would change nothing: it waits, perhaps for its turn, and since
-        its last lookup nothing has happened that could end the wait or start further reads. Ready blocks stay ready."""
+        """Return whether another lookup of the request would change nothing: since its last lookup, nothing has
+        happened that could change an answer, end its wait or start further reads. Ready blocks stay ready."""
         return False
 
     def where(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

@@ -121,7 +121,7 @@ def plan_offer(
         source.block_indices.append(found[0] * group.factor if found else 0)
     if not largest:
         return None
-    keys = grouped if len(groups) == 1 else by_position([own.group for own in groups], blocks, grouped)
+    keys = by_position([own.group for own in groups], blocks, grouped)
     return Offer(keys, grouped, [*itertools.chain(*blocks)], source, next_blocks, largest, is_last)
 
 

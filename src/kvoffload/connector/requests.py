@@ -228,11 +228,9 @@ class Request:
     def keys_in_use(self) -> list[OffloadKey]:
         """Return the keys to touch when the whole prefix was used, by position. A request that reads no cache uses only
         the blocks that it stored."""
-        keys = self.groups[0].keys.copy()
-        if len(self.groups) > 1:
-            blocks = [range(len(own.keys)) for own in self.groups]
-            of_all = [key for own in self.groups for key in own.keys]
-            keys = by_position([own.group for own in self.groups], blocks, of_all)
+        blocks = [range(len(own.keys)) for own in self.groups]
+        keys = [key for own in self.groups for key in own.keys]
+        keys = by_position([own.group for own in self.groups], blocks, keys)
         return keys if self.context.reads_cache else [key for key in keys if key in self.stored]
 
     def _compute_nothing_yet(self) -> None:

@@ -61,8 +61,8 @@ class Cascades:
     def submit(self, tiers: Iterable[GuardedTier], keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Submit ready blocks to each of ``tiers``, as one job per tier. Return the blocks that a tier did not take.
 
-        A tier takes as many leading blocks as its backlog has room for. The blocks that it holds already, because they
-        were computed again, only count as used.
+        A tier takes as many leading blocks as its backlog has room for. If it holds the first or the last block,
+        because they were computed again, the blocks that it holds only count as used.
         """
         not_taken: list[OffloadKey] = []
         for tier in tiers if keys else ():

@@ -32,7 +32,7 @@ class TierRequest:
     """The tiers that asked for ``REQUEST_LEVEL``."""
     wait: Wait | None = None
     missing: OffloadKey | None = None
-    """Its first block, if it does not wait because this block was nowhere, and nothing has been heard of it since."""
+    """Its first block, if the request does not wait because nobody had this block, until there is news of it."""
     verdicts: dict[OffloadKey, Miss] = field(default_factory=dict)
     """The reasons why blocks that may exist are misses for this request. Some of these blocks may have been found
     since. ``Waits`` alone writes them."""

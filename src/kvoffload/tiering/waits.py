@@ -117,13 +117,13 @@ class Waits:
     # ------------------------------------------------------------------------------------- a request's answers
 
     def found_nothing(self, request: TierRequest, key: OffloadKey) -> None:
-        """Record that the request does not wait, because its first block ``key`` is nowhere."""
+        """Record that no tier has the request's first block ``key``, so that the request need not wait."""
         self.forget_missing(request)
         request.missing = key
         self._watchers.setdefault(key, {})[request] = None
 
     def forget_missing(self, request: TierRequest) -> None:
-        """Forget that the request's first block is nowhere, because more may be known or it asks again."""
+        """Stop watching the request's first block, because somebody may have it by now, or the request asks again."""
         if request.missing is not None:
             self._watch_no_more(request.missing, request)
             request.missing = None

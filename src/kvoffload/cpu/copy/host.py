@@ -110,7 +110,7 @@ class _QueuedTransfer:
     extent: Extent
     make_plan: Callable[[], CopyPlan]
     after: int = 0
-    """For a load: the number of stores that must have started before it, because the last of them uses its memory."""
+    """For a load: how many stores must start before it, because the last of them uses the same memory."""
     num_bytes: int = 0
     open_parts: int = 1
     """Number of calls that have not ended. The first one makes the plan."""
