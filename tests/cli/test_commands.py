@@ -61,7 +61,7 @@ def test_what_a_command_does_not_need_is_not_loaded() -> None:
     assert not [name for name in loaded if name.startswith(("kvoffload.sim.cluster", "kvoffload.tiering", "torch"))]
 
 
-@pytest.mark.parametrize("command", ["", "simulate", "plan", "explain", "store", "store gc", "check-config", "demo"])
+@pytest.mark.parametrize("command", ["", "simulate", "plan", "explain", "store", "store clear", "check-config", "demo"])
 def test_help_is_whole_at_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

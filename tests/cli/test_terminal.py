@@ -15,7 +15,7 @@ from tests.tiering.stores.blocks import write
 from kvoffload.testing.keys import keys
 from kvoffload.tiering.options import parse_tier
 
-COMMANDS = ["ls", "verify", "check", "help", "plan", "simulate", "doctor", "missing"]
+COMMANDS = ["ls", "check", "help", "plan", "simulate", "doctor", "missing"]
 SOME = [pytest.param(name, marks=() if name in ("ls", "help") else pytest.mark.long) for name in COMMANDS]
 FOUR = [each for each in SOME if each.values[0] in ("ls", "check", "help", "simulate")]
 POSIX, LATIN_1 = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}
@@ -35,7 +35,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     trace = str(folder / "キ.jsonl")
     return {
         "ls": ["store", "ls", str(folder / "kv")],
-        "verify": ["store", "verify", str(folder / "kv")],
         "check": ["check-config", str(folder / "c.json")],
         "help": ["-h"],
         "plan": ["plan", trace, "--hit-rate", "10", "--processes", "1"],

@@ -31,8 +31,8 @@ from kvoffload.tiering.stores.disk import format as slab_format
 from kvoffload.tiering.stores.disk import store as disk_store
 from kvoffload.tiering.stores.disk.format import NEW_PREFIX, SlabFormat
 from kvoffload.tiering.stores.disk.store import DiskStore
-from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.fs.format import SUFFIX, TEMPORARY_PREFIX, BlockFormat
+from kvoffload.tiering.stores.fs.quota import seen_in, sweep
 from kvoffload.tiering.stores.fs.store import FileSystemStore
 from kvoffload.tiering.stores.seal import EncryptionKey
 
@@ -104,7 +104,8 @@ def check_root(root: Path, rng: random.Random) -> None:
     if not IS_SLAB:
         for left in root.rglob(TEMPORARY_PREFIX + "*"):
             os.utime(left, (0, 0))  # an hour and more later
-        StoreRoot(root).sweep()
+        for directory in [each.relative_to(root) for each in root.rglob("*") if each.is_dir()]:
+            sweep(str(root), seen_in(str(root), str(directory)))
         for _ in store.scan():  # in its own namespace, it also deletes files that nothing else proves ours
             pass
     leftovers = [*root.rglob(TEMPORARY_PREFIX + "*"), *root.glob(f"*/{NEW_PREFIX}*")]

@@ -128,7 +128,7 @@ class Faults:
             "neighbour stopped": (2, self._stop_neighbour),
             "request aborted": (6, self._server.abort_one),
             "cache reset": (3, self._reset),
-            "store shrunk": (1, self._shrink),
+            "store cleared": (1, self._clear),
         }
         if isinstance(server, ReferenceServer):  # vLLM takes too long
             self._kinds["engine restarted"] = 1, lambda: server.restart(self._chance.choice(server.quotas_bytes))
@@ -224,9 +224,10 @@ class Faults:
         device = self._chance.random() < 0.7
         self._server.reset(device=device, offloaded=not device or self._chance.random() < 0.5)
 
-    def _shrink(self) -> None:
+    def _clear(self) -> None:
         with contextlib.suppress(ConfigError, OSError):  # other faults have made the directory unfit
-            StoreRoot(self._root / "files").shrink(self._chance.choice(self._server.quotas_bytes) // 2)
+            root = StoreRoot(self._root / "files")
+            root.clear(self._chance.choice(root.directories() or [""]))
 
     def _fail(self, call: str, number: int, milliseconds: int = 0) -> None:
         plan = self._plan

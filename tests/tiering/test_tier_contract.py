@@ -14,7 +14,7 @@ from kvoffload.testing.fake_tier import FakeTier
 from kvoffload.testing.tier_contract import SecondaryTierContract
 from kvoffload.tiering.base import SecondaryTierManager
 from kvoffload.tiering.options import build_tier
-from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAGE_BYTES, SlabFormat, key_in
+from kvoffload.tiering.stores.disk.format import ENTRY_BYTES, PAGE_BYTES, SlabFormat, key_in, stated_in
 
 
 class TestFakeTierAtOnce(SecondaryTierContract):
@@ -65,7 +65,7 @@ class TestDiskTier(SecondaryTierContract):
         count = 0
         for table in self.root.rglob("*.table"):
             content = table.read_bytes()
-            block_bytes = SlabFormat.block_bytes_in(content[:PAGE_BYTES])
+            block_bytes = stated_in(content).block_bytes
             num_slots = SlabFormat(table.parent.name, block_bytes).parse_header(content[:PAGE_BYTES])
             entries = content[SlabFormat.entries_at(num_slots) :]
             for slot in range(num_slots):

@@ -7,21 +7,19 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvoffload.cli.output import Json, print_json, print_table, progress
+from kvoffload.cli.output import Json, print_json, print_table
 from kvoffload.errors import ConfigError
 from kvoffload.sim.table import Table
 from kvoffload.tiering.stores.disk.admin import DiskRoot, is_disk_root
 from kvoffload.tiering.stores.fs.admin import StoreRoot
-from kvoffload.tiering.stores.root import NamespaceUsage, display_name, seal_of
-from kvoffload.tiering.stores.seal import EncryptionKey, secret_id
-from kvoffload.tiering.stores.secrets import read_keys
-from kvoffload.units import counted, format_bytes, parse_bytes, printable
+from kvoffload.tiering.stores.root import NamespaceUsage, display_name, find_directory
+from kvoffload.units import counted, format_bytes
 
 _Root = Annotated[
     Path,
@@ -67,133 +65,6 @@ def ls(root: _Root, as_json: Json = False) -> None:
 
 
 @store.command()
-def verify(
-    root: _Root,
-    namespace: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAMESPACE", help="Verify only this namespace, given by its name or id.", show_default=False
-        ),
-    ] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete bad blocks.")] = False,
-    seal_key_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="File with a 'seal_key' of the tier, to verify its blocks.", show_default=False
-        ),
-    ] = None,
-    encryption_key_file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="File with an 'encryption_key' of the tier.", show_default=False),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Read every block and verify its checksum or seal.
-
-    The exit code is 1 if bad blocks remain, or if blocks were skipped because their key was not given.
-    """
-    secrets = read_keys([{"file": str(file)} for file in seal_key_file or ()], "--seal-key-file")
-    keys = read_keys([{"file": str(file)} for file in encryption_key_file or ()], "--encryption-key-file")
-    secrets += [EncryptionKey(key) for key in keys]
-    tier: Any = _open(root, secrets)  # each kind of root uses its own kind of block
-    directories = tier.directories() if namespace is None else [_directory(tier, namespace)]
-    sealed = [directory for directory in directories if seal_of(directory) not in ("", *map(secret_id, secrets))]
-    blocks = [block for one in directories if one not in sealed for block in tier.files(one)]
-    size_bytes = sum(block.size_bytes for block in blocks)
-    bad: list[Any] = []
-    unreadable: list[str] = []
-    with progress("verify", len(blocks), "blocks") as advance:
-        for block in blocks:
-            said = ""
-            try:
-                if tier.is_sound(block) is False:
-                    bad.append(block)
-                    said = f"bad: {printable(block.path)}"
-            except OSError as exc:
-                unreadable.append(block.path)
-                said = f"unreadable: {printable(block.path)}: {exc.strerror}"
-            if said and not as_json:  # at once, because the user may not wait for all blocks
-                print(said, flush=True)
-            advance()
-    deleted = tier.remove(bad) if bad and repair else None
-    if as_json:
-        print_json(
-            {
-                "blocks": len(blocks),
-                "bytes": size_bytes,
-                "bad": [block.path for block in bad],
-                "unreadable": unreadable,
-                "deleted": deleted,
-                "sealed": [display_name(directory) for directory in sealed],
-            }
-        )
-    else:
-        print(
-            f"{len(blocks):,} blocks ({format_bytes(size_bytes)}) read, {len(bad):,} bad, "
-            f"{len(unreadable):,} unreadable."
-        )
-        if deleted is not None:
-            print(f"{deleted:,} deleted.")
-        elif bad:
-            print("A server treats each bad block as a miss when it reads it. --repair deletes them.")
-        if sealed:
-            names = ", ".join(map(display_name, sealed))
-            print(f"Not verified: {names}. Give their keys with --seal-key-file or --encryption-key-file.")
-    if unreadable or sealed or (bad and not repair):
-        raise typer.Exit(1)
-
-
-@store.command()
-def gc(
-    root: _Root,
-    max_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Quota to enforce, for example 200GiB. Deletes the least recently used blocks ('fs': the oldest). "
-            "A running server still fills its own 'max_bytes'.",
-        ),
-    ] = None,
-    yes: _Yes = False,
-    dry_run: _DryRun = False,
-    as_json: Json = False,
-) -> None:
-    """Enforce a quota, and delete partial files of killed servers.
-
-    Deletes blocks only if you give --max-bytes, and asks first unless you give --yes. The exit code is 1 if the quota
-    is still exceeded.
-    """
-    limit = None if max_bytes is None else parse_bytes(max_bytes, "--max-bytes")
-    tier = _open(root)
-    blocks, freed_bytes, used_bytes = tier.would_shrink(limit)
-    if dry_run:
-        if as_json:
-            print_json({"bytes": used_bytes, "would_free_bytes": freed_bytes, "would_delete": blocks})
-        else:
-            print(
-                f"{format_bytes(used_bytes)} are in use. {counted(blocks, 'block')} would be deleted, which would free "
-                f"{format_bytes(freed_bytes)}."
-            )
-        return
-    if freed_bytes:
-        _ask(f"Delete {counted(blocks, 'block')} and free {format_bytes(freed_bytes)} in {root}?", yes)
-    dead = tier.sweep()
-    evicted, used_bytes = tier.shrink(limit)
-    is_exceeded = limit is not None and used_bytes > limit
-    if as_json:
-        print_json({"bytes": used_bytes, "deleted": evicted, "leftovers": dead, "is_exceeded": is_exceeded})
-    else:
-        print(
-            f"{evicted:,} blocks deleted, {dead:,} partial files of killed servers deleted, "
-            f"{format_bytes(used_bytes)} in use."
-        )
-        if is_exceeded:
-            print("The quota is still exceeded: a server is writing, or files cannot be deleted.")
-    if is_exceeded:
-        raise typer.Exit(1)
-
-
-@store.command()
 def clear(
     root: _Root,
     namespace: Annotated[
@@ -216,7 +87,7 @@ def clear(
     if (namespace is None) != everything:
         raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or use --all to delete all of them.")
     tier = _open(root)
-    only = None if namespace is None else _directory(tier, namespace)
+    only = None if namespace is None else _directory(tier, root, namespace)
     found = [one for one in tier.usage() if only is None or one.directory == only]
     blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
     what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {counted(len(found), 'namespace')}"
@@ -244,8 +115,8 @@ def _ask(question: str, is_answered: bool) -> None:
         raise typer.Exit(1)
 
 
-def _open(root: Path, secrets: Sequence[bytes] = ()) -> StoreRoot | DiskRoot:
-    return DiskRoot(root, secrets) if is_disk_root(root) else StoreRoot(root, secrets)
+def _open(root: Path) -> StoreRoot | DiskRoot:
+    return DiskRoot(root) if is_disk_root(root) else StoreRoot(root)
 
 
 def _parts_of(name: str) -> tuple[str, str]:
@@ -256,13 +127,15 @@ def _parts_of(name: str) -> tuple[str, str]:
     return f"{found[1] or 'unnamed'}{found[3]}", found[2][:_ID_DIGITS]
 
 
-def _directory(tier: StoreRoot | DiskRoot, namespace: str) -> str:
-    """Return the directory of a namespace, given by its name or by its id as ``ls`` shows it."""
+def _directory(tier: StoreRoot | DiskRoot, root: Path, namespace: str) -> str:
+    """Return the directory of a namespace, given by its name or by its id as ``ls`` shows it. Raises
+    ``ConfigError``."""
+    directories = tier.directories()
     if len(namespace) >= _ID_DIGITS:
-        found = [each for each in tier.directories() if _parts_of(display_name(each))[1] == namespace[:_ID_DIGITS]]
+        found = [each for each in directories if _parts_of(display_name(each))[1] == namespace[:_ID_DIGITS]]
         if len(found) == 1 and re.fullmatch("[0-9a-f]+", namespace):
             return found[0]
-    return tier.directory(namespace)
+    return find_directory(namespace, directories, str(root))
 
 
 def _figures(usage: NamespaceUsage) -> Mapping[str, Any]:

@@ -122,7 +122,6 @@ def test_a_server_killed_amid_its_stores(llama: str, baseline: Baseline, tmp_pat
         server.kill()
         is_killed.set()
         asking.join()
-    assert store_command("verify", str(tmp_path / "kv"))["bad"] == []
     server = Server(llama, tmp_path, storage=storage, layout="layer_first").wait_until_ready()
     try:
         answers = server.generate_in_turn(prompts)
@@ -273,21 +272,10 @@ def test_the_command_line_maintains_what_sglang_wrote(attached: Server, baseline
     attached.attach(backend(disk(tmp_path / "kv")))
     attached.generate(prompts)
     attached.wait_until_stored(pages(prompts))
-    assert store_command("verify", root)["bad"] == [], "while the server uses it"
     attached.detach()
     [listed] = store_command("ls", root)["namespaces"]
     assert listed["namespace"].lower().startswith("sglang-llama")
     assert listed["blocks"] >= pages(prompts)
-    assert store_command("verify", root) == {
-        "blocks": listed["blocks"],
-        "bytes": listed["blocks"] * PAGE_BYTES,
-        "bad": [],
-        "unreadable": [],
-        "sealed": [],
-        "deleted": None,
-    }
-    assert store_command("gc", root, "--max-bytes", "1MiB", "--dry-run")["would_free_bytes"] > 0
-    assert store_command("gc", root, "--max-bytes", "64MiB", "--yes")["deleted"] == 0
     assert store_command("clear", root, "--all", "--yes")["deleted"] == listed["blocks"]
     assert store_command("ls", root)["namespaces"] == []
     attached.forget()

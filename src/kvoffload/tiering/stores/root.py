@@ -44,8 +44,6 @@ _LOCAL_TYPES = frozenset(
 )
 """Types of file systems that only one host mounts at a time."""
 
-LARGEST_BLOCK_BYTES = 1 << 30
-"""Commands that verify blocks read no larger ones, which a member of a group could make without using the disk."""
 _ANSWER_S = 5.0
 """Time limit for a file system to resolve a path."""
 _LOOK_S = 10.0
@@ -93,11 +91,6 @@ def namespace_of(directory: str) -> str:
 def seal_of(directory: str) -> str:
     """Return the ``secret_id`` of the secret that seals a directory's blocks; empty without one."""
     return directory.partition(_SEALED)[2]
-
-
-def secret_for(directory: str, secrets: Iterable[bytes]) -> bytes | None:
-    """Return the one of ``secrets`` that seals the directory's blocks, or ``None``."""
-    return {secret_id(secret): secret for secret in secrets}.get(seal_of(directory))
 
 
 @dataclass(slots=True)

@@ -114,7 +114,5 @@ def test_files_of_others_under_the_root_are_not_slabs(tmp_path: Path) -> None:
     store.close()
     found = DiskRoot(root)
     assert found.directories() == ["="]
-    found.shrink(0)
-    found.sweep()
     found.clear("=")
     assert all(path.exists() for path in theirs)

@@ -146,8 +146,7 @@ class TestLinks:
                 continue
         with pytest.raises(StoreError, match="not a directory of ours"):
             write(store, OTHER)
-        assert StoreRoot(tmp_path / "kv").sweep() == 0
-        StoreRoot(tmp_path / "kv").shrink(0)
+        assert StoreRoot(tmp_path / "kv").clear("=") == 1
         assert (tmp_path / "precious" / "00.kvb").read_bytes() == b"p"
 
     def test_a_control_directory_that_is_a_link_is_refused(self, open_store, tmp_path: Path, victim: Path) -> None:
@@ -156,7 +155,7 @@ class TestLinks:
         with pytest.raises(ConfigError, match="is a link or a file"):
             open_store()
         with pytest.raises(ConfigError, match="is a link or a file"):
-            StoreRoot(tmp_path / "kv").sweep()
+            StoreRoot(tmp_path / "kv").clear("=")
 
     def test_a_control_directory_that_becomes_one_is_not_written_to(
         self, open_store, tmp_path: Path, victim: Path
@@ -169,7 +168,7 @@ class TestLinks:
         store.discard([KEY])
         assert len(files(tmp_path / "kv" / "=")) <= 2
         with pytest.raises(ConfigError, match="is a link or a file"):
-            StoreRoot(tmp_path / "kv").sweep()
+            StoreRoot(tmp_path / "kv").clear("=")
 
     @pytest.mark.parametrize("size", [SMALL, PAGED])
     @pytest.mark.parametrize("to", ["same size", "directory", "nothing"])
@@ -221,7 +220,7 @@ class TestLinks:
         store.discard([KEY])
         store.touch([KEY])
         assert write(open_store(namespace="other", max_bytes=room_for(4)), KEY) == [True]
-        StoreRoot(tmp_path / "kv").shrink(0)
+        StoreRoot(tmp_path / "kv").clear("=")
         with pytest.raises(ConfigError, match="not a directory of ours"):
             open_store()
         assert {one: one.read_bytes() for one in (tmp_path / "moved").rglob("*.kvb")} == before
@@ -243,7 +242,7 @@ class TestLinks:
         others = keys_of(*range(10, 30))
         assert write(store, KEY, *others) == [False] + [True] * 20, "it costs its own blocks"
         assert store.contains([KEY, *others]) == [False] + [True] * 20
-        StoreRoot(tmp_path / "kv").shrink(0)
+        StoreRoot(tmp_path / "kv").clear("=")
         assert [(one.name, one.stat().st_mtime_ns) for one in moved.iterdir()] == [(old.name, 0)]
         path.parent.unlink()
         assert write(store, KEY) == [True], "until it is gone"
@@ -300,7 +299,7 @@ class TestOwners:
         with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}; .*mode='group'"):
             FileSystemStore(public, SMALL)
         with pytest.raises(ConfigError, match="belongs to user"):
-            StoreRoot(public).sweep()
+            StoreRoot(public).clear("=")
         assert sorted(path.name for path in public.iterdir()) == [CONTROL_DIR]
         FileSystemStore(public, SMALL, mode="group").close()
 

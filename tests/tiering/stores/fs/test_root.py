@@ -33,7 +33,7 @@ from kvoffload.tiering.options import parse_tier
 from kvoffload.tiering.stores import local
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
-from kvoffload.tiering.stores.fs.admin import StoreRoot, is_sound
+from kvoffload.tiering.stores.fs.admin import StoreRoot
 from kvoffload.tiering.stores.root import directory_of, namespace_of
 
 
@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_will_do(tmp_path: Path, monkeypatch) -> Non
     store = FileSystemStore(tmp_path / "kv", SMALL, max_bytes=room_for(4))
     assert write(store, KEY) == [True]
     assert read(store, KEY) == block_of(KEY, SMALL)
-    assert StoreRoot(tmp_path / "kv").shrink(0)[0] == 1
+    assert StoreRoot(tmp_path / "kv").clear("=") == 1
     store.close()
 
 
@@ -179,7 +179,6 @@ def test_keys_longer_than_a_file_name_are_blocks_like_any_other(open_store, tmp_
     store = open_store(max_bytes=room_for(2))
     assert write(store, one, two) == [True, True]
     assert (read(store, one), read(store, two)) == (block_of(one, SMALL), block_of(two, SMALL))
-    assert all(is_sound(str(path)) for path in files(tmp_path))
     store.close()
     again = open_store(max_bytes=room_for(2))
     found = {key for batch in again.scan() for key in batch}
@@ -207,7 +206,6 @@ def test_foreign_names_are_nobodys_blocks(open_store, tmp_path: Path) -> None:
     store.close()
     again = open_store()
     assert [key for batch in again.scan() for key in batch] == [key]
-    assert [found for found in files(tmp_path) if is_sound(str(found))] == [path]
 
 
 def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:

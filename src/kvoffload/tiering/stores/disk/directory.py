@@ -177,12 +177,9 @@ def try_remove(name: str, dir_fd: int) -> bool:
         os.close(fd)
 
 
-def remove_slabs(
-    root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int, *, also_locked: bool = False
-) -> int:
-    """Remove slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that are gone, and,
-    unless ``also_locked``, slabs that a process writes to. Returns the freed bytes. The caller holds the root's
-    lock."""
+def remove_slabs(root: str, access: Access, slabs: Iterable[tuple[str, SlabSeen]], num_bytes: int) -> int:
+    """Remove slabs of these namespaces, in this order, until ``num_bytes`` are free. Skips slabs that are gone, and
+    slabs that a process writes to. Returns the freed bytes. The caller holds the root's lock."""
     freed_bytes = 0
     for directory, slab in slabs:
         if freed_bytes >= num_bytes:
@@ -190,11 +187,7 @@ def remove_slabs(
         for _, dir_fd in namespaces_in(root, access, directory):
             with suppress(OSError):
                 os.stat(slab.name + (TABLE_SUFFIX if slab.inodes[0] else PAYLOAD_SUFFIX), dir_fd=dir_fd)
-                if also_locked:
-                    unlink_slab(slab.name, dir_fd)
-                    freed_bytes += slab.num_bytes
-                else:
-                    freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
+                freed_bytes += slab.num_bytes * try_remove(slab.name, dir_fd)
     return freed_bytes
 
 

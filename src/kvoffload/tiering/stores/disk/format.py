@@ -174,14 +174,6 @@ class SlabFormat:
         return num_slots if is_ours and 0 < num_slots <= MAX_SLAB_SLOTS else None
 
     @staticmethod
-    def block_bytes_in(page: bytes) -> int | None:
-        """Return the block size of any sound table that begins with ``page``, for tools that do not know it."""
-        if len(page) != PAGE_BYTES or xxhash.xxh3_64_digest(page[:-_SUM_BYTES]) != page[-_SUM_BYTES:]:
-            return None
-        magic, version, _, _, block_bytes, _ = _FIELDS.unpack_from(page)
-        return int(block_bytes) if (magic, version) == (_MAGIC, _VERSION) else None
-
-    @staticmethod
     def uses_at(num_slots: int) -> int:
         return PAGE_BYTES + 4 * -(-num_slots // PAGE_SLOTS)
 

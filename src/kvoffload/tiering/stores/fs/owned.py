@@ -76,11 +76,6 @@ class Namespaces:
         return False
 
 
-def namespaces_of(root: str) -> list[str]:
-    """Return the directories of all namespaces, sorted."""
-    return Namespaces(root).known()
-
-
 def holds_blocks(root: str, namespace: str) -> bool:
     """Return whether the header of a file in this directory identifies it as a block of this namespace, or whether
     several files have names of blocks and no content."""
