@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-import base64
-import http.server
-import importlib
 import io
 import json
 import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from email.utils import formatdate
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 from tests.integration.served_tiers import ServedTiers
 
 from kvoffload.cli import main
-from kvoffload.cli.top import Snapshot, TierView, View, compare, draw, metrics_url, parse, quantile
+from kvoffload.cli.top import Snapshot, TierView, View, compare, draw, parse
 from kvoffload.errors import ConfigError
 
 
@@ -37,7 +31,7 @@ def served(tmp_path: Path) -> Iterator[ServedTiers]:
 
 def scrape(served: ServedTiers, at_s: float) -> Snapshot:
     with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
-        return parse(response.read().decode(), at_s, time.time())
+        return parse(response.read().decode(), at_s)
 
 
 def shown(view: View) -> str:
@@ -67,7 +61,6 @@ def test_an_interval_is_what_happened_in_it(served: ServedTiers) -> None:
     assert host.fill == 1.0
     assert disk.read_bytes_per_s == pytest.approx(grown("tier_io_bytes", "disk", "read") / 10)
     assert disk.fill == pytest.approx(disk.used / served.disk_bytes)
-    assert view.waits_s["lower tiers p50"] > 0
     assert not view.problems
     text = shown(view)
     assert "disk" in text
@@ -86,9 +79,9 @@ def test_a_tier_that_is_off_says_why() -> None:
         'kvoffload_cascades_total{engine="0",outcome="dropped"} 7',
         'vllm:other_total{engine="0"} 7',
     ]
-    now = parse("\n".join(lines) + "\n", 10.0, 1000.0)
-    view = compare(Snapshot(0.0, 0.0, {}), now)
-    assert view.tiers[1].off == ("writing off, hang for 60 s",)
+    now = parse("\n".join(lines) + "\n", 10.0)
+    view = compare(Snapshot(0.0, {}), now)
+    assert view.tiers[1].off == ("writing off, hang",)
     assert "hang" in shown(view)
     assert view.problems == {"tiers off": 1, "dropped writes": 7}
     assert compare(now, now).problems == {"tiers off": 1}, "while it lasts"
@@ -96,22 +89,17 @@ def test_a_tier_that_is_off_says_why() -> None:
 
 
 def test_engines_of_one_server_are_added_up_and_a_restart_begins_anew() -> None:
-    started_s = [1000.0]
-
     def page(*values: float) -> Snapshot:
         lines = [f'kvoffload_lookup_tokens_total{{engine="{at}"}} {value}' for at, value in enumerate(values)]
         lines += [f'kvoffload_hit_tokens_total{{engine="{at}"}} {value / 2}' for at, value in enumerate(values)]
-        lines += [f"process_start_time_seconds {each}" for each in started_s]
-        return parse("\n".join(lines) + "\n", values[0], 0.0)
+        return parse("\n".join(lines) + "\n", values[0])
 
     view = compare(page(10, 20), page(20, 30))
     assert view.lookup_tokens_per_s == 2.0
     assert view.hit_rate == 0.5
     restarted = compare(page(100, 100), page(110, 4))
-    assert restarted.lookup_tokens_per_s == 1.4, "one of two engines"
     assert restarted.hit_rate == 0.5
-    started_s.clear()
-    assert compare(page(100, 1e7), page(110, 4e6)).lookup_tokens_per_s == 1.0, "perhaps another server"
+    assert restarted.lookup_tokens_per_s == 11.4
 
 
 def test_engines_that_share_a_tier_show_its_bytes_once() -> None:
@@ -121,7 +109,7 @@ def test_engines_that_share_a_tier_show_its_bytes_once() -> None:
         for name, values in figures.items()
         for engine, value in enumerate(values)
     ]
-    _, disk = compare(Snapshot(0.0, 0.0, {}), parse("\n".join(lines) + "\n", 1.0, 0.0)).tiers
+    _, disk = compare(Snapshot(0.0, {}), parse("\n".join(lines) + "\n", 1.0)).tiers
     assert (disk.used, disk.fill) == (204, 0.51)
     assert disk.read_bytes_per_s == 12, "what each did is added up"
 
@@ -149,7 +137,6 @@ def main_of(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("ftp://here", "not the address"),
         ("localhost:abc", "not the address"),
         ("http://[::1", "not the address"),
         ("http://127.0.0.1:1", "cannot be read"),
@@ -200,7 +187,7 @@ def test_a_port_that_speaks_something_else(
         main(["top", f"127.0.0.1:{serve_raw([b'SSH-2.0-server' + bytes([13, 10])])}", "--once"])
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert "the answer is not complete HTTP" in err
+    assert "cannot be read" in err
     assert err.count("\n") == 1
 
 
@@ -214,47 +201,11 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_does_not_end_the_view(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
         try:
             assert view.stdout is not None and view.stderr is not None
-            assert "the answer is not complete HTTP" in view.stderr.readline(), "what is on stdout is JSON"
+            assert "cannot be read" in view.stderr.readline(), "what is on stdout is JSON"
             rest = iter(view.stdout.readline, "")
             assert any(line.startswith("{") for line in rest)
         finally:
             view.kill()
-
-
-def page_of(tokens: float, started_s: float) -> bytes:
-    page = f"kvoffload_lookup_tokens_total {tokens}\nprocess_start_time_seconds {started_s}\n".encode()
-    date = formatdate(100_000, usegmt=True)
-    return f"HTTP/1.1 200 OK\r\nDate: {date}\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page
-
-
-def test_servers_behind_one_address_are_not_compared(
-    serve_raw: Callable[[list[bytes]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = [page_of(1e7 + n, 5_000) for n in range(3)], [page_of(10 * n, 6_000) for n in range(3)]
-    port = serve_raw([first[0], second[0]])
-    with pytest.raises(SystemExit) as caught:
-        main(["top", f"127.0.0.1:{port}", "--once", "--json", "--interval", "0.01"])
-    out, err = capsys.readouterr()
-    assert (caught.value.code, out) == (2, "")
-    assert f"127.0.0.1:{port}" in err and "Several servers" in err
-    # Each is compared with its own last answer.
-    views = views_of([first[0], second[0], first[1], second[1], first[2], second[2]], serve_raw, 4)
-    assert [round(view["lookup_tokens_per_s"] * view["seconds"]) for view in views] == [1, 10, 1, 10]
-
-
-def test_a_server_that_was_started_again_counts_from_its_start(serve_raw: Callable[[list[bytes]], int]) -> None:
-    pages = [page_of(1e7, 5_000), page_of(40, 100_001), page_of(90, 100_001)]
-    assert [round(view["lookup_tokens_per_s"] * view["seconds"]) for view in views_of(pages, serve_raw, 2)] == [40, 50]
-
-
-def views_of(pages: list[bytes], serve_raw: Callable[[list[bytes]], int], count: int) -> list[Any]:
-    command = [sys.executable, "-m", "kvoffload", "top", f"127.0.0.1:{serve_raw(pages)}", "--json"]
-    with subprocess.Popen([*command, "--interval", "0.01"], stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout is not None
-            return [json.loads(running.stdout.readline()) for _ in range(count)]
-        finally:
-            running.kill()
 
 
 def test_a_proxy_of_the_environment_is_named(
@@ -278,83 +229,31 @@ def test_a_proxy_of_the_environment_is_named(
     assert "proxy" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", ["", "/metrics", ":99999", ":x"])
-@pytest.mark.parametrize("scheme", ["http://", ""])
-def test_no_error_shows_a_password(scheme: str, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_error_shows_a_password(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["top", f"{scheme}me:hun%20ter2@127.0.0.1{ending or ':1'}", "--once"])
+        main(["top", "me:hun%20ter2@127.0.0.1:1", "--once"])
     err = capsys.readouterr().err
-    assert "127.0.0.1" in err and "hun" not in err and "me:" not in err
-
-
-def test_credentials_in_the_address_are_sent_to_this_server_alone(served: ServedTiers) -> None:
-    seen = list[tuple[str, str | None]]()
-    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as response:
-        page = response.read()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append((self.path, self.headers["Authorization"]))
-            is_first = self.path == "/metrics"
-            self.send_response(302 if is_first else 200)
-            if is_first:
-                self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/other")
-            self.end_headers()
-            if not is_first:
-                self.wfile.write(page)
-
-        def log_message(self, *_: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            main_of(["top", f"me:hun%20ter2@127.0.0.1:{server.server_address[1]}", "--once", "--interval", "0.01"])
-        finally:
-            server.shutdown()
-    basic = "Basic " + base64.b64encode(b"me:hun ter2").decode()
-    assert seen == [("/metrics", basic), ("/other", None)] * 2
-
-
-def test_an_answer_that_never_ends_is_given_up(
-    serve_raw: Callable[[list[bytes]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.import_module("kvoffload.cli.top"), "_MOST_BYTES", 1 << 20)
-    port = serve_raw([b"HTTP/1.0 200 OK\r\n\r\n" + b"x 1\n" * (1 << 19)])
-    with pytest.raises(SystemExit) as caught:
-        main(["top", f"127.0.0.1:{port}", "--once"])
-    assert caught.value.code == 2
-    assert "longer than" in capsys.readouterr().err
+    assert "password" in err and "hun" not in err and "me:" not in err
 
 
 def test_labels_are_shown_as_they_are() -> None:
     """Rich would read brackets as markup, and reject some. Control characters could change the terminal."""
     name = "[/red] [bold]x"
     page = f'kvoffload_tier_healthy{{tier="{name}"}} 1\nkvoffload_tier_healthy{{tier="\x1b[2J"}} 1\n'
-    text = shown(compare(parse(page, 0, 0), parse(page, 1, 1)))
+    text = shown(compare(parse(page, 0), parse(page, 1)))
     assert name in text and "\x1b" not in text and "\\x1b[2J" in text
 
 
 def test_a_page_without_kvoffload_or_without_metrics() -> None:
-    assert parse("# nothing\nup 1\n", 0, 0).engines == {}
+    assert parse("# nothing\nup 1\n", 0).values == {}
     with pytest.raises(ConfigError, match="not a page of metrics"):
-        parse("<html>\n", 0, 0)
-    assert metrics_url("localhost:8000") == "http://localhost:8000/metrics"
-    assert metrics_url("https://here/prometheus/") == "https://here/prometheus/"
-
-
-def test_quantiles() -> None:
-    buckets = {"0.1": 50.0, "0.2": 90.0, "1.0": 100.0, "+Inf": 100.0}
-    assert quantile(buckets, 0.5) == pytest.approx(0.1)
-    assert quantile(buckets, 0.7) == pytest.approx(0.15)
-    assert quantile({"0.1": 0.0, "+Inf": 4.0}, 0.5) == 0.1
-    assert quantile({}, 0.5) is None
+        parse("<html>\n", 0)
 
 
 def test_80_columns_hold_all_that_the_table_says() -> None:
-    host = TierView("host memory", 0.123, 0.456, 12e9, 3e9, 0.995, 123_456, 12, 0)
-    disk = TierView("disk", 1.0, 1.0, 12e9, 3e9, 1.0, 1_234_567_890_123, 4000, 3, ("reading off, timeout for 12 s",))
-    text = shown(View(2.0, 0.5, 0.4, 12_345, 10, 3, 5, 6, 7, tiers=(host, disk)))
+    host = TierView("host memory", 0.123, 0.456, 12e9, 3e9, 0.995, 123_456, 12)
+    disk = TierView("disk", 1.0, 1.0, 12e9, 3e9, 1.0, 1_234_567_890_123, 4000, ("reading off, timeout for 12 s",))
+    text = shown(View(2.0, 0.5, 0.4, 12_345, 10, 3, 5, {}, (host, disk)))
     assert "…" not in text
     for word in ("host memory", "99.5%", "11.2 GiB", "1.12 TiB, 100%", "4,000", "reading off, timeout for 12 s"):
         assert word in text
