@@ -20,7 +20,6 @@ from tests.authority import Authority
 from kvoffload.testing.keys import keys
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Get, Put
-from kvoffload.tiering.stores.redis.permitted import to_look
 from kvoffload.tiering.stores.redis.store import RedisStore
 from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, error_reply, open_wire
 from kvoffload.tiering.stores.seal import sealer_of
@@ -106,7 +105,7 @@ def test_values_are_scattered_however_they_come_in(kinds: list[str], chunks: lis
 
 @given(st.lists(st.sampled_from([b":0", b":1", b"-ERR no"]), min_size=1, max_size=300), st.lists(st.integers(1, 9)))
 def test_lines_are_read_however_they_come_in(lines: list[bytes], chunks: list[int]) -> None:
-    ask = Ask(b"EXISTS", [b"name"] * len(lines), 1000)
+    ask = Ask([b"name"] * len(lines), 1000, b"EXISTS")
     with wire() as (opened, far), answering(far, b"".join(line + b"\r\n" for line in lines), chunks):
         answers = ask.receive(opened, range(len(lines)))
     assert answers == [ErrorReply("ERR no") if line[:1] == b"-" else line == b":1" for line in lines]
@@ -199,7 +198,7 @@ def test_each_mebibyte_is_answered_before_the_next_is_sent() -> None:
 @pytest.mark.parametrize("line", [b":2", b"+QUEUED", b"$3", b"", b"HTTP/1.1 400 Bad Request"])
 def test_an_answer_that_such_a_command_has_not_is_an_error(line: bytes) -> None:
     wanted, block = keys(1), memoryview(bytes(8))
-    for commands in (Ask([b"a"], 1, to_look()), Put([b"a"], 1, wanted, [block], SEALER, None)):
+    for commands in (Ask([b"a"], 1, b"EXISTS"), Put([b"a"], 1, wanted, [block], SEALER, None)):
         with wire() as (opened, far):
             far.sendall(line + b"\r\n")
             with pytest.raises(ConnectionError, match="not a reply"):
@@ -216,7 +215,7 @@ def test_lines_that_do_not_end_take_no_memory() -> None:
 
 
 def test_permission_is_asked_for_each_command() -> None:
-    ask = Asking([b"a", b"b"], 10, Ask([b"a", b"b"], 10, to_look()))
+    ask = Asking([b"a", b"b"], 10, Ask([b"a", b"b"], 10, b"EXISTS"))
     with wire() as (opened, far):
         ask.send(opened, [0, 1])
         expected = b"".join(encode(b"ASKING") + encode(b"EXISTS", name) for name in (b"a", b"b"))

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.base import OffloadKey
-from kvoffload.tiering.stores.redis.permitted import Permitted, Wording, is_refusal, to_use
 from kvoffload.tiering.stores.redis.wire import Buffer, ErrorReply, Wire, encode, encode_each, error_reply
 from kvoffload.tiering.stores.seal import Sealer
 
 _AT_ONCE_BYTES = 1 << 20
 _PROTOCOL_ERROR = "ERR Protocol error"
 """An error after which a server closes the connection, for instance because a block is too large for it."""
+
+_REFUSED = re.compile(r"NOPERM\b.*command|ERR unknown command", re.IGNORECASE)
+"""Errors that mean that the server does not accept a command at all, or not from this user."""
 
 _WHETHER = {b":0": False, b":1": True, b"+OK": True}
 _SET = {b"+OK": True, b"$-1": True}
@@ -49,28 +52,15 @@ class Commands(ABC):
 
 @dataclass(slots=True, eq=False)
 class Ask(Commands):
-    """A command that has only a name, such as ``EXISTS``. The outcome is whether the key existed."""
+    """The command ``word NAME``, such as ``EXISTS``. The outcome is whether the key existed."""
 
-    permitted: Permitted
+    word: bytes
 
     def send(self, wire: Wire, indexes: Sequence[int]) -> None:
-        self._send(wire, indexes)
+        wire.send([encode_each(self.word, [self.names[index] for index in indexes])])
 
     def receive(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         return _answers(wire.read_lines(len(indexes)), _WHETHER)
-
-    def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
-        while True:
-            used = self._send(wire, indexes)
-            answers = self.receive(wire, indexes)
-            if not self.permitted.note(used, answers):
-                return answers
-
-    def _send(self, wire: Wire, indexes: Sequence[int]) -> Wording:
-        wording = self.permitted.wording
-        assert wording is not None, "the last one is used although it is refused"
-        wire.send([wording.encode([self.names[index] for index in indexes])])
-        return wording
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +68,8 @@ class Put(Commands):
     """``SET NX`` of a block from its slot, followed by its seal. The outcome is also ``True`` if the key exists.
 
     A window first asks which keys exist, because the answer may save megabytes. It uses ``TOUCH``, which also counts as
-    a use if the server evicts the least recently used. A server that does not answer this question receives every
-    block. The first block is sent with the question, so that no thread waits only for the answer. Another engine may
+    a use if the server evicts the least recently used. A server that does not accept ``TOUCH`` receives every block.
+    The first block is sent with the question, so that no thread waits only for the answer. Another engine may
     still write a block meanwhile. About 1 MiB of blocks are sealed, sent and answered before the next ones, so that
     they are still in the processor's cache when they are sent, and when a server on the same machine receives them.
     """
@@ -89,8 +79,6 @@ class Put(Commands):
     """Blocks, all of one size."""
     sealer: Sealer
     ttl_s: int | None
-    permitted: Permitted = field(default_factory=to_use)
-    """The command that asks which keys exist."""
     _at_once: int = field(init=False)
     _begin: bytes = field(init=False)
     _end: bytes = field(init=False)
@@ -109,18 +97,14 @@ class Put(Commands):
 
     def exchange(self, wire: Wire, indexes: Sequence[int]) -> list[Answer]:
         first, rest = indexes[: self._at_once], range(self._at_once, len(indexes))
-        wording = self.permitted.wording
-        question = wording.encode([self.names[index] for index in indexes]) if wording else b""
-        wire.send([question, *self._parts(first)])
-        num_asked = len(indexes) if wording else 0
-        lines = wire.read_lines(num_asked + len(first))
-        answers: list[Answer] = [False] * len(indexes)
-        if wording:
-            answers = _answers(lines[:num_asked], _WHETHER)
-            self.permitted.note(wording, answers)
-            answers = [False if is_refusal(answer) else answer for answer in answers]
+        wire.send([encode_each(b"TOUCH", [self.names[index] for index in indexes]), *self._parts(first)])
+        lines = wire.read_lines(len(indexes) + len(first))
+        answers: list[Answer] = [
+            False if isinstance(answer, ErrorReply) and _REFUSED.match(answer) else answer
+            for answer in _answers(lines[: len(indexes)], _WHETHER)
+        ]
         self.there.update(index for index, answer in zip(indexes, answers, strict=True) if answer is True)
-        for place, answer in enumerate(_answers(lines[num_asked:], _SET)):
+        for place, answer in enumerate(_answers(lines[len(indexes) :], _SET)):
             if answers[place] is not True:  # a full server also rejects a block that it contains
                 answers[place] = answer
         if any(isinstance(answer, ErrorReply) and answer.startswith(_PROTOCOL_ERROR) for answer in answers):

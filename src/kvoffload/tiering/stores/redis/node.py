@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvoffload.errors import StoreError, reason_of
 from kvoffload.tiering.circuit_breaker import CircuitBreaker
 from kvoffload.tiering.stores.redis.connector import Address, Connector
-from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, Wire, encode, in_one_line
+from kvoffload.tiering.stores.redis.wire import ErrorReply, Wire, encode, in_one_line
 
 T = TypeVar("T")
 
@@ -100,14 +100,12 @@ class Node:
             raise self._failed(exc) from exc
         try:
             return _exchanged(wire, call, timeout_s), wire
-        except ConnectionError as exc:
-            raise self._failed(exc, ClosedError) from exc
         except OSError as exc:
             raise self._failed(exc) from exc
 
-    def _failed(self, reason: Exception | ErrorReply, kind: type[StoreError] = StoreError) -> StoreError:
+    def _failed(self, reason: Exception | ErrorReply) -> StoreError:
         text = reason_of(reason) if isinstance(reason, Exception) else reason
-        return kind(f"Redis at {self.address} fails: {in_one_line(text) or type(reason).__name__}.")
+        return StoreError(f"Redis at {self.address} fails: {in_one_line(text) or type(reason).__name__}.")
 
 
 def _exchanged(wire: Wire, call: Callable[[Wire], T], timeout_s: float) -> T:

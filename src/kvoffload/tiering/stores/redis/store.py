@@ -12,9 +12,8 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.tiering.stores.redis.commands import Answer, Ask, Asking, Commands, Get, Put
 from kvoffload.tiering.stores.redis.connector import Access, Connector, Timeouts
 from kvoffload.tiering.stores.redis.node import Node
-from kvoffload.tiering.stores.redis.permitted import Permitted, to_look, to_remove, to_use
 from kvoffload.tiering.stores.redis.servers import Cluster, OneServer, Primary, Servers
-from kvoffload.tiering.stores.redis.wire import ClosedError, ErrorReply, in_one_line
+from kvoffload.tiering.stores.redis.wire import ErrorReply, in_one_line
 from kvoffload.tiering.stores.remote import check_age
 from kvoffload.tiering.stores.requests import Requests
 from kvoffload.tiering.stores.secrets import Secret
@@ -88,7 +87,6 @@ class RedisStore(SharedStore):
             self._servers = Primary(connector, parsed.addresses, parsed.service)
         else:
             self._servers = Cluster(connector) if cluster else OneServer(connector)
-        self._to_look, self._to_use, self._to_remove = to_look(), to_use(), to_remove()
         self._requests = Requests("redis", _MOST_THREADS)
         self._directory = f"{prefix}:{self._digest}:".encode()
         self._ttl_s = None if ttl_s is None else int(ttl_s)
@@ -98,12 +96,17 @@ class RedisStore(SharedStore):
         return f"RedisStore({self._servers!r}, {self._directory.decode()!r}, block_bytes={self._block_bytes})"
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._ask(self._to_look, keys)
+        return self._without_bad(keys, self._ask(b"EXISTS", keys))
 
     def write(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
         flat = [self._bytes(block) for block in blocks]
-        return self._run(Put(names, self._window, keys, flat, self._sealer, self._ttl_s, self._to_use))
+        put = Put(names, self._window, keys, flat, self._sealer, self._ttl_s)
+        answers = self._run(put)
+        for index, is_good in enumerate(answers) if self._bad.kept else ():
+            if is_good and index not in put.there:
+                self._bad.kept.discard(keys[index])
+        return self._without_bad(keys, answers)
 
     def read_into(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -113,16 +116,15 @@ class RedisStore(SharedStore):
         return answers
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        self._ask(self._to_remove, keys)
+        self._ask(b"UNLINK", keys)
 
     def close(self) -> None:
         self._servers.close()
         self._requests.close()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        if self._to_use.is_first:
-            with suppress(StoreError):  # only the order of use is lost
-                self._ask(self._to_use, keys[::-1])
+        with suppress(StoreError):  # only the order of use is lost
+            self._ask(b"TOUCH", keys[::-1])
 
     def unbounded_servers(self) -> list[str]:
         """Return the servers that report no ``maxmemory``. Raises ``StoreError`` if none can be reached."""
@@ -143,8 +145,14 @@ class RedisStore(SharedStore):
     def _name(self, key: OffloadKey) -> bytes:
         return self._directory + key.hex().encode()
 
-    def _ask(self, permitted: Permitted, keys: Sequence[OffloadKey]) -> list[bool]:
-        return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, permitted))
+    def _ask(self, word: bytes, keys: Sequence[OffloadKey]) -> list[bool]:
+        return self._run(Ask([self._name(key) for key in keys], _MOST_KEYS, word))
+
+    def _without_bad(self, keys: Sequence[OffloadKey], answers: list[bool]) -> list[bool]:
+        """Return the ``answers``, and ``False`` for bad blocks that this user may not delete. They would otherwise be
+        found, read and rejected forever."""
+        kept = self._bad.kept
+        return [answer and key not in kept for key, answer in zip(keys, answers, strict=True)] if kept else answers
 
     def _run(self, commands: Commands) -> list[bool]:
         """Run ``commands`` concurrently at the servers of their keys, and return the outcomes. Follows redirections.
@@ -213,24 +221,9 @@ class RedisStore(SharedStore):
                 part.lost.append(exc)
                 return
 
-    @staticmethod
-    def _exchanged(node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
-        def exchange() -> list[Answer]:
-            return node.exchange(lambda wire: commands.exchange(wire, indexes))
-
-        permitted = commands.permitted if isinstance(commands, Ask | Put) else None
-        used = permitted.wording if permitted is not None else None
-        try:
-            return exchange()
-        except ClosedError:
-            answers = permitted.without(used, exchange) if permitted is not None else None
-            if answers is None:
-                raise
-            return answers
-
     def _exchange(self, node: Node, commands: Commands, indexes: Sequence[int]) -> list[Answer]:
         try:
-            answers = self._exchanged(node, commands, indexes)
+            answers = node.exchange(lambda wire: commands.exchange(wire, indexes))
         except BaseException:  # any error: without an end of its probe, a node would stay unused forever
             self._servers.record(node, is_good=False)
             raise

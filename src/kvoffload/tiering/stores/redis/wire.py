@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvoffload.errors import StoreError, reason_of
+from kvoffload.errors import reason_of
 from kvoffload.units import printable
 
 Buffer = bytes | bytearray | memoryview
@@ -40,10 +40,6 @@ _REJECTION_BYTES = 64
 _PRECISION = 8
 """A deadline is precise to this fraction of its time limit. The kernel's timeout is set again whenever that much time
 has passed, not before each call."""
-
-
-class ClosedError(StoreError):
-    """The server closed a new connection during its first exchange."""
 
 
 class ErrorReply(str):
