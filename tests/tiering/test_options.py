@@ -27,7 +27,7 @@ def view(num_blocks: int = 4, block_bytes: int = 128) -> memoryview:
 
 def test_all_kinds_are_built_from_mappings(tmp_path: Path) -> None:
     for options in (
-        {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "threads": 2, "durability": "fsync"},
+        {"type": "fs", "path": str(tmp_path / "kv"), "max_bytes": "1MiB", "threads": 2, "mode": "group"},
         {"type": "disk", "path": str(tmp_path / "slabs"), "max_bytes": "1MiB", "mode": "group", "threads": 2},
         {"type": "memory", "max_bytes": "64KiB", "offload_policy": "request_level"},
     ):
@@ -76,7 +76,7 @@ def test_a_tier_without_enough_threads_is_refused_and_holds_nothing(
         ({"type": "fs", "path": "/x", "max_byte": 1}, "Did you mean 'max_bytes'"),
         ({"type": "fs", "path": "/x", "max_bytes": "many"}, "is not a size"),
         ({"type": "fs", "path": "/x", "max_bytes": 300}, "too little"),
-        ({"type": "fs", "path": "/x", "durability": "maybe"}, "durability"),
+        ({"type": "fs", "path": "/x", "mode": "maybe"}, "mode"),
         ({"type": "fs", "path": "/x", "threads": 0}, "threads"),
         ({"type": "fs", "path": "/x", "timeout_s": 0}, "timeout_s of the 'fs' tier"),
         ({"type": "fs", "path": "/x", "drain_timeout_s": -1}, "drain_timeout_s of the 'fs' tier"),

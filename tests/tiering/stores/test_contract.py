@@ -92,11 +92,6 @@ class TestFileSystemStoreEncrypted(TestFileSystemStore):
         return True
 
 
-class TestFileSystemStoreDurable(TestFileSystemStore):
-    def make_store(self, directory: Path) -> BlockStore:
-        return FileSystemStore(directory, self.block_bytes, durability="fsync")
-
-
 class TestDiskStore(BlockStoreContract):
     """Blocks that are not whole pages, which use the page cache."""
 
@@ -203,11 +198,6 @@ class TestStripedMemory(BlockStoreContract):
 
     def make_store(self, directory: Path) -> BlockStore:
         return Striped([MemoryStore(self.block_bytes) for _ in range(2)])
-
-
-class TestDiskStoreDurable(TestDiskStore):
-    def make_store(self, directory: Path) -> BlockStore:
-        return DiskStore(directory, self.block_bytes, max_bytes=1 << 24, durability="fsync")
 
 
 class TestDiskStoreInMemory(TestDiskStore):

@@ -27,9 +27,6 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
     _make: ClassVar[Callable[..., RootedStore]]
     """The store's class."""
 
-    durability: Literal["none", "fsync"] = "none"
-    """``"fsync"`` puts each block on the disk before it counts as written; with ``"none"`` a power failure may lose
-    recent blocks, which are then misses."""
     mode: Literal["private", "group"] = "private"
     """``"group"`` also lets the group that owns ``path`` read and write the blocks."""
 
@@ -73,7 +70,6 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             block_bytes,
             namespace,
             self.bound_bytes,
-            durability=self.durability,
             mode=self.mode,
             secret=secret,
         )

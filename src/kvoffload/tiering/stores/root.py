@@ -270,13 +270,10 @@ class RootedStore(BlockStore):
         block_bytes: int,
         max_bytes: int | None,
         least_bytes: int,
-        durability: Literal["none", "fsync"],
         mode: Literal["private", "group"],
     ) -> None:
         if mode not in ("private", "group"):
             raise ConfigError(f"mode must be 'private' or 'group', not {mode!r}.")
-        if durability not in ("none", "fsync"):
-            raise ConfigError(f"durability must be 'none' or 'fsync', not {durability!r}.")
         if block_bytes < 1:
             raise ConfigError(f"block_bytes must be positive, not {block_bytes}.")
         if max_bytes is not None and max_bytes < least_bytes:
@@ -284,7 +281,6 @@ class RootedStore(BlockStore):
         self._root = os.path.abspath(os.fspath(root))
         self._block_bytes = block_bytes
         self._max_bytes = max_bytes
-        self._durable = durability == "fsync"
         self._access = check_root(self._root, mode, needs_locks=self._needs_locks)
         _roots.add(os.path.realpath(self._root))
         check_type(self._root, self._tier_type)

@@ -675,22 +675,6 @@ class TestRoot:
         assert len(tables(tmp_path)) == 2
         assert disk_bytes(tmp_path) <= 2 << 20
 
-    @pytest.mark.once
-    def test_a_new_root_that_cannot_be_synced_costs_no_open_files(
-        self, open_store, tmp_path: Path, monkeypatch
-    ) -> None:
-        def fail(fd: int) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        store = open_store(durability="fsync")
-        with upkeep_of(store).lock, monkeypatch.context() as broken:
-            shutil.rmtree(tmp_path / "kv")
-            (tmp_path / "kv").mkdir()
-            broken.setattr(os, "fsync", fail)
-            before = len(os.listdir("/proc/self/fd"))
-            assert [store._directory.check() for _ in range(3)] == [False] * 3
-            assert len(os.listdir("/proc/self/fd")) < before, "the old one alone was closed"
-
     @pytest.fixture
     def small_disk(self, tmp_path: Path) -> Iterator[Path]:
         path = tmp_path / "disk"
@@ -901,7 +885,7 @@ class TestRoot:
         for make, said in [
             (lambda: DiskStore(tmp_path, 0), "block_bytes must be positive"),
             (lambda: DiskStore(tmp_path, SMALL, max_bytes=SMALL), "no room for one block"),
-            (lambda: DiskStore(tmp_path, SMALL, durability="yes"), "durability must be"),
+            (lambda: DiskStore(tmp_path, SMALL, mode="yes"), "mode must be"),
             (lambda: DiskStore(tmp_path, SMALL, mode="all"), "mode must be"),
             (lambda: DiskStore(tmp_path / "fs", SMALL, max_bytes=1 << 20), "belongs to a tier of type 'fs'"),
         ]:
@@ -1033,55 +1017,6 @@ class TestRoot:
         assert unaligned == block_of(KEYS[0], PAGED)
         assert right(store, *KEYS[:4], size=PAGED) == set(KEYS[:4])
         assert len(refusals) == 2, "aligned blocks still move directly, or none is tried any more"
-
-    def test_durable_blocks_are_synced_before_write_returns(self, open_store, monkeypatch) -> None:
-        synced = []
-        real = os.fdatasync
-        monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-        write(open_store(max_bytes=1 << 20), KEYS[0])
-        assert synced == []
-        write(open_store(namespace="durable", max_bytes=2 << 20, durability="fsync"), *KEYS[:3])
-        assert [Path(path).suffix for path in synced] == [".slab", ".table"]
-
-    def test_a_durable_slab_is_in_its_directory_before_a_block_is_in_it(
-        self, open_store, tmp_path: Path, monkeypatch
-    ) -> None:
-        """Otherwise a power failure would lose the slab's name, with all blocks."""
-        calls = list[tuple[str, str]]()
-        for name in ("fsync", "fdatasync", "rename"):
-            real = getattr(os, name)
-
-            def noted(*arguments, name: str = name, real: Callable[..., None] = real, **options: int) -> None:
-                path = arguments[-1] if name == "rename" else os.readlink(f"/proc/self/fd/{arguments[0]}")
-                calls.append((name, Path(path).suffix or Path(path).name))
-                real(*arguments, **options)
-
-            monkeypatch.setattr(os, name, noted)
-        write(open_store(max_bytes=1 << 20, durability="fsync"), KEYS[0])
-        assert calls == [
-            ("fsync", "kv"),
-            ("rename", ".slab"),
-            ("rename", ".table"),
-            ("fsync", ".table"),
-            ("fsync", "="),
-            ("fdatasync", ".slab"),
-            ("fdatasync", ".table"),
-        ]
-
-    def test_a_directory_that_cannot_be_synced_gets_no_slab(self, open_store, tmp_path: Path, monkeypatch) -> None:
-        store = open_store(durability="fsync")
-
-        def fail(fd: int) -> None:
-            if os.readlink(f"/proc/self/fd/{fd}").endswith("/="):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        with monkeypatch.context() as broken:
-            broken.setattr(os, "fsync", fail)
-            with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
-                write(store, KEYS[0])
-        assert [*tables(tmp_path), *payloads(tmp_path)] == []
-        may_grow(store)
-        assert write(store, KEYS[0]) == [True]
 
     def test_a_file_system_that_cannot_preallocate_is_refused(self, tmp_path: Path) -> None:
         """An example is ext2, where a write may run out of space in the middle of a slab."""

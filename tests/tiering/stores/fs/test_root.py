@@ -210,7 +210,7 @@ def test_foreign_names_are_nobodys_blocks(open_store, tmp_path: Path) -> None:
 
 def test_mistakes_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    for options in ({"max_bytes": 100}, {"durability": "maybe"}):
+    for options in ({"max_bytes": 100}, {"mode": "maybe"}):
         with pytest.raises(ConfigError):
             FileSystemStore(root, SMALL, **options)
     with pytest.raises(ConfigError):

@@ -210,18 +210,3 @@ def test_memory_that_may_not_be_written_is_not_written(open_store) -> None:
     with pytest.raises(BufferError):
         store.read_into([KEY], [memoryview(mine)])
     assert mine == bytes(SMALL)
-
-
-def test_a_block_that_cannot_be_synced_is_not_published(open_store, tmp_path: Path, monkeypatch) -> None:
-    store = open_store(max_bytes=room_for(3), durability="fsync")
-    write(store, OTHER)
-
-    def fsync(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(StoreError, match="Input/output error"):
-            write(store, KEY)
-    assert len(files(tmp_path)) == 1
-    assert store.contains([KEY, OTHER]) == [False, True]

@@ -269,11 +269,10 @@ class SlabDirectory:
     """One namespace's directory under ``root``. Any number of threads may use it. Only ``check`` and ``close`` close
     the descriptor ``fd``, and one thread at a time calls methods that use it."""
 
-    def __init__(self, root: str, layout: SlabFormat, access: Access, *, durable: bool = False) -> None:
+    def __init__(self, root: str, layout: SlabFormat, access: Access) -> None:
         self.root = root
         self.name = layout.directory
         self.access = access
-        self.is_durable = durable
         self.listings = Listings()
         self._layout = layout
         self._fd = -1
@@ -364,8 +363,6 @@ class SlabDirectory:
         make_directory(path, self.access)
         root_fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if self.is_durable:
-                os.fsync(root_fd)
             fd = open_directory(self.name, root_fd)
         finally:
             os.close(root_fd)

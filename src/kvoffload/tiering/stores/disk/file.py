@@ -89,11 +89,8 @@ class SlabFile:
         return f"SlabFile({self.name!r}, slots={self.num_slots}, direct={self._is_direct})"
 
     @classmethod
-    def create(
-        cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access, *, durable: bool = False
-    ) -> SlabFile:
-        """Create a slab, preallocated and locked, which with ``durable`` survives a power failure. If this raises
-        ``OSError``, it leaves no files behind if possible."""
+    def create(cls, name: str, layout: SlabFormat, num_slots: int, dir_fd: int, access: Access) -> SlabFile:
+        """Create a slab, preallocated and locked. If this raises ``OSError``, it leaves no files behind if possible."""
         fds = list[int]()
         new_names = [NEW_PREFIX + name + suffix for suffix in (TABLE_SUFFIX, PAYLOAD_SUFFIX)]
         try:
@@ -110,9 +107,6 @@ class SlabFile:
             # The table is last: a slab with a table exists, and is complete.
             for suffix in (PAYLOAD_SUFFIX, TABLE_SUFFIX):
                 os.rename(NEW_PREFIX + name + suffix, name + suffix, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            if durable:
-                os.fsync(table_fd)
-                os.fsync(dir_fd)
             return cls(name, layout, num_slots, table_fd, payload_fd, is_shared=access.is_group)
         except BaseException:
             for fd in fds:
@@ -268,11 +262,6 @@ class SlabFile:
             return True
         self._memory = None
         return False
-
-    def sync(self) -> None:
-        """Flush payloads and entries to the disk."""
-        os.fdatasync(self._payload_fd)
-        os.fdatasync(self._table_fd)
 
     def _move(
         self,

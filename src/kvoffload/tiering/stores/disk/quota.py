@@ -263,8 +263,7 @@ class Quota:
             num_slots = min(wanted_slots, self._layout.slots_in(min(room_bytes, free_bytes)))
             if num_slots < least_slots:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._root)
-            is_durable = self._directory.is_durable
-            return SlabFile.create(name, self._layout, num_slots, fd, self._access, durable=is_durable)
+            return SlabFile.create(name, self._layout, num_slots, fd, self._access)
 
     def _excess_bytes(self) -> int | None:
         """Remove unused and unfinished slabs, and return the root's excess over its quota; ``None`` if another process

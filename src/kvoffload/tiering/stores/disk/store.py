@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,9 +61,7 @@ class DiskStore(RootedStore):
 
     ``max_bytes`` limits the slabs of all namespaces and processes of the root, because no slab is created beyond it.
     After that, the least recently used blocks are overwritten, in an order that survives restarts. Slabs of namespaces
-    that no process uses are removed first. Without ``max_bytes`` the store uses four fifths of the disk. With
-    ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
-    recent blocks.
+    that no process uses are removed first. Without ``max_bytes`` the store uses four fifths of the disk.
 
     Several processes of one host may share a root; its file system must support locks. Each process writes to its own
     slabs, which the kernel unlocks when it dies, and reads all slabs of its namespace. A neighbour's new block is found
@@ -89,15 +87,14 @@ class DiskStore(RootedStore):
         namespace: str = "",
         max_bytes: int | None = None,
         *,
-        durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
         secret: bytes | None = None,
     ) -> None:
         self._layout = layout = SlabFormat(directory_of(namespace, secret), block_bytes, secret)
-        super().__init__(root, block_bytes, max_bytes, layout.slab_bytes(1), durability, mode)
+        super().__init__(root, block_bytes, max_bytes, layout.slab_bytes(1), mode)
         try:
             check_preallocation(self._root, self._access)
-            self._directory = SlabDirectory(self._root, layout, self._access, durable=self._durable)
+            self._directory = SlabDirectory(self._root, layout, self._access)
         except OSError as exc:
             raise ConfigError(
                 f"The store cannot use {self._root}: {reason_of(exc)}; choose another directory."
@@ -204,8 +201,6 @@ class DiskStore(RootedStore):
             try:
                 for run in runs:
                     self._write_run(run, errors)
-                if self._durable:
-                    self._sync({run.slab.number: run.slab for run in runs}.values(), errors)
             finally:
                 self._slabs.record(runs)
             new = new[sum(run.slots.count for run in runs) :]
@@ -268,14 +263,6 @@ class DiskStore(RootedStore):
             except OSError:
                 bad.append(at)
         return runs_of(good), bad
-
-    def _sync(self, slabs: Iterable[Slab], errors: list[OSError]) -> None:
-        for slab in slabs:
-            try:
-                slab.file.sync()
-            except OSError as exc:
-                errors.append(exc)
-                self._slabs.lose(slab, exc)  # the kernel may have dropped any of its blocks
 
     def _make_room(self, count: int, before_ns: int, errors: list[OSError]) -> bool:
         """Create a slab, or else evict blocks whose last use was by ``before_ns``. Returns whether that helped."""

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from kvoffload.base import OffloadKey
@@ -51,12 +51,11 @@ class FileIO:
     file system rejects an aligned transfer, that transfer and all later ones use the page cache.
     """
 
-    def __init__(self, root: str, layout: BlockFormat, access: Access, quota: Quota, *, durable: bool) -> None:
+    def __init__(self, root: str, layout: BlockFormat, access: Access, quota: Quota) -> None:
         self._root = root
         self._layout = layout
         self._access = access
         self._quota = quota
-        self._durable = durable
         self._is_mount = is_mount(root)
         self._direct = bool(O_DIRECT) and layout.is_paged
         self._local = threading.local()
@@ -104,11 +103,6 @@ class FileIO:
                 finally:
                     os.close(fd)
 
-    def sync_names(self, opened: Directories, paths: Iterable[str]) -> None:
-        """Put the names of published files on the disk. Raises ``OSError``."""
-        for directory in {os.path.dirname(path) for path in paths}:
-            os.fsync(opened.fd(directory))
-
     def read(self, opened: Directories, path: str, key: OffloadKey, payload: memoryview) -> ReadOutcome:
         """Fill ``payload`` from a file, and delete a bad file. Raises ``OSError`` if the file is neither readable nor
         absent."""
@@ -149,8 +143,6 @@ class FileIO:
             if self._access.is_group:
                 os.fchmod(fd, self._access.file_mode)  # the umask removed bits
             self._quota.date(fd)
-            if self._durable:
-                os.fsync(fd)
         finally:
             os.close(fd)  # a network mount may report a full disk here
 
@@ -174,8 +166,6 @@ class FileIO:
         check_there(self._root, self._is_mount)
         for part in (os.path.dirname(directory), directory):
             make_directory(opened.path(part), self._access)
-            if self._durable:
-                os.fsync(opened.fd(os.path.dirname(part)))
 
     def _read(self, full: str, key: OffloadKey, payload: memoryview, *, direct: bool) -> tuple[ReadOutcome, int]:
         """Read the file, and return the outcome and its inode."""

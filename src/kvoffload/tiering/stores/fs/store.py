@@ -48,8 +48,7 @@ class FileSystemStore(RootedStore):
     tenth (``quota``). The blocks that were written first are deleted first, unless they were used after they became
     old. A full disk makes room in the same way, with or without ``max_bytes``.
 
-    With ``durability="fsync"`` a block is on the disk when ``write`` returns. With ``"none"`` a power failure may lose
-    or tear recent blocks, and verification turns those into misses.
+    A power failure may lose or tear recent blocks, and verification turns those into misses.
 
     Only this user may read the files under the root, regardless of the umask. With ``mode="group"`` the root's group
     may also read and write. Links under the root are never followed, and a root of another user is rejected.
@@ -71,12 +70,11 @@ class FileSystemStore(RootedStore):
         namespace: str = "",
         max_bytes: int | None = None,
         *,
-        durability: Literal["none", "fsync"] = "none",
         mode: Literal["private", "group"] = "private",
         secret: bytes | None = None,
     ) -> None:
         layout = BlockFormat(directory_of(namespace, secret), block_bytes, secret)
-        super().__init__(root, block_bytes, max_bytes, layout.file_bytes, durability, mode)
+        super().__init__(root, block_bytes, max_bytes, layout.file_bytes, mode)
         self._layout = layout
         try:
             with self._directories() as opened, suppress(FileNotFoundError):
@@ -85,7 +83,7 @@ class FileSystemStore(RootedStore):
             raise ConfigError(f"{exc.filename} {exc.strerror}; remove it, or choose another directory.") from exc
         self._mark()
         self._quota = Quota(self._root, max_bytes, layout.file_bytes, self._access, layout.directory)
-        self._io = FileIO(self._root, layout, self._access, self._quota, durable=self._durable)
+        self._io = FileIO(self._root, layout, self._access, self._quota)
         self._lock = threading.Lock()
         self._lost: dict[OffloadKey, LossCause] = {}
         self._num_bad = self._num_evicted = 0
@@ -117,11 +115,6 @@ class FileSystemStore(RootedStore):
                     published[path] = key
             if published and not opened.is_in_place():
                 raise StoreError(root_is_gone(self._root))
-            if self._durable and published:
-                try:
-                    self._io.sync_names(opened, published)
-                except OSError as exc:
-                    raise StoreError(f"Writing to {self._root} failed: {reason_of(exc)}.") from exc
         self._look_at_disk()
         self._evicted(self._quota.keep((key, path) for path, key in published.items()), gone)
         answers = [(path in here or path in published) and path not in gone for path in paths]
