@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Common parts of the options of remote stores: URLs without credentials, ages, and a check at startup."""
+"""Common parts of remote stores: connections, URLs without credentials, ages, and a check at startup."""
 
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+import socket
+import time
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from kvoffload.base import OffloadKey
@@ -47,6 +49,32 @@ def without_credentials(url: str) -> str:
     except ValueError:
         return "..."
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Return a TCP connection to the first address of ``host`` that accepts it. Each address gets its share of the
+    time, so that an address that drops packets leaves time for the next. The system may need longer to resolve the
+    name. Raises ``OSError``."""
+    end_s = time.monotonic() + timeout_s
+    endpoints = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, endpoint in zip(reversed(range(len(endpoints))), endpoints, strict=True):
+        try:
+            return _connected(endpoint, max(0.001, (end_s - time.monotonic()) / (left + 1)))
+        except OSError:  # also for a family that this host lacks, such as IPv6
+            if not left:
+                raise
+    raise OSError("the name has no address")
+
+
+def _connected(endpoint: tuple[Any, ...], timeout_s: float) -> socket.socket:
+    sock = socket.socket(*endpoint[:3])
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(endpoint[4])
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 class RemoteOptions(SealedOptions, frozen=True, kw_only=True):

@@ -87,7 +87,9 @@ def test_a_key_needs_its_certificate() -> None:
         Connector("rediss://kv", Timeouts(), Access(tls_key="kv.key"))
 
 
-def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_path: Path) -> None:
+def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authority, context = Authority(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority.server)
 
@@ -104,7 +106,7 @@ def test_tls_has_the_time_of_a_connection_however_many_addresses_a_name_has(tmp_
         access = Access(tls_ca=authority.ca)
         connector = Connector(f"rediss://127.0.0.1:{port}", Timeouts(connect_s=30.0), access)
         addresses = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
-        connector._resolver._resolve = lambda *_: addresses * 600  # type: ignore[method-assign]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses * 600)
         connector.connect(connector.address).close()
         thread.join()
 

@@ -10,14 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.base import OffloadKey
 from kvoffload.errors import MissingExtraError, StoreError
-from kvoffload.tiering.stores.resolver import Resolver
+from kvoffload.tiering.stores.remote import connect
 from kvoffload.tiering.stores.shared import SharedStore, outcomes
 
 _MOST_BLOCKS = 64
@@ -116,7 +115,6 @@ class MooncakeStore(SharedStore):
         self._master, self._metadata = master, metadata
         self._setup = (hostname, metadata, segment_bytes, 16 << 20, protocol, device, master)
         self._directory = f"kvoffload:{self._digest}:"
-        self._resolver = Resolver()
         self._client_lock = threading.Lock()
         self._client: Any = None
         self._is_closed = False
@@ -238,7 +236,7 @@ class MooncakeStore(SharedStore):
         host, _, port = self._master.rpartition(":")
         try:
             # The library would search for a missing master for a minute and a half.
-            self._resolver.connect(host.strip("[]"), int(port), _CONNECT_S).close()
+            connect(host.strip("[]"), int(port), _CONNECT_S).close()
         except (OSError, ValueError) as exc:
             raise StoreError(f"Mooncake at {self._master} cannot be reached: {exc}.") from exc
         self._check_that_it_answers()
@@ -255,9 +253,6 @@ class MooncakeStore(SharedStore):
         if not self._metadata.startswith(("http://", "https://")):
             return
         try:
-            parts = urlsplit(self._metadata)
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            self._resolver.connect(parts.hostname or "", port, _CONNECT_S).close()  # urllib resolves without a deadline
             urllib.request.urlopen(f"{self._metadata}?key=kvoffload", timeout=_CONNECT_S).close()
         except urllib.error.HTTPError as exc:
             exc.close()  # a missing key is also an answer

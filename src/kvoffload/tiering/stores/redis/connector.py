@@ -18,8 +18,7 @@ from urllib.parse import unquote
 
 from kvoffload.errors import ConfigError, KVOffloadError
 from kvoffload.tiering.stores.redis.wire import Wire, encode, error_reply, open_wire
-from kvoffload.tiering.stores.remote import check_credentials
-from kvoffload.tiering.stores.resolver import Resolver
+from kvoffload.tiering.stores.remote import check_credentials, connect
 from kvoffload.tiering.stores.secrets import Secret, read_secret
 from kvoffload.units import printable
 
@@ -170,7 +169,6 @@ class Connector:
         self.address = self.url.addresses[0]
         """Address of the server that the URL names."""
         self.timeouts = timeouts
-        self._resolver = Resolver()
         self._source, self._access = url, access
         self._is_for_sentinels = False
 
@@ -207,7 +205,7 @@ class Connector:
                 sock.close()
                 raise
             return sock
-        sock = self._resolver.connect(address.host, address.port, self.timeouts.connect_s)
+        sock = connect(address.host, address.port, self.timeouts.connect_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
