@@ -24,9 +24,7 @@ from kvoffload.doctor.copies import (
     HostPlace,
     Place,
     check_copies_under_load,
-    job_seconds,
     page_speed,
-    pinning_speed,
 )
 
 __all__ = ["cuda"]
@@ -81,18 +79,6 @@ def test_a_rig_copies_where_it_says(place: Place) -> None:
         assert rig.finish() == 4 * 3 * 4096
         assert rig.slots[:, 0].tolist() == [5, 1, 2, 3, 4, 5, 6, 1]
         assert (rig.slots == rig.slots[:, :1]).all()
-
-
-@pytest.mark.long
-def test_the_engines_thread_is_timed(place: Place) -> None:
-    assert 0 < job_seconds(place, num_pages=2, num_blocks=4, repeats=3) < 60
-
-
-def test_pinning_is_timed_and_undone(cuda: FakeCuda) -> None:
-    idle = cuda.driver.create_stream()
-    assert pinning_speed(cuda.device(idle), 1 << 20) > 0
-    assert cuda.count("registrations") == 0
-    cuda.driver.destroy_stream(idle)
 
 
 def test_memory_that_cannot_be_pinned_is_what_is_wrong(cuda: FakeCuda) -> None:

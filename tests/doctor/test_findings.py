@@ -49,10 +49,6 @@ GOOD = Report(
     no_device=None,
     checked=Checked(1000, GIB, None),
     pages=(page(4 << 10, ratio=0.6), page(64 << 10), page(4 << 20)),
-    job_s=0.4e-3,
-    side_by_side_job_s=0.1e-3,
-    pinned_bytes_per_s=10e9,
-    matmul_slowdown=0.01,
 )
 
 
@@ -79,7 +75,7 @@ def test_a_gpu_that_is_half_as_fast_as_others_is_not(size: int) -> None:
 
 
 def test_speed_that_was_not_measured_is_not_praised() -> None:
-    quick = replace(GOOD, pages=(), job_s=None, pinned_bytes_per_s=None, matmul_slowdown=None)
+    quick = replace(GOOD, pages=())
     assert findings(quick) == []
     assert verdict(quick) == "Good: copies are right; their speed was not measured."
 
@@ -129,9 +125,6 @@ def test_an_environment_without_an_engine_is_named() -> None:
             Severity.NOTE,
             "has 2 NUMA nodes, and the kernel does not say",
         ),
-        ({"job_s": 1.5e-3}, Severity.WARNING, "uses 1.5 ms of the engine's thread"),
-        ({"matmul_slowdown": 0.05}, Severity.WARNING, "takes 5% longer beside copies"),
-        ({"pinned_bytes_per_s": 0.5e9}, Severity.NOTE, "each rank needs 69 s"),
         ({"host": replace(HOST, cores=2)}, Severity.NOTE, "2 cores"),
     ],
 )
@@ -146,7 +139,9 @@ def test_a_finding_names_its_cause_and_its_remedy(change: dict[str, Any], severi
 
 
 def test_the_verdict_is_the_worst_finding_and_counts_the_others() -> None:
-    report = replace(GOOD, checked=Checked(7, 9, "A copy failed."), job_s=1.5e-3, matmul_slowdown=0.05)
+    report = replace(
+        GOOD, checked=Checked(7, 9, "A copy failed."), pages=(page(64 << 10, ratio=0.6), page(4 << 20, both=0.5))
+    )
     assert [finding.severity for finding in findings(report)] == [Severity.FAULT, Severity.WARNING, Severity.WARNING]
     assert verdict(report).startswith("Fault: A copy failed: ")
     assert verdict(report).endswith(" 2 more above.")
@@ -155,5 +150,5 @@ def test_the_verdict_is_the_worst_finding_and_counts_the_others() -> None:
 def test_what_is_unknown_gives_no_finding() -> None:
     host = replace(HOST, available_bytes=None, shm_free_bytes=None, memory_bytes=None, huge_pages=None)
     device = replace(DEVICE, link=None, link_bytes_per_s=None, numa_node=None)
-    report = replace(GOOD, host=host, device=device, matmul_slowdown=None, cpu_bytes=None)
+    report = replace(GOOD, host=host, device=device, cpu_bytes=None)
     assert findings(report) == []

@@ -17,10 +17,7 @@ from kvoffload.doctor.copies import (
     HostPlace,
     Place,
     check_copies_under_load,
-    job_seconds,
-    matmul_slowdown,
     page_speed,
-    pinning_speed,
 )
 from kvoffload.doctor.findings import Finding, Severity, findings, is_slow, verdict
 from kvoffload.doctor.report import PageSpeed, Report
@@ -48,7 +45,6 @@ class Effort:
     device_bytes: int = 128 << 20
     """By one job."""
     host_bytes: int = 32 << 20
-    pinned_bytes: int = 2 << 30
     repeats: int = 7
 
 
@@ -95,22 +91,13 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
     place: Place = HostPlace(max(1, min(_MOST_THREADS, host.cores))) if cuda is None else DevicePlace(cuda)
     job_bytes = effort.host_bytes if cuda is None else effort.device_bytes
     pages = list[PageSpeed]()
-    job_s = side_by_side_job_s = pinned = slowdown = None
-    is_timed_device = cuda is not None and bool(effort.pages)
-    with progress("checks", 1 + len(effort.pages) + 3 * is_timed_device, "steps") as advance:
+    with progress("checks", 1 + len(effort.pages), "steps") as advance:
         checked = check_copies_under_load(place, effort.check_s)
         advance()
         try:
             for page_bytes in effort.pages if checked.wrong is None else ():
                 num_bytes = min(job_bytes, _MOST_PAGES * page_bytes)
                 pages.append(measured_page(place, page_bytes, num_bytes, effort.repeats))
-                advance()
-            if checked.wrong is None and cuda is not None and is_timed_device:
-                job_s, side_by_side_job_s = job_seconds(place, 64), job_seconds(place, 1)
-                advance()
-                pinned = pinning_speed(cuda, _affordable(effort.pinned_bytes, host.available_bytes))
-                advance()
-                slowdown = matmul_slowdown(place, 64 << 10, job_bytes, _LAYERS)
                 advance()
         except TransferError as exc:  # they were right before
             checked = replace(checked, wrong=str(exc))
@@ -122,10 +109,6 @@ def examine(number: int, cpu_bytes: int | None, effort: Effort) -> Report:
         no_device=no_device,
         checked=checked,
         pages=tuple(pages),
-        job_s=job_s,
-        side_by_side_job_s=side_by_side_job_s,
-        pinned_bytes_per_s=pinned,
-        matmul_slowdown=slowdown,
     )
 
 
@@ -167,11 +150,6 @@ def cuda_device(number: int) -> tuple[CudaDevice | None, str | None]:
     return CudaDevice(driver, number, lambda: idle), None
 
 
-def _affordable(wanted: int, available: int | None) -> int:
-    """Return ``wanted`` in whole pages, but at most an eighth of the available memory."""
-    return wanted if available is None else max(1 << 20, min(wanted, available // 8)) & ~4095
-
-
 def _as_json(report: Report, found: list[Finding]) -> dict[str, Any]:
     named = [{**asdict(finding), "severity": finding.severity.name.lower()} for finding in found]
     return {"verdict": verdict(report), "findings": named, **asdict(report)}
@@ -187,8 +165,6 @@ def _print(report: Report, found: list[Finding]) -> None:
     if report.pages:
         where = "between the GPU and host memory" if report.device is not None else "within host memory"
         print_table(_page_table(report), f"\nCopies of pages {where} (x: relative to one large copy)")
-    for line in _figures(report):
-        print(line)
     print()
     for finding in found:
         print(f"{finding.severity.name.lower()}: {finding}")
@@ -245,20 +221,3 @@ def _page_table(report: Report) -> Table:
             row += [f"{speed.bytes_per_s / 1e9:.1f}", f"{speed.ratio:.2f}"]
         rows.append(row)
     return Table(["page", "store GB/s", "store x", "load GB/s", "load x", "both GB/s", "both x"], rows)
-
-
-def _figures(report: Report) -> Iterator[str]:
-    if report.job_s is not None and report.side_by_side_job_s is not None:
-        yield (
-            f"CPU time of the engine's thread for 64 scattered blocks of 64 layers: {report.job_s * 1e3:.2f} ms "
-            f"for 4,096 copies; {report.side_by_side_job_s * 1e3:.2f} ms for 64 copies, if the layers of a block are "
-            "side by side (kv_cache_layout)."
-        )
-    if report.pinned_bytes_per_s is not None:
-        means = ""
-        if report.cpu_bytes is not None:
-            seconds = report.cpu_bytes / report.pinned_bytes_per_s
-            means = f", so each rank needs {seconds:.1f} s at startup for {format_bytes(report.cpu_bytes)}"
-        yield f"Pinning: {report.pinned_bytes_per_s / 1e9:.1f} GB/s{means}."
-    if report.matmul_slowdown is not None:
-        yield f"A matrix product takes {report.matmul_slowdown:+.1%} longer during copies in both directions."

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from kvoffload.cpu.copy.plan import CopyLayout, PageRef
 from kvoffload.cpu.copy.self_check import CopiesHang, check_copies, wait_for_copies
 from kvoffload.cpu.region import SharedOffloadRegion
 from kvoffload.doctor.report import Checked, PageSpeed, Speed
-from kvoffload.doctor.timing import interleaved_medians, thread_medians
+from kvoffload.doctor.timing import interleaved_medians
 from kvoffload.errors import CapacityError, TransferError
 
 if TYPE_CHECKING:
@@ -285,14 +285,14 @@ def page_speed(place: Place, page_bytes: int, num_bytes: int, layers: int, repea
     num_blocks = max(1, num_bytes // page_bytes // layers)
     num_bytes = num_blocks * layers * page_bytes
     with place.rig(layers, page_bytes, 4 * num_blocks) as rig, place.large_copies(num_bytes) as large:
-        store, load, both = _scattered_jobs(rig)
+        store, load, both = scattered_jobs(rig)
         medians = interleaved_medians(large.store, store, large.load, load, large.both, both, repeats=repeats)
     sizes = num_bytes, num_bytes, 2 * num_bytes
     rows = zip(sizes, medians[::2], medians[1::2], strict=True)
     return PageSpeed(page_bytes, *(Speed(size / seconds, large_s / seconds) for size, large_s, seconds in rows))
 
 
-def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
+def scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
     """Return functions that run a store, a load, or both at once. Each uses a quarter of the pool, and blocks that are
     not adjacent."""
     order = np.random.default_rng(0).permutation(rig.num_blocks)
@@ -312,72 +312,6 @@ def _scattered_jobs(rig: Rig) -> tuple[Callable[[], None], ...]:
         rig.finish()
 
     return store, load, both
-
-
-def job_seconds(place: Place, num_pages: int, num_blocks: int = 64, page_bytes: int = 4096, repeats: int = 9) -> float:
-    """Return the CPU time of the engine's thread to submit a store of ``num_blocks`` scattered blocks of ``num_pages``
-    pages each, and to take its result. The size of a page hardly affects it."""
-    with place.rig(num_pages, page_bytes, 2 * num_blocks) as rig:
-        order = np.random.default_rng(0).permutation(rig.num_blocks).tolist()
-        blocks, slots = order[:num_blocks], order[num_blocks:]
-        times = []
-        for _ in range(repeats):
-            times += thread_medians(lambda: rig.submit_store(blocks, slots), repeats=1)
-            rig.finish()
-    return sorted(times)[len(times) // 2]
-
-
-def pinning_speed(device: CudaDevice, num_bytes: int) -> float:
-    """Return the bytes per second for memory that was never touched, as at startup."""
-    from kvoffload.cpu.copy.numa import node_of_device
-    from kvoffload.cpu.copy.pinning import PinnedRegion
-
-    device.driver.use_device(device.number)
-    region = SharedOffloadRegion.anonymous(1, num_bytes)
-    node = node_of_device(device.driver.pci_bus_id(device.number))
-    start_s = time.perf_counter()
-    pinned = PinnedRegion(device.driver, region.create_kv_memoryview(), node)
-    seconds = time.perf_counter() - start_s
-    pinned.unpin()
-    region.close()
-    return num_bytes / seconds
-
-
-def matmul_slowdown(place: Place, page_bytes: int, num_bytes: int, layers: int) -> float | None:
-    """Return how much longer a matrix product takes while blocks are copied in both directions: 0.03 is 3%. ``None`` if
-    torch finds no GPU. The place's compute stream must be idle, and differ from torch's current stream."""
-    import torch
-
-    cuda: Any = torch.cuda  # its streams and events are not annotated
-    if not cuda.is_available():
-        return None
-    side, products = 8192, 60
-    left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(left)
-    stream = cuda.Stream()
-    num_blocks = max(1, num_bytes // page_bytes // layers)
-
-    def seconds(while_running: Callable[[], object]) -> float:
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        with cuda.stream(stream):
-            start.record()
-            for _ in range(products):
-                torch.mm(left, right, out=out)
-            end.record()
-
-        def has_ended() -> bool:
-            while_running()
-            return bool(end.query())
-
-        wait_for_copies(has_ended, nap_s=0)
-        return float(start.elapsed_time(end)) / 1e3
-
-    with place.rig(layers, page_bytes, 4 * num_blocks) as rig:
-        _, _, copy = _scattered_jobs(rig)
-        rounds = [(seconds(lambda: time.sleep(1e-3)), seconds(copy)) for _ in range(5)]
-    cuda.synchronize()
-    alone, beside = (sorted(column)[len(rounds) // 2] for column in zip(*rounds, strict=True))
-    return float(beside / alone - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ byte for byte

@@ -16,11 +16,8 @@ LEAST_RATIOS = {4 << 10: 0.08, 16 << 10: 0.1, 32 << 10: 0.5, 64 << 10: 0.7, 256 
 _SMALL_PAGE_BYTES = 64 << 10
 _BOTH_RATIO = 0.85
 _LEAST_BOTH_BYTES = 256 << 10
-_JOB_S = 1e-3
-_SLOWDOWN = 0.03
 _LINK_SHARE = 0.6
 _LEAST_CORES = 4
-_LONG_PINNING_S = 60
 
 
 class Severity(IntEnum):
@@ -182,24 +179,3 @@ def _of_device(device: Device, report: Report) -> Iterator[Finding]:
             f"the machine has {report.host.numa_nodes} NUMA nodes, and the kernel does not say which one the GPU is on",
             "bind the engine to one of them (numactl), and compare the doctor's figures on each",
         )
-    if report.job_s is not None and report.job_s > _JOB_S:
-        yield Finding(
-            Severity.WARNING,
-            f"a job of 64 blocks of 64 layers uses {report.job_s * 1e3:.1f} ms of the engine's thread, above "
-            f"{_JOB_S * 1e3:.0f} ms",
-            "set a kv_cache_layout that puts the layers of a block side by side, or use a larger block_size",
-        )
-    if report.matmul_slowdown is not None and report.matmul_slowdown > _SLOWDOWN:
-        yield Finding(
-            Severity.WARNING,
-            f"a matrix product takes {report.matmul_slowdown:.0%} longer beside copies, above {_SLOWDOWN:.0%}",
-            "run the doctor again on an idle GPU; if the result is the same, report this output",
-        )
-    if report.pinned_bytes_per_s is not None and report.cpu_bytes is not None:
-        seconds = report.cpu_bytes / report.pinned_bytes_per_s
-        if seconds > _LONG_PINNING_S:
-            yield Finding(
-                Severity.NOTE,
-                f"each rank needs {seconds:.0f} s at startup to pin {format_bytes(report.cpu_bytes)}",
-                "allow for this time in the server's startup probe, or lower cpu_bytes_to_use",
-            )

@@ -97,10 +97,3 @@ class Report:
     checked: Checked
     pages: tuple[PageSpeed, ...]
     """Copies between the GPU and host memory, or within host memory without a GPU."""
-    job_s: float | None
-    """CPU time of the engine's thread for a job of 64 scattered blocks of 64 layers, each a page."""
-    side_by_side_job_s: float | None
-    """The same for blocks whose layers are adjacent: 64 pages."""
-    pinned_bytes_per_s: float | None
-    matmul_slowdown: float | None
-    """How much longer a matrix product takes while blocks are copied both ways: 0.03 is 3%."""
