@@ -376,19 +376,6 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def lock_holders(root: str, suffix: str) -> list[str]:
-    """Return the other processes that hold a lock on a file with this ``suffix`` under ``root``, if this process may
-    see them."""
-    found = list[str]()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        for fd, path in _open_under((os.path.realpath(root),), process):
-            with contextlib.suppress(OSError):
-                if path.endswith(suffix) and int(process) != os.getpid() and _is_locked(process, fd):
-                    found.append(f"process {process} ({printable(_text(f'/proc/{process}/comm').strip())})")
-                    break
-    return found
-
-
 def _open_under(roots: Iterable[str], process: str) -> Iterator[tuple[int, str]]:
     """Yield the descriptors of a process that are open under ``roots``, with their paths."""
     within = tuple(f"{root}/" for root in roots)

@@ -282,44 +282,6 @@ class TestAdoption:
         assert ran.returncode == (9 if is_locked else 0), ran.stderr
         assert (tmp_path / "kv" / "server.log").read_bytes() == (b"" if is_locked else b"a line")
 
-    def test_who_holds_all_slabs_is_said(self, open_store, neighbour, monkeypatch, caplog) -> None:
-        monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
-        child = neighbour(slab_of(8), 0, 8)
-        store = open_store(max_bytes=slab_of(8))
-        for number in range(40, 44):
-            may_grow(store)
-            assert write(store, KEYS[number]) == [False]
-        (said,) = [record.getMessage() for record in caplog.records if "locked by" in record.getMessage()]
-        assert f"process {child.pid} " in said
-
-    def test_a_server_that_can_make_no_slab_says_who_has_the_lock(
-        self, open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """An example is a neighbour that was stopped while it made a slab."""
-        monkeypatch.setattr(quota_module, "_SAY_AFTER_S", 0.0)
-        store = open_store()
-        script = (
-            "import fcntl, sys\n"
-            "file = open(sys.argv[1], 'w')\n"
-            "fcntl.flock(file, fcntl.LOCK_EX)\n"
-            "open('/proc/self/comm', 'w').write('evil\\x1b[2Jname')\n"
-            "print('locked', flush=True)\n"
-            "sys.stdin.read()\n"
-        )
-        path = tmp_path / "kv" / CONTROL_DIR / "slabs"
-        path.touch()
-        with subprocess.Popen(
-            [sys.executable, "-c", script, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as holder:
-            assert holder.stdout is not None
-            holder.stdout.readline()
-            for _ in range(2):
-                assert write(store, KEYS[0]) == [False]
-                may_grow(store)
-            holder.kill()
-        (said,) = [record.getMessage() for record in caplog.records if "stores no block" in record.getMessage()]
-        assert f"it cannot create a slab, because its root is locked by process {holder.pid} (evil\\x1b[2Jname)" in said
-
     def test_a_stopped_neighbour_is_waited_for_by_nobody(self, open_store, neighbour) -> None:
         child = neighbour(two_slabs(), 0, 40)
         child.stop()

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from kvoffload.cpu.memory_limits import available_bytes, check_pool, memory_file_system
 from kvoffload.errors import ConfigError
 from kvoffload.tiering.stores.disk.directory import (
-    LOCK_NAME,
     SlabDirectory,
     SlabSeen,
     is_unused,
@@ -33,14 +32,13 @@ from kvoffload.tiering.stores.disk.directory import (
     try_remove,
 )
 from kvoffload.tiering.stores.disk.file import TOO_MANY_FILES, SlabFile, SlabRefused, most_slabs
-from kvoffload.tiering.stores.disk.format import TABLE_SUFFIX, SlabFormat
+from kvoffload.tiering.stores.disk.format import SlabFormat
 from kvoffload.tiering.stores.disk.open_slab import Slab
 from kvoffload.tiering.stores.disk.slabs import Slabs
 from kvoffload.tiering.stores.root import (
     SAFE,
     Access,
     display_name,
-    lock_holders,
     make_file,
     open_control,
     plain_beside,
@@ -63,7 +61,6 @@ _WANT_S = 10.0
 """Seconds for which a process asks others for a slab after it found no room."""
 _STALE_S = 5.0
 """Seconds after which an unrenewed request is ignored: its process is stopped, and would not take a slab."""
-_SAY_AFTER_S = 15.0
 _GIVEN_S = 5.0
 """Seconds for which a slab that was given away is reserved for others."""
 _NAME = re.compile(r"want-(\d{1,6})-([0-9a-f]{16})-([0-9a-f]{16})")
@@ -92,8 +89,6 @@ class Quota:
         """Whether nothing is written here again, so that any process that asks gets a slab."""
         self._error: OSError | None = None
         self._wants_until_s = 0.0
-        self._lacks_all_since_s: float | None = None
-        self._is_lack_said = False
         self._request = PostedRequest(self._root, self._identity, self._access)
         self.drops_plain = False
         self._plain_in_use = set[str]()
@@ -215,9 +210,7 @@ class Quota:
                     self._slabs.register(file, is_own=True)
                     return True
                 self._wants_until_s = time.monotonic() + _WANT_S
-                self._say_who_has_all(TABLE_SUFFIX, "all its slabs are")
             except BlockingIOError:
-                self._say_who_has_all(f"/{LOCK_NAME}", "it cannot create a slab, because its root is")
                 return False  # this is unrelated to the quota, so the next write tries again
             except OSError as exc:
                 self._error = exc
@@ -228,20 +221,6 @@ class Quota:
                 self._lock.release()
         self.not_before_s = time.monotonic() + _GROW_S
         return False
-
-    def _say_who_has_all(self, suffix: str, what: str) -> None:
-        """Log once, if this process has had no slab for a while, that it stores nothing, and name the processes that
-        hold a lock on a file with this ``suffix``."""
-        now_s = time.monotonic()
-        if self._slabs.num_slots:
-            self._lacks_all_since_s, self._is_lack_said = None, False
-            return
-        if self._lacks_all_since_s is None:
-            self._lacks_all_since_s = now_s
-        if not self._is_lack_said and now_s - self._lacks_all_since_s >= _SAY_AFTER_S:
-            self._is_lack_said = True
-            who = ", ".join(lock_holders(self._root, suffix)) or "processes that this one cannot see"
-            _log.warning("The store at %s stores no block: %s locked by %s.", self._root, what, who)
 
     def _make_slab(self, name: str) -> SlabFile | None:
         """Create a slab, locked; return ``None`` if the quota has no room for it. Raises ``BlockingIOError`` if another
