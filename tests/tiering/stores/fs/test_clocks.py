@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.sizes import by_size
@@ -42,27 +41,6 @@ def test_blocks_that_are_written_after_a_clock_was_wrong_stay(open_store, tmp_pa
         if first > 100:  # unknown until the first listing
             assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
     assert not here(store, *keys_of(*range(80))), "the oldest went first"
-
-
-def test_times_at_the_end_of_a_file_system_starve_nobody(
-    open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems end in 2038. A wrong clock, or another program, has dated files there."""
-    end_ns, real = (2**31 - 1) * 10**9, os.utime
-
-    def utime(path: Any, ns: tuple[int, int] | None = None, **rest: Any) -> None:
-        real(path, **rest if ns is None else {"ns": (min(ns[0], end_ns), min(ns[1], end_ns))})
-
-    monkeypatch.setattr(os, "utime", utime)
-    store = open_store(max_bytes=room_for(40))
-    fill(store, range(80))
-    for path in files(tmp_path):
-        os.utime(path, ns=(end_ns, end_ns))
-    for first in range(100, by_size(240, 400), 20):
-        fill(store, range(first, first + 20))
-        if first > 100:
-            assert here(store, *keys_of(*range(first, first + 20))) == set(keys_of(*range(first, first + 20)))
-    assert not here(store, *keys_of(*range(80)))
 
 
 @needs_root

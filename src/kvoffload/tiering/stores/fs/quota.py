@@ -34,7 +34,6 @@ _MOST_IN_A_WRITE = 4096
 """Number of files that one write lists or deletes. A slow mount needs a quarter of a millisecond for each."""
 _STEP_NS = 1000
 """Difference between the times of two files if this host's clock is behind the root's."""
-_DAY_NS = 86_400 * 10**9
 _AHEAD_NS = 60 * 10**9
 """A root whose newest file is dated so far ahead of its clock has files that a wrong clock has dated."""
 
@@ -91,8 +90,6 @@ class Quota:
         self._kept_bytes = self._share_bytes - int(margin * file_bytes)
         self._newest_ns = self._now_ns = 0
         """The time of the newest file in any listing so far, and the clock of the root at the last write."""
-        self._proven_ns, self._end_ns = 0, 1 << 63
-        """A time that the file system has, and its last time, once known."""
         self._lock = threading.Lock()
         self._begun: deque[tuple[frozenset[int], Generator[_Part, None, None]]] = deque()
         """Unfinished listings, by their fans. A thread removes one while it works on it."""
@@ -120,20 +117,7 @@ class Quota:
         """Give a file a later time than the newest file of the root. Raises ``OSError``."""
         with self._lock:
             self._newest_ns = newest_ns = self._newest_ns + _STEP_NS
-        if newest_ns <= self._proven_ns or self._may_be_later(fd, newest_ns):
-            os.utime(fd, ns=(newest_ns, newest_ns))
-
-    def _may_be_later(self, fd: int, newest_ns: int) -> bool:
-        """Return whether the file system has times after ``newest_ns``. Some end in 2038. If not, files with its last
-        time count as the oldest, and the file gets the current time."""
-        os.utime(fd, ns=(newest_ns + _DAY_NS, newest_ns + _DAY_NS))
-        stored_ns = os.fstat(fd).st_mtime_ns
-        if stored_ns > newest_ns + _DAY_NS // 2:
-            self._proven_ns = newest_ns + _DAY_NS
-            return True
-        self._end_ns, self._newest_ns = stored_ns, 0
-        os.utime(fd)
-        return False
+        os.utime(fd, ns=(newest_ns, newest_ns))
 
     def keep(self, published: Iterable[tuple[OffloadKey, str]]) -> list[str]:
         """List the fans that are due, after files were published. Returns the paths of deleted files."""
@@ -245,15 +229,11 @@ class Quota:
             for directory in directories.get(fan, ()):
                 with contextlib.suppress(OSError):
                     for names in names_in(self._root, directory, self._access):
-                        seen = [self._sane(file) for file in seen_in(self._root, directory, self._access, names)]
+                        seen = seen_in(self._root, directory, self._access, names)
                         newest_ns = max((file.written_ns for file in seen), default=0)
                         with self._lock:
                             self._newest_ns = max(self._newest_ns, newest_ns)
                         yield len(names), seen
-
-    def _sane(self, file: FileSeen) -> FileSeen:
-        """Return the file, as the oldest if it is a block with the last time of the file system."""
-        return file._replace(written_ns=0) if file.is_block and file.written_ns >= self._end_ns else file
 
     def _swept(self, seen: Sequence[FileSeen]) -> list[FileSeen]:
         """Return the blocks among the files that were ``seen``. Deletes temporary files of dead writers."""
