@@ -227,7 +227,8 @@ class Faults:
     def _clear(self) -> None:
         with contextlib.suppress(ConfigError, OSError):  # other faults have made the directory unfit
             root = StoreRoot(self._root / "files")
-            root.clear(self._chance.choice(root.directories() or [""]))
+            for directory in root.directories():
+                root.clear(directory)
 
     def _fail(self, call: str, number: int, milliseconds: int = 0) -> None:
         plan = self._plan
