@@ -738,8 +738,11 @@ def test_embeddings_are_left_out_where_blocks_outlive_the_process_and_their_byte
     keys = [generate_block_hash_extra_keys(request, 0, 4, 0)[0] for request in (one, other)]
     assert keys[0] == keys[1]
     requests = asked(None), one, other, asked(embeddings, [True, False, False, False])
-    for extra, left_out in ((NAMED, [False, False, True, True]), ({"cpu_bytes_to_use": "1MiB"}, [False] * 4)):
-        assert [*map(_left_out(parse_config(extra), torch.bfloat16), requests)] == left_out
+    model = SimpleNamespace(enable_prompt_embeds=True, dtype=torch.bfloat16)
+    is_left_out = _left_out(model, parse_config(NAMED))
+    assert is_left_out is not None
+    assert [*map(is_left_out, requests)] == [False, False, True, True]
+    assert _left_out(model, parse_config({"cpu_bytes_to_use": "1MiB"})) is None
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
