@@ -8,6 +8,8 @@
   disk.
 * The additional cost of a decode step with the connector if nothing hits. Two engines in two processes take turns of a
   few dozen steps.
+* The additional cost of whole requests if nothing hits: a saturated vLLM with host memory, and with a disk below it,
+  compared with vLLM alone. The four engines take turns. One more vLLM alone shows how much two equal engines differ.
 
 This is not one of ``BENCHES``, because the development environment lacks vLLM.
 """
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,10 @@ VOCAB = 512
 def run(short: bool) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), layers=2 if short else 8, hidden=128 if short else 1024)
-        return [*time_to_first_token(directory, short), *step_overhead(directory, short)]
+        rows = [*time_to_first_token(directory, short), *step_overhead(directory, short)]
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(Path(directory), layers=2 if short else 4, hidden=128 if short else 256)
+        return [*rows, *zero_hits(directory, short)]
 
 
 def write_model(directory: Path, layers: int, hidden: int) -> None:
@@ -94,6 +100,27 @@ def step_overhead(model: str, short: bool) -> list[Row]:
     return rows
 
 
+def zero_hits(model: str, short: bool) -> list[Row]:
+    turns, requests = (2, 4) if short else (21, 24)
+    with bench_directory() as disk, ExitStack() as stack:
+        ways = {"vLLM again": "", "host memory": "cpu", "host memory and a disk": disk}
+        bare = stack.enter_context(Child(model, ""))
+        children = {way: stack.enter_context(Child(model, offload)) for way, offload in ways.items()}
+        taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ["", *ways]}
+        for turn in range(turns + 2):  # the first two are a warm-up
+            order = [("", bare), *children.items()]
+            for way, child in order if turn % 2 else order[::-1]:
+                taken[way].append(child.ask("serve", requests=requests))
+    rows = []
+    for index, clock in enumerate(("wall clock", "processor time of the engine's thread")):
+        without = statistics.median(times[index] for times in taken[""][2:])
+        for way in ways:
+            ratio = statistics.median(own[index] / base[index] for own, base in zip(taken[way][2:], taken[""][2:]))
+            case = f"{requests} requests of 256 and 64 tokens, nothing hits, {clock}, {way}"
+            rows.append(Row(case, ratio * without, "s", f"vLLM alone ({without:.2f} s)", ratio, "<= 1.01"))
+    return rows
+
+
 class Child:
     """A process with an engine, which answers questions one at a time.
 
@@ -110,6 +137,9 @@ class Child:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # glibc would return large tensors to the kernel in some processes and not in others, which costs up to 7%.
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, "--child", model, "--offload", offload],
@@ -181,6 +211,7 @@ class BenchEngine:
             block_size=BLOCK_TOKENS,
             num_gpu_blocks_override=200,
             kv_cache_memory_bytes=1 << 29,
+            max_num_seqs=32,
             max_num_batched_tokens=8192,
         )
         self._rng = random.Random(5)
@@ -224,6 +255,16 @@ class BenchEngine:
             engine.add_request(f"long{number}", self._prompt(140), parameters)
         for _ in range(10):
             engine.step()
+
+    def serve(self, requests: int) -> tuple[float, float]:
+        """Serve new prompts of 256 tokens, all at once, with 64 generated tokens each. Returns the elapsed seconds and
+        this thread's CPU seconds."""
+        from vllm import SamplingParams
+
+        prompts = [self._prompt(256) for _ in range(requests)]
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        self._llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - start, time.thread_time() - start_cpu
 
     def steps(self, count: int) -> tuple[float, float]:
         """Return the mean elapsed seconds of a step, and this thread's CPU seconds, which other work disturbs less."""
