@@ -5,7 +5,9 @@ Work is counted in lines of the control plane that run, or in calls, never in se
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import pytest
 from tests.connector.rig import BT, FULL
@@ -30,6 +32,22 @@ POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "density"])
 
 def lines_of_both(call: Callable[[], object]) -> int:
     return lines_run(call, HOST_ROOM.removesuffix("cpu"))
+
+
+def functions_called(call: Callable[[], object]) -> int:
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
 
 
 def test_the_end_of_a_step_is_linear_in_the_prompts_whose_reads_it_submits() -> None:
@@ -175,6 +193,42 @@ def test_the_end_of_a_store_costs_the_same_however_many_requests_wait() -> None:
         lines.append(lines_of_both(lambda: rig.manager.complete_store(stored, running)))  # noqa: B023
         rig.manager.check_invariants()
     assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("succeed", [True, False])
+def test_the_blocks_of_a_shared_prefix_that_arrive_together_concern_each_request_once(succeed: bool) -> None:
+    calls = []
+    for num_blocks in (1, 16):
+        rig = Rig(64, promotion_share=1.0)
+        blocks = prefix(num_blocks)
+        rig.below(blocks)
+        for number in range(100):
+            rig.manager.lookup_prefix(blocks, rig.start(f"r{number}"))
+        rig.step()
+        rig.tier.finish(success=succeed)
+        calls.append(functions_called(rig.manager.on_schedule_end))
+        rig.manager.check_invariants()
+    assert calls[1] < 2 * calls[0]
+
+
+def test_requests_that_share_more_than_the_limit_of_claims_are_not_searched_for_again_until_there_is_room() -> None:
+    """50 requests for one prefix of 800 blocks took seconds in each step."""
+    rig = Rig(40, promotion_share=0.5)
+    rig.tier.take_news = list  # type: ignore[method-assign]
+    blocks, others = prefix(60), prefix(10, of="other")
+    rig.below([*blocks, *others])
+    first = rig.start("first")
+    rig.manager.lookup_prefix(others, first)
+    requests = [rig.start(f"r{number}") for number in range(20)]
+    for request in requests:
+        assert rig.manager.lookup_prefix(blocks, request) == [*[None] * 10, False]
+    rig.step()
+    assert all(map(rig.manager.is_unchanged, requests))
+    rig.manager.on_request_finished(first)
+    rig.finish()
+    assert not any(map(rig.manager.is_unchanged, requests))
+    for request in requests:
+        assert rig.manager.lookup_prefix(blocks, request) == [*[True] * 10, *[None] * 10, False]
 
 
 def test_one_answer_of_a_tier_costs_the_same_however_many_requests_wait_for_others() -> None:

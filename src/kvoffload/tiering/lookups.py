@@ -98,11 +98,11 @@ class Lookups:
                 request.context.tokens_ahead is not None or self._is_nowhere(request, request.missing)
             )
         if request.context.tokens_ahead is not None:  # also if it has had its turn, and waits for GPU blocks
-            return wait.is_settled and not wait.declined
+            return self._waits.is_settled(wait) and not wait.declined
         if wait.is_ahead:
             return False  # its turn has come
         self._take_in()
-        return wait.is_settled and not self._waits.is_over(request) and not self._is_due(wait)
+        return self._waits.is_settled(wait) and not self._waits.is_over(request) and not self._is_due(wait)
 
     def where(self, request: TierRequest, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Return for each of ``keys`` whether host memory or a tier has it; ``None``: not known yet. Changes nothing
@@ -195,7 +195,7 @@ class Lookups:
             # Reserve.
             self._reserve(wait, keys[:stop], segments, answers, unanswered)
             if plan is not None:
-                if unanswered.is_kept:
+                if unanswered.is_kept and not unanswered.lacks_share:
                     self._waits.note_reads(wait, plan)
                 self._probe(wait, keys, plan)
                 if is_due:
@@ -309,7 +309,8 @@ class Lookups:
                     begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys[first:absent])
                     answers += [None] * begun
                     if first + begun < absent:
-                        unanswered.is_kept = False  # it waits for room
+                        unanswered.lacks_share = self._waits.is_full
+                        unanswered.is_kept = unanswered.lacks_share  # no event tells of room in host memory
                         return
                 else:
                     self._waits.begin(wait)

@@ -65,6 +65,8 @@ class Unanswered:
     """The tiers whose answers the request waits for."""
     is_kept: bool = True
     """Whether an event will report any change. Otherwise the request is looked up again each time it asks."""
+    lacks_share: bool = False
+    """Whether it waits for other claims to end, so that another lookup is useless while the limit is reached."""
     is_awaited: bool = False
     """Whether the wait's clock runs for the first of ``keys``."""
 
@@ -141,11 +143,6 @@ class Wait:
     def hits(self) -> Collection[OffloadKey]:
         """The blocks with the answer ``True`` in this step, in order, until the wait begins."""
         return () if self.has_begun else self.claims.keys()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no event has made another lookup useful since its answers were given."""
-        return not self.is_dirty and all(each.is_kept for each in self.asked.values())
 
     @property
     def is_awaiting(self) -> bool:

@@ -9,7 +9,7 @@ its last answers. ``Waits`` alone writes a ``Wait``; other parts report events.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, inf
 
@@ -95,6 +95,17 @@ class Waits:
         """Return whether ``request`` has used up its time, so that it may neither begin nor continue to wait."""
         waited_s = 0.0 if request.wait is None else request.wait.waited_s(self._clock())
         return waited_s >= request.budget_s
+
+    def is_settled(self, wait: Wait) -> bool:
+        """Return whether nothing has made another lookup useful since the wait's answers were given."""
+        if wait.is_dirty or not all(rest.is_kept for rest in wait.asked.values()):
+            return False
+        return self.is_full or not any(rest.lacks_share for rest in wait.asked.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the limit of claims is reached."""
+        return len(self._claims) >= self.most_claimed
 
     def room_beside(self, hits: Collection[OffloadKey]) -> int:
         """Return how many unclaimed blocks may be promoted in addition to ``hits``, which a request will claim when it
@@ -198,7 +209,7 @@ class Waits:
             return True
         claim = self._claims.get(key)
         if claim is None:
-            if len(self._claims) >= self.most_claimed:
+            if self.is_full:
                 return False
             claim = self._claims[key] = {}
         claim[wait] = None
@@ -362,14 +373,16 @@ class Waits:
         claimed = [key for key in keys if key in self._claims] if self._claims else ()
         if not claimed:
             return
+        num_arrived = Counter[Wait]()
         for key in claimed:
             for wait in self._claims[key]:
-                if not wait.claims[key]:
-                    wait.claims[key] = True
-                    self._add_awaited(wait, -1, now_s)
-                    wait.is_dirty |= not wait.num_awaited
+                num_arrived[wait] += not wait.claims[key]
+                wait.claims[key] = True
                 if source is not None:
                     wait.sources[key] = source
+        for wait, count in num_arrived.items():
+            self._add_awaited(wait, -count, now_s)
+            wait.is_dirty |= bool(count) and not wait.num_awaited
         self._hold([key for key in claimed if self._claims[key]])
         self._drop_unclaimed(claimed)
 
@@ -393,6 +406,7 @@ class Waits:
             return
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         released: list[OffloadKey] = []
+        num_awaited = Counter[Wait]()
         for key in keys:
             claim = self._claims.pop(key, None)
             if claim is None:
@@ -401,14 +415,15 @@ class Waits:
                 del self._held[key]
                 released.append(key)
             for wait in claim:
-                was_awaited = not wait.claims.pop(key)
+                num_awaited[wait] += not wait.claims.pop(key)
                 wait.is_dirty = True
-                self._add_awaited(wait, -was_awaited, now_s)
                 if verdict is not None:
                     wait.request.verdicts[key] = verdict
                 elif wait.sources.pop(key, None) is not None:
                     wait.lost.add(key)
                     wait.request.verdicts[key] = Miss.NO_ROOM
+        for wait, count in num_awaited.items():
+            self._add_awaited(wait, -count, now_s)
         self._slots.unpin(released)
 
     def refuse(self, request: TierRequest, keys: Iterable[OffloadKey], verdict: Miss) -> None:
