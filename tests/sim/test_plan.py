@@ -102,9 +102,13 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float, monkeypatch: py
             is_carried = goal.is_soon_enough(simulate(trace.stretched(1 / middle), server, hashes=hashes))
             low, high = (middle, high) if is_carried else (low, middle)
         searched.clear()
-        found = highest_load(trace, (at_first, goal), hashes=hashes)
+        found = highest_load(trace, (at_first, goal, None), hashes=hashes)
         assert len(searched) <= 6
         assert 0.8 * low < found / trace.requests_per_s < 1.03 * high
+        searched.clear()
+        again = highest_load(trace, (at_first, goal, found), hashes=hashes)
+        assert len(searched) <= 3, "the search began at the load that was found before"
+        assert found <= again < 1.03 * high * trace.requests_per_s
 
 
 @pytest.mark.parametrize("goal", [Goal(ttft_s=0.5), Goal(ttft_s=1e-6)])
@@ -119,7 +123,7 @@ def test_a_search_stops_replays_of_loads_that_are_too_high(goal: Goal, monkeypat
         return ran[-1][1]
 
     monkeypatch.setattr("kvoffload.sim.plan.simulate", replayed)
-    highest_load(trace, (at_first, goal), hashes=trace.hashes())
+    highest_load(trace, (at_first, goal, None), hashes=trace.hashes())
     ended = [(each, run) for each, run in ran if run.sum_of("requests") < len(trace)]
     assert ended and len(ran) <= 8
     for faster, so_far in ended:

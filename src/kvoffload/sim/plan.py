@@ -146,9 +146,11 @@ def make_plan(
         plan = Plan(goal, without, alone, without)
         if goal.ttft_s is None:
             return plan
-        # Tiers may still save servers: the largest sizes tell.
-        disks = (0, *disk_sizes[-1:])
-        largest = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for cpu in cpu_sizes[-1:] for disk in disks]
+        # Tiers may still save servers: the largest host memory tells, and a disk below it, or below less of it if the
+        # largest holds all blocks.
+        below = cpu_sizes[-1:] if cpu_sizes and cpu_sizes[-1] < footprint else cpu_sizes[:3][-1:]
+        largest = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes[-1:]]
+        largest += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for cpu in below for disk in disk_sizes[-1:]]
         tried = sweep(trace, largest, processes, progress)
         return replace(plan, capacities=_capacities(trace, plan, tried.results, prices, processes, progress))
     grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
@@ -219,20 +221,24 @@ def _capacities(
     # If its first requests arrive at once, they do so at any rate.
     short = trace if short.requests_per_s == math.inf else short.at_rate(busiest.requests_per_s)
     with runner(highest_load, short.whole_blocks(), num_processes(processes, len(runs)), progress) as run_each:
-        rates = run_each([(run, plan.goal) for _, run in runs])
+        rates = run_each([(run, plan.goal, None) for _, run in runs[:2]])
+        # A disk changes little about the load that a server with host memory carries.
+        rates += run_each([(run, plan.goal, rates[1]) for _, run in runs[2:]])
     return tuple(Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True))
 
 
-def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes]) -> float:
+def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hashes: list[bytes]) -> float:
     """The most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a tenth less.
 
-    The trace arrives faster or slower than it does. The run of ``asked`` shows where to begin. A replay ends as soon as
-    the server cannot carry its load any more.
+    The trace arrives faster or slower than it does. ``asked`` has a run of the server, the goal, and the load that a
+    similar server carries, if that is known; the search begins at this load, or where the run shows. A replay ends as
+    soon as the server cannot carry its load any more.
     """
-    run, goal = asked
+    run, goal, expected = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate
         return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
     low, high, factor, most, longest_s = 0.0, math.inf, 1.0, math.inf, run.ttft_s["max"]
+    guess = (expected or 0.0) / trace.requests_per_s
 
     def is_carried(run: Result) -> bool:
         # A load that grows may leave a server far behind at its end, and not busy before.
@@ -247,9 +253,12 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal], *, hashes: list[bytes
         is_close = carried and run.utilisation > _ALMOST * SATURATED
         if not tries_left or is_close or (low and high / low < _CLOSE):
             break
-        factor *= _change(run, goal, is_carried=carried)
-        # If the guess after a run that failed was good, a little more fails, and ends the search.
-        factor, most = (min(factor, most), math.inf) if carried else (factor, factor * (_CLOSE - 0.01))
+        if low < guess < high:
+            factor, most, guess = guess, guess * (_CLOSE - 0.01), 0.0
+        else:
+            factor *= _change(run, goal, is_carried=carried)
+            # If the guess after a run that failed was good, a little more fails, and ends the search.
+            factor, most = (min(factor, most), math.inf) if carried else (factor, factor * (_CLOSE - 0.01))
         if low and high < math.inf and not low < factor < high:
             factor = math.sqrt(low * high)
         run = simulate(
