@@ -72,11 +72,14 @@ def sweep(
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
-    """The index at which a curve of hit rates bends most: furthest above the straight line between its ends.
+    """The index at which a curve of hit rates bends most: furthest above the straight line between its ends. The first
+    if the curve does not rise.
 
     ``capacities`` rise. (V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCSW 2011.)
     """
-    if len(capacities) < 3 or rates[-1] <= rates[0]:
+    if rates[-1] <= rates[0]:
+        return 0
+    if len(capacities) < 3:
         return len(capacities) - 1
     across, up = capacities[-1] - capacities[0], rates[-1] - rates[0]
     heights = [
