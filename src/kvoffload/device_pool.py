@@ -84,21 +84,21 @@ class DevicePool:
         fresh = max(min(count - len(taken), self.num_blocks - self._next), 0)
         taken += range(self._next, self._next + fresh)
         self._next += fresh
-        while len(taken) < count and self._free:
-            block, _ = self._free.popitem(last=False)
-            if (key := self._key_of.pop(block, None)) is not None:
+        free, key_of = self._free, self._key_of
+        for _ in range(min(count - len(taken), len(free))):
+            block, _ = free.popitem(last=False)
+            if (key := key_of.pop(block, None)) is not None:
                 self._forget(block, key)
             taken.append(block)
         if (missing := count - len(taken)) > 0:
             self._next = max(self._next, self.num_blocks)
             taken += range(self._next, self._next + missing)
             self._next += missing
-        for block in taken:
-            self._users[block] = 1
+        self._users.update(dict.fromkeys(taken, 1))
         return taken
 
     def _forget(self, block: int, key: bytes) -> None:
-        copies = self._copies.get(key)
+        copies = self._copies.get(key) if self._copies else None
         if self._block_of[key] != block:
             assert copies is not None
             copies.remove(block)
@@ -113,33 +113,35 @@ class DevicePool:
         """Let others find ``blocks`` by these keys. Leaves out blocks that do not exist."""
         if not self.num_blocks:
             return
+        num_blocks, key_of, block_of = self.num_blocks, self._key_of, self._block_of
         for block, key in zip(blocks, keys):
-            if not 0 <= block < self.num_blocks or block in self._key_of:
+            if not 0 <= block < num_blocks or block in key_of:
                 continue
-            if key not in self._block_of:
-                self._block_of[key], self._key_of[block] = block, key
+            if key not in block_of:
+                block_of[key], key_of[block] = block, key
             elif self._finds_copies:
                 self._copies.setdefault(key, []).append(block)
-                self._key_of[block] = key
+                key_of[block] = key
 
     def release(self, blocks: Sequence[int], unfilled: Sequence[int] = ()) -> None:
         """Remove a user from each of these blocks. The tail is freed first, so it is taken first. Blocks that are not
         filled (``unfilled``) cannot be found again, so they are taken before all others."""
         if not self.num_blocks:
             return
-        for block in reversed(blocks):
-            if self._is_freed(block):
-                self._free[block] = None
-        self._first += [block for block in unfilled if self._is_freed(block)]
+        self._free.update(dict.fromkeys(self._freed(reversed(blocks))))
+        self._first += self._freed(unfilled)
 
-    def _is_freed(self, block: int) -> bool:
-        """Remove a user, and return whether the block is then free."""
-        users = self._users
-        users[block] -= 1
-        if users[block]:
-            return False
-        del users[block]
-        return block < self.num_blocks
+    def _freed(self, blocks: Iterable[int]) -> list[int]:
+        """Remove a user from each of these blocks, and return the blocks that are then free."""
+        users, num_blocks, freed = self._users, self.num_blocks, list[int]()
+        for block in blocks:
+            if (others := users[block] - 1) > 0:
+                users[block] = others
+            else:
+                del users[block]
+                if block < num_blocks:
+                    freed.append(block)
+        return freed
 
     def forget_all(self) -> None:
         """Forget all content. Users keep their blocks."""

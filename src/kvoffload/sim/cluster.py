@@ -16,6 +16,8 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -91,6 +93,8 @@ class Machine:
     ) -> None:
         self.config = config
         self.clock = VirtualClock()
+        self._time_s = partial(attrgetter("now_s"), self.clock)
+        """Returns the clock's time. It is asked so often that a call of the clock itself takes too long."""
         self.disk: SimDisk | None = None
         if config.disk_blocks:
             self.disk = SimDisk(
@@ -109,7 +113,7 @@ class Machine:
             hashes,
             config,
             self.manager,
-            self.clock,
+            self._time_s,
             next_tier_end_s=self._next_tier_end_s,
             on_first_token=on_first_token,
             on_end=on_end,
@@ -140,7 +144,7 @@ class Machine:
                 config.block_bytes,
                 (trace.block_tokens, *[0] * config.state_slots) if config.load_policy == "cost" else (),
             ),
-            clock=self.clock,
+            clock=self._time_s,
         )
 
     def _next_tier_end_s(self) -> float | None:
@@ -298,7 +302,8 @@ class _Replay:
         machine.state.requests -= 1
         machine.state.tokens -= int(self._trace.input_tokens[request])
         machine.requests += 1
-        machine.hits.update(hits)
+        for tier, blocks in hits.items():
+            machine.hits[tier] += blocks
         is_first = self._first_token_s[request] < 0
         if is_first:
             self._first_token_s[request] = time_s

@@ -364,8 +364,10 @@ class Engine:
         return end_s
 
     def _seconds(self, step: _Step) -> float:
-        tokens = sum(count for _, count in step.prompts)
-        pairs = sum(count * (request.computed + count / 2) for request, count in step.prompts)
+        tokens, pairs = 0, 0.0
+        for request, count in step.prompts:
+            tokens += count
+            pairs += count * (request.computed + count / 2)
         return self._config.step_seconds(tokens, pairs, step.num_decodes, self._context)
 
     def end(self) -> None:
@@ -374,8 +376,10 @@ class Engine:
         assert step is not None
         ended = self._count_tokens(step.count) if step.num_decodes else []
         # In the order in which they began to run, which is the order in which an engine frees their blocks.
-        computed = [*step.prompts, *((request, 0) for request in ended)]
-        for request, count in sorted(computed, key=lambda each: each[0].admitted) if ended else computed:
+        computed = step.prompts
+        if ended:
+            computed = sorted([*computed, *((request, 0) for request in ended)], key=lambda each: each[0].admitted)
+        for request, count in computed:
             if count:
                 self._advance(request, count)
             else:

@@ -74,8 +74,9 @@ class LeastLoad:
         self._sent: Counter[int] = Counter()
 
     def __call__(self, asked: Asked, fleet: Fleet) -> int:
-        numbers = range(len(fleet.servers))
-        chosen = min(numbers, key=lambda number: (fleet.servers[number].tokens, self._sent[number], number))
+        tokens = [server.tokens for server in fleet.servers]
+        least = min(tokens)
+        chosen = min((number for number, waiting in enumerate(tokens) if waiting == least), key=self._sent.__getitem__)
         self._sent[chosen] += asked.tokens
         return chosen
 
