@@ -15,10 +15,12 @@ import copy
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -42,11 +44,13 @@ from kvoffload.engines.vllm.rejections import (
     PREFILL_CONTEXT,
     ROLE,
     TWO_CONNECTORS,
+    UNEQUAL_STAGES,
     WITH_KV_CACHE,
     Setup,
     check_memory,
     undecided,
 )
+from kvoffload.engines.vllm.slices import page_bytes
 from kvoffload.engines.vllm.weights import drafter_with_kv
 from kvoffload.errors import ConfigError, KVOffloadError, MissingExtraError, Problems
 from kvoffload.specs import make_spec
@@ -159,21 +163,24 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
     """Return the verdict. Runs in the child, which has the environment of a server."""
     verdict = Verdict()
     logged = logged_errors()
-    given: Any = None
+    parsed: Any = None
     try:
         verdict.judged_by = _vllm_and_platform()
         _let_vllm_read_all()
-        given, is_headless = _arguments(model, arguments)
-        vllm_config = _ours(_read(given, is_headless))
+        parsed = _parsed(model, arguments)
+        vllm_config = _ours(_serve(parsed, _reader()))
         config = config_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     except (ConfigError, MissingExtraError) as exc:
         verdict.problems += map(str, exc.args)
         return verdict
+    except _NoHookError as exc:
+        verdict.unknown = f"this vLLM starts its server in a way that kvoffload does not know: {exc}"
+        return verdict
     except Exception as exc:  # noqa: BLE001 - vLLM may raise anything
         _add_error(verdict, [*logged, exc])
-        if verdict.unknown and given is not None:
+        if verdict.unknown and parsed is not None:
             verdict.problems += problems_of(
-                (EXPERTS, PREFILL_CONTEXT), Setup(_parts(given), OffloadingConfig(cpu_bytes_to_use=1))
+                (EXPERTS, PREFILL_CONTEXT), Setup(_parts(parsed), OffloadingConfig(cpu_bytes_to_use=1))
             )
         return verdict
     setup = Setup(vllm_config, config)
@@ -197,6 +204,9 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         _let_vllm_continue()
         with _one_process():
             kv_caches = _kv_caches(vllm_config)
+    except ConfigError as exc:
+        problems += map(str, exc.args)
+        kv_caches = []
     except Exception as exc:  # noqa: BLE001 - as above; a newer vLLM may also lack names that this file uses
         verdict.unknown = (
             verdict.unknown
@@ -209,6 +219,9 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         for rank, kv_cache in enumerate(kv_caches)
         for problem in problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
     ]
+    sizes = dict.fromkeys(page_bytes(vllm_config, kv_cache, rank) for rank, kv_cache in enumerate(kv_caches))
+    if len(sizes) > 1:  # each rank of a server sees only its own KV cache, and cannot join the others' memory
+        found.append(UNEQUAL_STAGES.sentence(f"blocks of {' and '.join(map(str, sizes))} bytes"))
     verdict.problems += dict.fromkeys([*problems, *found])
     if kv_caches and not verdict.problems:
         _check_blocks(verdict, vllm_config, config, kv_caches[0])
@@ -236,17 +249,33 @@ def _add_error(verdict: Verdict, errors: Sequence[BaseException]) -> None:
         verdict.problems.append(f"{BY_VLLM} this model with these arguments: {sentence_of(errors[-1])}.")
 
 
-def _parts(given: Any) -> Any:
-    """Return the parts of vLLM's configuration that rows need if this platform cannot read ``given``."""
+def _parts(parsed: Any) -> Any:
+    """Return the parts of vLLM's configuration that rows need if this platform cannot read the arguments."""
     return SimpleNamespace(
-        aux_output_config=SimpleNamespace(enabled=given.enable_return_routed_experts),
-        parallel_config=SimpleNamespace(prefill_context_parallel_size=given.prefill_context_parallel_size),
+        aux_output_config=SimpleNamespace(enabled=parsed.enable_return_routed_experts),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=parsed.prefill_context_parallel_size),
     )
 
 
-def _arguments(model: str, arguments: Sequence[str]) -> tuple[Any, bool]:
-    """Return the engine's arguments, and whether the process is headless, as ``vllm serve`` reads and checks them."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def _reader() -> Callable[..., Any]:
+    """Return vLLM's function that reads an engine's arguments, after kvoffload has filled in its own, and without
+    kvoffload's checks."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvoffload.engines.vllm import fill_in, register
+
+    register()  # also without the plug-in
+    read = EngineArgs.create_engine_config
+
+    def read_filled_in(engine_args: Any, *args: Any, **options: Any) -> Any:
+        fill_in(engine_args)
+        return getattr(read, "__wrapped__", read)(engine_args, *args, **options)
+
+    return read_filled_in
+
+
+def _parsed(model: str, arguments: Sequence[str]) -> Any:
+    """Return the arguments, as ``vllm serve`` parses them."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -255,40 +284,60 @@ def _arguments(model: str, arguments: Sequence[str]) -> tuple[Any, bool]:
             text = (message or "").partition("error: ")[2] or "--help starts no server"
             raise ConfigError(f"{BY_VLLM} its arguments: {in_one_line(text)}.")
 
-    command = ServeSubcommand()
     parser = Parser(prog="vllm")
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    parsed = parser.parse_args(["serve", model, *arguments])
-    parsed.model = model
-    command.validate(parsed)
-    if not parsed.headless:
-        _check_parsers(parsed)
-    return AsyncEngineArgs.from_cli_args(parsed), parsed.headless
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser.parse_args(["serve", model, *arguments])
 
 
-def _check_parsers(parsed: Any) -> None:
-    """Let vLLM check its parsers of tool calls and of reasoning, which it does right before it opens its port."""
-    from vllm.entrypoints.cli.serve import setup_server
-    from vllm.reasoning import ReasoningParserManager
-    from vllm.tool_parsers import ToolParserManager
+def _serve(parsed: Any, read: Callable[..., Any]) -> Any:
+    """Run ``vllm serve`` until it would start a process, with ``read`` as ``EngineArgs.create_engine_config``. Return
+    the result of ``read``, which is vLLM's configuration.
 
-    if parsed.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(parsed.tool_parser_plugin)
-    if parsed.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(parsed.reasoning_parser_plugin)
-    sys.modules[setup_server.__module__].validate_api_server_args(parsed)
-
-
-def _read(engine_args: Any, is_headless: bool) -> Any:
-    """Return vLLM's configuration, as ``vllm serve`` makes it before kvoffload judges it."""
+    Raises all errors of vLLM's checks, and ``_NoHookError`` if this vLLM starts in another way.
+    """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli import serve
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    from kvoffload.engines.vllm import fill_in, register
+    made: list[Any] = []
 
-    register()  # also without the plug-in
-    fill_in(engine_args)
-    read = EngineArgs.create_engine_config
-    return getattr(read, "__wrapped__", read)(engine_args, headless=is_headless)
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(read(*args, **options))
+        return made[-1]
+
+    def stop(*args: Any, **_: Any) -> NoReturn:
+        raise _Stop(*args)
+
+    def listen(*_: Any, **__: Any) -> socket.socket:
+        return socket.socket()
+
+    launcher = sys.modules[serve.setup_server.__module__]
+    for owner, name, hook in (
+        (EngineArgs, "create_engine_config", make),
+        (launcher, "create_server_socket", listen),
+        (launcher, "create_server_unix_socket", listen),
+        (serve, "create_server_socket", listen),
+        (AsyncLLM, "from_vllm_config", stop),
+        (serve, "MultiprocExecutor", stop),
+        (serve, "CoreEngineProcManager", stop),
+        (utils, "bind_engine_zmq_listeners", stop),
+        (BaseProcess, "start", stop),
+    ):
+        if not hasattr(owner, name):
+            raise _NoHookError(f"{owner.__name__} has no {name}")
+        setattr(owner, name, hook)
+    command = serve.ServeSubcommand()
+    command.validate(parsed)
+    try:
+        command.cmd(parsed)
+    except _Stop as exc:
+        if not made and exc.args:  # one of several servers, which have an engine each
+            with contextlib.suppress(_Stop):
+                exc.args[0].run()
+    if not made:
+        raise _NoHookError("no configuration was made")
+    return made[-1]
 
 
 def _check_loader(vllm_config: Any) -> None:
@@ -369,13 +418,26 @@ def _kv_caches(vllm_config: Any) -> list[Any]:
 
     ranks = _Ranks(vllm_config)
     core = SimpleNamespace(model_executor=ranks, collective_rpc=lambda *args, **kwargs: [])
-    with contextlib.suppress(_Stop):
-        EngineCore._initialize_kv_caches(core, vllm_config)
+    try:
+        with contextlib.suppress(_Stop):
+            EngineCore._initialize_kv_caches(core, vllm_config)
+    except Exception as exc:
+        empty = [str(stage) for stage, specs in enumerate(ranks.stages, 1) if not specs]
+        if len(empty) in (0, len(ranks.stages)):
+            raise
+        raise ConfigError(
+            f"{BY_VLLM} pipelines with a stage that keeps no KV (stage {', '.join(empty)} of {len(ranks.stages)}): "
+            "lower --pipeline-parallel-size, or move layers to it with VLLM_PP_LAYER_PARTITION."
+        ) from exc
     return ranks.kv_caches
 
 
 class _Stop(KVOffloadError):
-    """The KV groups are known, and the rest of the start is left out."""
+    """The rest of the start is left out."""
+
+
+class _NoHookError(KVOffloadError):
+    """This vLLM starts in a way that this file does not know."""
 
 
 class _Ranks:
@@ -383,13 +445,15 @@ class _Ranks:
 
     def __init__(self, vllm_config: Any) -> None:
         self._vllm_config = vllm_config
+        self.stages: list[dict[str, Any]] = []
+        """The KV specs of each stage of the pipeline."""
         self.kv_caches: list[Any] = []
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         parallel = self._vllm_config.parallel_config
         per_stage = parallel.world_size // parallel.pipeline_parallel_size
-        stages = [_specs_of_stage(self._vllm_config, stage) for stage in range(parallel.pipeline_parallel_size)]
-        return [specs for specs in stages for _ in range(per_stage)]
+        self.stages = [_specs_of_stage(self._vllm_config, stage) for stage in range(parallel.pipeline_parallel_size)]
+        return [specs for specs in self.stages for _ in range(per_stage)]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts

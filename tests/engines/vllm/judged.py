@@ -17,27 +17,35 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
-from tests.ports import free_port
 
 from kvoffload.cli import judge
 from kvoffload.config_file import ENVIRONMENT
 from kvoffload.engines.vllm.rejections import NO_SHARED_MEMORY
 from kvoffload.errors import ConfigError
 
-_TIME_LIMIT_S = 60
+_TIME_LIMIT_S = 300
 """For an answer, which usually needs a second."""
 
 
-def judged(lists: list[tuple[str, list[str], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return, for each model, its arguments and kvoffload's keys, the ``verdict`` and the ``rejected`` of a server."""
+def judged(lists: list[tuple[str, list[str], dict[str, Any], bool]]) -> list[dict[str, Any]]:
+    """Return, for each model, its arguments and kvoffload's keys, the ``verdict``, and if the last value is true, the
+    ``rejected`` of a server."""
     import vllm.engine.arg_utils
     import vllm.entrypoints.cli.serve
     import vllm.v1.engine.core
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.model_executor.models import registry
 
+    import kvoffload.engines.vllm.connector  # noqa: F401
+
+    registry._run_in_subprocess = lambda inspect: inspect()  # which would import vLLM again, for each kind of model
+    judge._parsed("", [])  # vLLM remembers what it reads from the comments of its sources
+    configure_logging(LoggingConfig())  # as vLLM does later, unless the log has this configuration
     gc.freeze()  # else each process would copy most of the memory
     answers = []
-    for model, arguments, keys in lists:
+    for model, arguments, keys, has_server in lists:
         with TemporaryDirectory() as directory:
             file = Path(directory) / "offload.json"
             file.write_text(json.dumps({"cpu_bytes_to_use": "64MiB"} | keys))
@@ -45,7 +53,7 @@ def judged(lists: list[tuple[str, list[str], dict[str, Any]]]) -> list[dict[str,
             answers.append(
                 {
                     "verdict": _forked(_verdict, model, arguments),
-                    "rejected": _forked(_rejected, model, arguments),
+                    "rejected": _forked(_rejected, model, arguments) if has_server else None,
                 }
             )
     return answers
@@ -74,23 +82,14 @@ def _start(model: str, arguments: list[str]) -> bool:
     the server uses kvoffload."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.cli.serve import ServeSubcommand, setup_server
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvoffload.engines.vllm import NAME, connector, register
 
     connector._JOIN_TIMEOUT_S = 0.0
     register()
-    command, parser = ServeSubcommand(), FlexibleArgumentParser(prog="vllm")
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
-    parsed = parser.parse_args(["serve", model, *arguments])
-    command.validate(parsed)
-    parsed.model, parsed.host, parsed.port = model, "127.0.0.1", free_port()
-    if not parsed.headless:
-        setup_server(parsed, reuse_port=False)[1].close()
-    vllm_config = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless)
+    vllm_config = judge._serve(judge._parsed(model, arguments), EngineArgs.create_engine_config)
     get_model_loader(vllm_config.load_config)
     with judge._one_process():
         kv_caches = judge._kv_caches(vllm_config)

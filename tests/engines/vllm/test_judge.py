@@ -100,6 +100,27 @@ MAMBA = {
     "expand": 2,
 }
 
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "dtype": "bfloat16",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "hybrid_override_pattern": "M*M*M---",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 2,
+    "chunk_size": 128,
+    "max_position_embeddings": 4096,
+}
+"""The second half of its layers keeps less KV than the first half, and the last quarter none."""
+
 DISK = {"secondary_tiers": [{"type": "disk", "path": "/tmp/never-made", "max_bytes": "128MiB"}]}
 MULTI = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
 OURS = {"kv_connector": "KVOffloadConnector", "kv_role": "kv_both"}
@@ -122,7 +143,13 @@ def _drafts(**more: Any) -> str:
 LISTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nothing": ("dense", "", {}),
     "several engines": ("dense", "--data-parallel-size 2 --api-server-count 1", {}),
+    "two ways to balance load": ("dense", "-dp 2 --data-parallel-hybrid-lb --data-parallel-external-lb", {}),
+    "a server for each engine": ("chunked", "-dp 2 -dpl 2 --data-parallel-multi-port-external-lb", {}),
+    "a server for each engine of a dense model": ("dense", "-dp 2 -dpl 2 --data-parallel-multi-port-external-lb", {}),
+    "servers without an engine": ("dense", "--headless --api-server-count 2", {}),
+    "neither a server nor an engine": ("dense", "--headless -dp 2 -dpl 0", {}),
     "stages and ranks": ("dense", "-pp 3 -tp 2", {}),
+    "a stage without a layer": ("dense", "-pp 4", {}),
     "unequal stages of unlike layers": ("window", "-pp 4", {}),
     "ranks that do not divide the heads": ("dense", "-tp 3", {}),
     "experts of a dense model": ("dense", "-tp 2 --enable-expert-parallel", {}),
@@ -155,7 +182,9 @@ LISTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts in answers": ("dense", "--enable-return-routed-experts", {}),
     "prompts in one piece": ("dense", "--no-enable-chunked-prefill --no-enable-prefix-caching", {}),
     "without a prefix cache": ("dense", "--no-enable-prefix-caching", {}),
+    "states": ("hybrid", "--enable-prefix-caching", {}),
     "states without a prefix cache": ("hybrid", "--no-enable-prefix-caching", {}),
+    "chunked local attention": ("chunked", "", {}),
     "block that does not fit": ("dense", "--block-size 32", {"block_size": 48}),
     "block that fits": ("dense", "--block-size 32", {"block_size": 64}),
     "memory for less than a block": ("dense", "--block-size 32", {"cpu_bytes_to_use": "16KiB"}),
@@ -188,6 +217,17 @@ LISTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "model that is not there": ("/no/where", "", {}),
 }
 """Models, vLLM's arguments and kvoffload's keys."""
+MTP = _drafts(method="mtp", num_speculative_tokens=1)
+TOO_MUCH = {"cpu_bytes_to_use": (memory_bytes() or 0) * 2 // 3}
+ONLY_JUDGED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "latent attention": ("latent", "-pp 2", {"kv_cache_layout": "BLNHC"}),
+    "equal stages of unlike layers": ("uneven", "-pp 2 --enable-prefix-caching", {}),
+    "a stage without a state": ("uneven", "-pp 4 --enable-prefix-caching", {}),
+    "drafter over a pipeline": ("latent", f"-pp 2 {MTP}", {}),
+    "one engine that fits": ("dense", "", TOO_MUCH),
+    "two engines that do not fit together": ("dense", "-dp 2", TOO_MUCH),
+}
+"""Lists that vLLM would reject on this machine for other reasons, or whose memory is too large for a test."""
 NOT_JUDGED_HERE = {
     *("prefill context", "sleep", "experts in answers"),
     *("drafter on the Hub", "model on the Hub", "model's own code is not there", "executor that is not installed"),
@@ -206,6 +246,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latent": DEEPSEEK | {"quantization_config": FP8},
         "chunked": LLAMA4,
         "own": WITH_OWN_CODE,
+        "uneven": NEMOTRON,
     }.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(json.dumps(config))
@@ -223,10 +264,11 @@ def answers(models: Path) -> dict[str, dict[str, Any]]:
             str(models / model) if (models / model).exists() else model,
             [each.replace("{models}", str(models)) for each in shlex.split(arguments)],
             keys,
+            name in LISTS,
         )
-        for model, arguments, keys in LISTS.values()
+        for name, (model, arguments, keys) in (LISTS | ONLY_JUDGED).items()
     ]
-    return dict(zip(LISTS, run_child("judged", timeout_s=900, lists=lists), strict=True))
+    return dict(zip(LISTS | ONLY_JUDGED, run_child("judged", timeout_s=900, lists=lists), strict=True))
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -269,7 +311,7 @@ def test_a_model_that_the_hub_does_not_give_is_no_verdict_and_a_wrong_name_is_on
             "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
             "HF_HOME": str(tmp_path),
         }
-        lists = [("gated/model", [], {}), ("misspelt/model", [], {})]
+        lists = [("gated/model", [], {}, False), ("misspelt/model", [], {}, False)]
         gated, misspelt = run_child("judged", environment=environment, lists=lists)
     finally:
         hub.shutdown()
@@ -286,48 +328,40 @@ def verdict(models: Path, tmp_path: Path, model: str, arguments: str, **keys: ob
     return judge(file, str(models / model), arguments.split())
 
 
-@pytest.mark.parametrize(("model", "arguments"), [("hybrid", "--enable-prefix-caching"), ("chunked", "")])
-def test_a_setup_that_works_is_accepted(model: str, arguments: str, models: Path, tmp_path: Path) -> None:
-    found = verdict(models, tmp_path, model, arguments)
-    assert found.problems == []
-    assert found.judged_by.startswith("vLLM ")
-    assert found.unknown == "", "vLLM has built the model"
-
-
-def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(models: Path, tmp_path: Path) -> None:
-    found = verdict(models, tmp_path, "latent", "--pipeline-parallel-size 2", kv_cache_layout="BLNHC")
-    assert any("kv_cache_layout with latent attention (BLNHC)" in each for each in found.problems)
-    assert not any("chunked prefill" in each for each in found.problems)
-    assert any("AMX" in each for each in found.unjudged)
+def test_latent_attention_is_judged_as_far_as_a_cpu_can_tell(answers: dict[str, dict[str, Any]]) -> None:
+    found = answers["latent attention"]["verdict"]
+    assert any("kv_cache_layout with latent attention (BLNHC)" in each for each in found["problems"])
+    assert not any("chunked prefill" in each for each in found["problems"])
+    assert any("AMX" in each for each in found["unjudged"])
     # vLLM's CPU platform lacks a kernel for these weights.
-    assert found.unknown == ""
+    assert found["unknown"] == ""
 
 
-def test_over_a_pipeline_the_drafter_counts_for_the_last_stage(models: Path, tmp_path: Path) -> None:
-    method = '--speculative-config {"method":"mtp","num_speculative_tokens":1}'
-    found = verdict(models, tmp_path, "latent", f"--pipeline-parallel-size 2 {method}")
-    assert found.problems == []
-    assert found.unknown == ""
+def test_over_a_pipeline_the_drafter_counts_for_the_last_stage(answers: dict[str, dict[str, Any]]) -> None:
+    found = answers["drafter over a pipeline"]["verdict"]
+    assert found["problems"] == []
+    assert found["unknown"] == ""
 
 
-def test_states_without_a_prefix_cache_are_rejected(models: Path, tmp_path: Path) -> None:
-    (problem,) = verdict(models, tmp_path, "hybrid", "--no-enable-prefix-caching").problems
-    assert "recurrent states without vLLM's prefix cache" in problem
-
-
-def test_engines_that_do_not_fit_into_this_machine_together_are_rejected(models: Path, tmp_path: Path) -> None:
-    total = memory_bytes()
-    assert total is not None
-    file, one = tmp_path / "offload.json", str(models / "dense")
-    file.write_text(json.dumps({"cpu_bytes_to_use": total * 2 // 3}))
-    assert judge(file, one, []).problems == []
-    problems = judge(file, one, ["--data-parallel-size", "2"]).problems
+def test_engines_that_do_not_fit_into_this_machine_together_are_rejected(answers: dict[str, dict[str, Any]]) -> None:
+    assert answers["one engine that fits"]["verdict"]["problems"] == []
+    problems = answers["two engines that do not fit together"]["verdict"]["problems"]
     assert any("2 engines on this machine" in each for each in problems), problems
 
 
-def test_an_argument_that_vllm_does_not_know_is_named(models: Path, tmp_path: Path) -> None:
-    (problem,) = verdict(models, tmp_path, "dense", "--tensor-parallel-sise 2").problems
-    assert "--tensor-parallel-sise" in problem
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("misspelt argument", "--tensor-parallel-sise"),
+        ("a stage without a layer", "stage 4 of 4"),
+        ("a stage without a state", "stage 4 of 4"),
+        ("equal stages of unlike layers", "pipeline stages of unequal size"),
+        ("states without a prefix cache", "recurrent states without vLLM's prefix cache"),
+    ],
+)
+def test_the_answer_names_the_cause(name: str, words: str, answers: dict[str, dict[str, Any]]) -> None:
+    (problem,) = answers[name]["verdict"]["problems"]
+    assert words in problem
 
 
 @pytest.mark.parametrize("is_while_reading", [True, False])
