@@ -70,6 +70,15 @@ def rope_types_in(config: Any) -> set[str]:
     return {str(rope.get("rope_type", rope.get("type", "default"))) for rope in ropes_in(config)}
 
 
+def of_model(config: Any) -> Any:
+    """Return a model's configuration and its parts, without entries that do not belong to the model."""
+    if isinstance(config, Mapping):
+        return {name: of_model(value) for name, value in config.items() if name not in _NOT_OF_A_MODEL}
+    if isinstance(config, (list, tuple)):
+        return [of_model(value) for value in config]
+    return of_model(config.to_dict()) if hasattr(config, "to_dict") else config
+
+
 def _counted(part: Any, table: Table) -> Iterator[tuple[str, Any]]:
     rows = [names.split() for kind in type(part).__mro__ for names in table.get(kind.__name__, {}).values()]
     harmless = {name for names in rows for name in names}
@@ -125,7 +134,7 @@ def _plain_object(value: Any, table: Table) -> Any:
     if _is_imported(value):
         return {"imported": f"{value.__module__}.{value.__qualname__}"}
     if hasattr(value, "to_dict"):  # a model's configuration, whose class may be a dataclass without some of its entries
-        return {"model": _plain(_of_model(value.to_dict()), table)}
+        return {"model": _plain(of_model(value.to_dict()), table)}
     if dataclasses.is_dataclass(value):
         return {"dataclass": [kind.__name__, *([name, _plain(each, table)] for name, each in _counted(value, table))]}
     raise UnclearError(f"has a value of type {kind.__name__}, which other processes cannot tell from another")
@@ -141,12 +150,3 @@ def _is_imported(value: Any) -> bool:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found is value
-
-
-def _of_model(config: Any) -> Any:
-    """Return a model's configuration and its parts, without entries that do not belong to the model."""
-    if isinstance(config, Mapping):
-        return {name: _of_model(value) for name, value in config.items() if name not in _NOT_OF_A_MODEL}
-    if isinstance(config, (list, tuple)):
-        return [_of_model(value) for value in config]
-    return _of_model(config.to_dict()) if hasattr(config, "to_dict") else config

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.engines.facts import UnclearError, facts_of, ropes_in
+from kvoffload.engines.facts import UnclearError, facts_of, of_model, ropes_in
 from kvoffload.engines.sglang.facts import ENVIRONMENT_IS_HARMLESS, FIELDS, WEIGHTS_FROM_ELSEWHERE
 from kvoffload.engines.sglang.rejections import ADAPTER, KV_DTYPE, LONG_ROPE, SCALES, UNREADABLE, WEIGHTS
 from kvoffload.engines.sglang.updates import DEFAULT_VERSION
@@ -37,9 +37,6 @@ _ROPES_OF_ANOTHER_LENGTH = ("llama3", "yarn", "deepseek_yarn")
 """Rope types that do not depend on the context length if they name the length that the model was trained with."""
 
 _ORIGINAL = "original_max_position_embeddings"
-
-_OF_THE_FILE = ("transformers_version", "_name_or_path")
-"""Entries of a model's configuration that say who wrote it, and where it is."""
 
 _PLACES = ("model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision", "model_name")
 """Where a model is, and its name, which is its path unless a user sets ``--served-model-name``."""
@@ -92,17 +89,10 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     for rope in ropes:
         if _type_of(rope) in ("longrope", "su"):
             _check_long_rope(rope, config)
-    counted = _of_the_model(config)
+    counted = of_model(config)
     if all(_ignores_context(rope) for rope in ropes):
         counted.pop("context_len", None)
     return hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def _of_the_model(config: Any) -> Any:
-    """Return the configuration without the version of the library that has read it."""
-    if isinstance(config, Mapping):
-        return {name: _of_the_model(value) for name, value in config.items() if name not in _OF_THE_FILE}
-    return [_of_the_model(value) for value in config] if isinstance(config, (list, tuple)) else config
 
 
 def _type_of(rope: Mapping[str, Any]) -> Any:
