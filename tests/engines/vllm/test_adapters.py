@@ -238,7 +238,7 @@ class Served:
     """Of the adapters that computed its blocks, as far as they are on the device."""
     is_admitted: bool = False
     is_new: bool = False
-    has_load: bool = False
+    has_loaded_blocks: bool = False
 
 
 class World:
@@ -262,6 +262,8 @@ class World:
         self.paths = {1: "/a", 2: "/a", 3: "/b"}
         self.device: dict[str, set[str]] = {}
         """By path, the contents of which vLLM's prefix cache has blocks."""
+        self.brought: dict[str, set[str]] = {}
+        """Those of which a load brought blocks, perhaps for a request that never ran."""
         self.served: list[Served] = []
         self.stored: dict[tuple[tuple[str, str], bytes], str] = {}
         """By key and seed, the content of the stored blocks."""
@@ -308,7 +310,7 @@ class World:
         elif choice < 0.35 and self.reads:
             self.reads.pop(self.random.randrange(len(self.reads)))()
         elif choice < 0.38 and not any(each.is_admitted for each in self.served):
-            self.device.clear()
+            self.empty_device()
             self.adapters.device_is_empty()
         elif choice < 0.6:
             self.arrive()
@@ -316,6 +318,10 @@ class World:
             self.adapters.finish(self.served.pop(self.random.randrange(len(self.served))).named)
         else:
             self.step()
+
+    def empty_device(self) -> None:
+        self.device.clear()
+        self.brought.clear()
 
     def arrive(self) -> None:
         self.version += 1
@@ -332,10 +338,14 @@ class World:
         each.contents = set() if cached is None else {cached}
         each.is_admitted = each.is_new = True
         key = each.key, each.named.seed
-        each.has_load = not self.adapters.leaves_out(each.named) and key in self.stored and self.random.random() < 0.7
-        if each.has_load:
-            self.adapters.begins_with_load(each.named)
-            each.contents.add(self.stored[key])  # type: ignore[index]
+        content = None if self.adapters.leaves_out(each.named) else self.stored.get(key)  # type: ignore[arg-type]
+        each.has_loaded_blocks = content is not None and content == cached and content in self.brought.get(path, ())
+        if content is not None and self.random.random() < 0.7:
+            each.has_loaded_blocks = True
+            self.adapters.has_loaded_blocks(each.named)
+            each.contents.add(content)
+            self.device.setdefault(path, set()).add(content)
+            self.brought.setdefault(path, set()).add(content)
 
     def step(self) -> None:
         for each in self.served:
@@ -357,7 +367,7 @@ class World:
             number = each.named.lora_request.lora_int_id
             if number not in self.contents:
                 self.load(number)
-            has_mixed |= each.is_new and each.has_load and self.contents[number] not in each.contents
+            has_mixed |= each.is_new and each.has_loaded_blocks and self.contents[number] not in each.contents
             each.contents.add(self.contents[number])
             self.device.setdefault(each.key[1], set()).update(each.contents)
             each.is_new = False
@@ -380,9 +390,9 @@ class World:
                 self.adapters.others_are_loaded(others)
                 if must_undo:
                     self.num_undone += 1
-                    self.device.clear()
+                    self.empty_device()
                     for each in self.served:  # vLLM preempts all
-                        each.is_admitted = each.has_load = False
+                        each.is_admitted = each.has_loaded_blocks = False
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -164,6 +164,51 @@ def test_a_request_that_waits_for_its_own_load_behind_undefined_blocks_starts_ag
     steps.close()
 
 
+def test_a_step_is_undone_even_if_its_report_cannot_be_used(
+    llama: SmallModel, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvoffload.engines.vllm.connector import _SchedulerSide
+
+    take_output = _SchedulerSide._take_output
+
+    def take_and_raise(self: Any, invalid_block_ids: Any, report: Any) -> None:
+        must_raise = report is not None and not report.is_taken and report.report.undefined_loads
+        take_output(self, invalid_block_ids, report)
+        if must_raise:
+            raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(_SchedulerSide, "_take_output", take_and_raise)
+    steps = steps_of(llama.path, asynchronous, "full")
+    prompt = tokens(100, 4)
+    store(steps, prompt)
+    steps.failing.add("again")
+    again = steps.add("again", [*prompt, *tokens(200, 2)], 6)
+    meta = steps.step()
+    assert [load.within_step for load in meta.loads] == [True]
+    served(steps, again)
+    steps.close()
+
+
+def test_a_request_that_starts_again_finds_room_for_its_second_load(
+    llama: SmallModel, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reserved the blocks that it needed for its first load, and so had too few for the second one, for ever."""
+    steps = Steps(llama.path, asynchronous, 20, slots=60)
+    long = tokens(100, 11)
+    store(steps, long)
+    other = steps.add("other", tokens(300, 1), 6)
+    for _ in range(3):
+        steps.step()
+    asked: list[int] = []
+    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on and not asked and not asked.append(1))
+    steps.failing.add("again")
+    again, waits = steps.add("again", [*long[: 4 * BLOCK], 7], 4), steps.add("waits", [*long, 9], 4)
+    steps.step()
+    served(steps, again, other, waits)
+    assert [load.within_step for load in steps.loads()][:2] == [True, False]
+    steps.close()
+
+
 def test_a_failed_load_of_a_request_that_was_aborted_meanwhile_leaves_nothing_to_find(
     llama: SmallModel, asynchronous: bool
 ) -> None:

@@ -59,7 +59,7 @@ class AdapterChecks:
     of_stores: dict[str, Loaded] = field(default_factory=dict)
     """The adapters of this step's stores, by request id."""
     of_loads: frozenset[Loaded] = frozenset()
-    """The adapters of requests that this step computes for the first time after a load."""
+    """The adapters of requests that this step computes for the first time on blocks that a load may have brought."""
     needs_proof: bool = False
     """Whether an adapter counts as another one if the worker does not know which files it loaded."""
     known: frozenset[Mismatch] = frozenset()
@@ -188,7 +188,7 @@ class Adapters:
         self._ended: dict[str, Loaded] = {}
         """By id, requests that ended since the last step. The next step has their last stores."""
         self._loading: set[str] = set()
-        """Ids of requests that no step has computed since a load brought blocks for them."""
+        """Ids of requests that no step has computed since they got blocks that a load may have brought."""
         self._on_device: dict[tuple[str, str], Adapter] = {}
         """By ``Adapter.key``, the first adapter that may have blocks in vLLM's prefix cache."""
         self._mixed: set[tuple[str, str]] = set()
@@ -260,6 +260,8 @@ class Adapters:
             if request.loaded is None:
                 self._unchecked.add(adapter)
             request.has_cached = num_computed_tokens > 0
+            if request.has_cached:
+                self.has_loaded_blocks(request)  # maybe those that a load brought for a request that never ran
             request.is_left_out |= request.has_cached and key in self._mixed
 
     @property
@@ -275,8 +277,8 @@ class Adapters:
 
     # ------------------------------------------------------------------------------------------------------- steps
 
-    def begins_with_load(self, request: Any) -> None:
-        """A load brings blocks of ``request``, a result of ``of``."""
+    def has_loaded_blocks(self, request: Any) -> None:
+        """A load may have brought blocks of ``request``, a result of ``of``."""
         if isinstance(request, NamedRequest) and request.loaded is not None:
             self._loading.add(request.request_id)
 

@@ -519,7 +519,7 @@ class _SchedulerSide:
         self._refused_waiting = False
         own = self._own(request)
         if num_external_tokens and self._adapters is not None:
-            self._adapters.begins_with_load(own)
+            self._adapters.has_loaded_blocks(own)
         self.core.update_state_after_alloc(own, self._steps.block_ids(block_ids), num_external_tokens)
 
     def hit_sources(self, request: Any) -> dict[Any, int]:
@@ -555,9 +555,11 @@ class _SchedulerSide:
         whole = connector_output.kv_connector_worker_meta
         for each in getattr(whole, "metadata", (whole,)):  # of each connector of a ``MultiConnector``
             if isinstance(each, StepReport):
-                self._take_output(connector_output.invalid_block_ids, each)
-                if each.report.undefined_loads or each.must_undo:
-                    undo_step(scheduler)
+                try:
+                    self._take_output(connector_output.invalid_block_ids, each)
+                finally:
+                    if each.report.undefined_loads or each.must_undo:
+                        undo_step(scheduler)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._take_output(connector_output.invalid_block_ids, connector_output.kv_connector_worker_meta)
