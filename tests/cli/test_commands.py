@@ -116,7 +116,7 @@ def test_what_lacks_a_package_names_the_extra_that_brings_it() -> None:
 
 OF_OTHERS = {
     *("--kv-transfer-config", "--shutdown-timeout", "--help", "--tensor-parallel-size"),
-    *("--prefix-caching-hash-algo", "--kv-offloading-size"),
+    *("--prefix-caching-hash-algo", "--kv-offloading-size", "--pipeline-parallel-size"),
 }
 """Options of vLLM, and of every command."""
 
