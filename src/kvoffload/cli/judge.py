@@ -220,7 +220,8 @@ def _verdict(model: str, arguments: Sequence[str]) -> Verdict:
         for problem in problems_of(WITH_KV_CACHE, Setup(vllm_config, config, kv_cache, rank))
     ]
     sizes = dict.fromkeys(page_bytes(vllm_config, kv_cache, rank) for rank, kv_cache in enumerate(kv_caches))
-    if len(sizes) > 1:  # each rank of a server sees only its own KV cache, and cannot join the others' memory
+    is_named = any(UNEQUAL_STAGES.setup in problem for problem in found)
+    if len(sizes) > 1 and not is_named:  # a server's ranks cannot join one memory then
         found.append(UNEQUAL_STAGES.sentence(f"blocks of {' and '.join(map(str, sizes))} bytes"))
     verdict.problems += dict.fromkeys([*problems, *found])
     if kv_caches and not verdict.problems:
