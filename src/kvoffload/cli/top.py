@@ -10,6 +10,7 @@ import math
 import operator
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.cli.output import positive
-from kvoffload.errors import ConfigError, MissingExtraError
+from kvoffload.errors import ConfigError, MissingExtraError, reason_of
 from kvoffload.metrics import HOST, JOIN, METRICS, Kind
 from kvoffload.proxies import through_proxy
 from kvoffload.units import format_bytes, printable
@@ -165,10 +166,15 @@ def scrape(url: str) -> Snapshot:
             text = response.read().decode()
     except (OSError, ValueError, http.client.HTTPException) as exc:
         raise ConfigError(
-            f"{url} cannot be read{through_proxy(url)}: {printable(str(exc)) or type(exc).__name__}; check the "
-            "address, and that the server is running."
+            f"{url} cannot be read{through_proxy(url)}: {printable(_cause(exc))}; check the address, and that the "
+            "server is running."
         ) from exc
     return parse(text, time.monotonic())
+
+
+def _cause(error: BaseException) -> str:
+    inner = error.reason if type(error) is urllib.error.URLError else error
+    return reason_of(inner) if isinstance(inner, BaseException) else inner
 
 
 def parse(text: str, at_s: float) -> Snapshot:
