@@ -108,7 +108,8 @@ class ReadAhead:
             self._count(place, max(1, int(self._computed_share * request.of_engine.num_tokens)))
 
     def ask(self, request: Request) -> None:
-        """Record that the engine asks for the request. Its turn has come, unless only its blocks are read for now."""
+        """Record that the engine has asked for the request, whose turn has come. A request whose blocks are only read
+        leaves when its time for this is over."""
         place = self._places.get(request)
         if place is None or not place.only_reads:
             request.context.tokens_ahead = None

@@ -79,8 +79,8 @@ _CLOSED = "Nothing is stored until the engine's own cache is reset, because it c
 
 
 class Epochs:
-    """Keeps the ``current`` epoch, and replaces it at a reset by the rule in ``OffloadingConfig.weights_version``. The
-    constructor raises ``ConfigError`` for a version that cannot be read. Scheduler thread only.
+    """Holds the ``current`` epoch, and replaces it at a reset by the rule in ``OffloadingConfig.weights_version``.
+    Scheduler thread only. The constructor raises ``ConfigError`` for a version that cannot be read.
 
     ``weights_name`` returns a name for the loaded weights, which is used if the user configured no version. It returns
     an empty text if the weights need no name, and ``None`` while the name is unknown; until then, the epoch is private

@@ -87,8 +87,8 @@ class OffloadingConnectorScheduler:
         self._jobs.pool = pool
 
     def load_within_steps(self) -> None:
-        """Answer with loads within the step if they are short (``ShortLoads``). For engines that can undo a step after
-        a failed load. Does nothing for models with states."""
+        """Allow short loads to run within the step that needs them (``ShortLoads``). Call it only for engines that can
+        undo a step after a failed load. Does nothing for models with recurrent states."""
         self._short_loads.turn_on()
 
     # --------------------------------------------------------------------------------------------- requests

@@ -174,7 +174,8 @@ def numbered(hashes: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def parents_of(offsets: npt.NDArray[np.int64], ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return the block before each access in its request, or -1 at a head. Shape (accesses,)."""
+    """Return the id of the block before each access in its request, or -1 for the first. Shapes: ``offsets``
+    (requests + 1,), ``ids`` and the result (accesses,)."""
     before = np.empty_like(ids)
     before[1:] = ids[:-1]
     heads = offsets[:-1]

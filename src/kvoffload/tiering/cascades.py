@@ -52,7 +52,8 @@ class Cascades:
 
     @property
     def can_retry(self) -> bool:
-        """Return whether a parked block is ready or gone. The writes of the others are pending elsewhere, or hang."""
+        """Return whether some parked block is ready to be written to a tier, or gone. The others are still being
+        written to host memory."""
         return any(not self._is_being_written(key) for key in self.parked)
 
     def get_stats(self) -> Stats:

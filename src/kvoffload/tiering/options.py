@@ -113,7 +113,8 @@ class StoreOptions(TierLimits, frozen=True, kw_only=True):
 
     @property
     def expected_bytes_per_s(self) -> int | None:
-        """``read_bytes_per_s`` as a number."""
+        """Return ``read_bytes_per_s`` in bytes per second, or ``None`` if it is not set. Raises ``ConfigError`` for a
+        value that is not a size."""
         if self.read_bytes_per_s is None:
             return None
         return min(parse_bytes(self.read_bytes_per_s, f"read_bytes_per_s of the {self.type!r} tier"), _FASTEST)

@@ -27,8 +27,8 @@ _GROWTH = 16
 
 
 class Places:
-    """Looks blocks up in all tiers, and measures how long the tiers take to answer. Tiers may ask their stores; nothing
-    else changes."""
+    """Finds blocks in host memory and all tiers, and measures how long the tiers take to answer. Changes nothing,
+    except that a tier may ask its store. Scheduler thread only."""
 
     def __init__(
         self,

@@ -155,7 +155,8 @@ class TierJob(JobMetadata):
 
 
 class TierJobs:
-    """Submits jobs to ``tiers`` and collects their ends. Each job that a tier took ends exactly once.
+    """Submits jobs to ``tiers`` and collects their results. Each job that a tier took ends exactly once.
+    Scheduler thread only.
 
     Ignores results for jobs that have ended, belong to another tier or were never submitted, because a slot freed by
     such a result could still be written to.

@@ -48,7 +48,7 @@ _MEMORY_OF_HUNG_DEVICES: list[object] = []
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """The device on which an engine computes."""
+    """A CUDA device of this process, with its driver and the stream on which the engine computes."""
 
     driver: Driver
     number: int

@@ -38,15 +38,18 @@ FIELDS: Table = {
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Sizes of the engine."""
+    """Limits of the reference engine, in blocks, tokens and requests. Raises ``ConfigError`` if one is below 1."""
 
     num_blocks: int = 256
     """Number of GPU blocks of each KV group."""
     block_tokens: int = 16
+    """Number of tokens in a block."""
     max_batch_tokens: int = 512
     """The largest number of tokens that a step computes. Longer prompts are prefilled in chunks."""
     max_requests: int = 16
+    """The largest number of requests that run at the same time."""
     prefix_caching: bool = True
+    """Whether requests find the blocks of earlier ones on the GPU. Offloading needs it."""
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_tokens", "max_batch_tokens", "max_requests"):

@@ -145,7 +145,8 @@ class Adapter:
 
     @property
     def loaded(self) -> Loaded | None:
-        """The files that the workers should have loaded. ``None``: unknown."""
+        """Return the files that the workers should have loaded, or ``None`` if they are unknown. The digest is empty if
+        several are possible."""
         content = self._content()
         digests = self.required or (content and {content.digest})
         if not digests:
@@ -219,7 +220,7 @@ class Adapters:
         return named
 
     def finish(self, request: Any) -> None:
-        """The request ended. ``request`` is a result of ``of``."""
+        """Forget a request that has ended. ``request`` is a result of ``of``."""
         if isinstance(request, NamedRequest) and self._requests.pop(request.request_id, None) is not None:
             self._loading.discard(request.request_id)
             if request.loaded is not None and not self.leaves_out(request):
