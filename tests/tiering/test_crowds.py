@@ -5,9 +5,7 @@ Work is counted in lines of the control plane that run, or in calls, never in se
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 from tests.connector.rig import BT, FULL
@@ -32,22 +30,6 @@ POLICIES = pytest.mark.parametrize("policy", ["lru", "arc", "density"])
 
 def lines_of_both(call: Callable[[], object]) -> int:
     return lines_run(call, HOST_ROOM.removesuffix("cpu"))
-
-
-def functions_called(call: Callable[[], object]) -> int:
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_the_end_of_a_step_is_linear_in_the_prompts_whose_reads_it_submits() -> None:
@@ -206,7 +188,7 @@ def test_the_blocks_of_a_shared_prefix_that_arrive_together_concern_each_request
             rig.manager.lookup_prefix(blocks, rig.start(f"r{number}"))
         rig.step()
         rig.tier.finish(success=succeed)
-        calls.append(functions_called(rig.manager.on_schedule_end))
+        calls.append(lines_run(rig.manager.on_schedule_end, counted="call"))
         rig.manager.check_invariants()
     assert calls[1] < 2 * calls[0]
 
@@ -223,12 +205,18 @@ def test_requests_that_share_more_than_the_limit_of_claims_are_not_searched_for_
     for request in requests:
         assert rig.manager.lookup_prefix(blocks, request) == [*[None] * 10, False]
     rig.step()
+    rig.tier.finish([job_id for job_id, job in rig.tier.jobs.items() if not {*others}.isdisjoint(job.keys)])
+    rig.step()
     assert all(map(rig.manager.is_unchanged, requests))
     rig.manager.on_request_finished(first)
+    assert not any(map(rig.manager.is_unchanged, requests))
+    for request in requests:
+        assert rig.manager.lookup_prefix(blocks, request) == [*[None] * 20, False]
+    rig.step()
     rig.finish()
     assert not any(map(rig.manager.is_unchanged, requests))
     for request in requests:
-        assert rig.manager.lookup_prefix(blocks, request) == [*[True] * 10, *[None] * 10, False]
+        assert rig.manager.lookup_prefix(blocks, request) == [*[True] * 20, False]
 
 
 def test_one_answer_of_a_tier_costs_the_same_however_many_requests_wait_for_others() -> None:

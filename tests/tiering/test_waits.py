@@ -27,15 +27,15 @@ ROOM = str(Path(kvoffload.tiering.__file__).parent)
 HOST_ROOM = str(Path(kvoffload.cpu.__file__).parent)
 
 
-def lines_run(call: Callable[[], object], room: str = ROOM) -> int:
-    """How many lines of ``tiering/``, or another ``room``, it runs."""
+def lines_run(call: Callable[[], object], room: str = ROOM, counted: str = "line") -> int:
+    """How many lines of ``tiering/``, or another ``room``, it runs. Counts calls instead if ``counted`` is "call"."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal count
         if not frame.f_code.co_filename.startswith(room):
             return None
-        count += event == "line"
+        count += event == counted
         return trace
 
     before = sys.gettrace()

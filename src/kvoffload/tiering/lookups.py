@@ -195,7 +195,7 @@ class Lookups:
             # Reserve.
             self._reserve(wait, keys[:stop], segments, answers, unanswered)
             if plan is not None:
-                if unanswered.is_kept and not unanswered.lacks_share:
+                if not unanswered.lacks_room:
                     self._waits.note_reads(wait, plan)
                 self._probe(wait, keys, plan)
                 if is_due:
@@ -309,8 +309,7 @@ class Lookups:
                     begun = self._promotions.begin(self._tiers[place.tiers[0]], wait, keys[first:absent])
                     answers += [None] * begun
                     if first + begun < absent:
-                        unanswered.lacks_share = self._waits.is_full
-                        unanswered.is_kept = unanswered.lacks_share  # no event tells of room in host memory
+                        unanswered.lacks_room = True
                         return
                 else:
                     self._waits.begin(wait)

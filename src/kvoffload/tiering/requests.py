@@ -64,9 +64,11 @@ class Unanswered:
     waited: set[int] = field(default_factory=set)
     """The tiers whose answers the request waits for."""
     is_kept: bool = True
-    """Whether an event will report any change. Otherwise the request is looked up again each time it asks."""
-    lacks_share: bool = False
-    """Whether it waits for other claims to end, so that another lookup is useless while the limit is reached."""
+    """Whether an event will report any change of the answers. Otherwise the request is looked up again each time it
+    asks."""
+    lacks_room: bool = False
+    """Whether it waits for room in host memory. No event reports room, but there is none while the limit of claims is
+    reached."""
     is_awaited: bool = False
     """Whether the wait's clock runs for the first of ``keys``."""
 

@@ -98,9 +98,10 @@ class Waits:
 
     def is_settled(self, wait: Wait) -> bool:
         """Return whether nothing has made another lookup useful since the wait's answers were given."""
-        if wait.is_dirty or not all(rest.is_kept for rest in wait.asked.values()):
-            return False
-        return self.is_full or not any(rest.lacks_share for rest in wait.asked.values())
+        is_full = self.is_full
+        return not wait.is_dirty and all(
+            rest.is_kept and (is_full or not rest.lacks_room) for rest in wait.asked.values()
+        )
 
     @property
     def is_full(self) -> bool:
