@@ -195,7 +195,7 @@ PRIVATE = {
     "_get_attn_isa": "tells which instructions pack keys on this CPU; without it, kvoffload rejects persistent tiers",
     "_load_adapter": "tells which adapter's files a worker read; without it, persistent tiers do not serve adapters",
     "_adapter_manager": "tells which of vLLM's managers has read them",
-    "_inflight_prefills": "lists requests with reserved blocks; an undone load must leave it, or it stops the next",
+    "_inflight_prefills": "reserves blocks for requests; after an undone load, the next one would never fit",
     "_LOAD_FORMAT_TO_MODEL_LOADER": "tells whether a plug-in loads the weights, which then need a `weights_version`",
     "_ModelRegistry": "finds the class registered for an architecture, which a plug-in may have replaced",
     "_RegisteredModel": "one of its entries",

@@ -111,6 +111,12 @@ def steps_of(model: str, asynchronous: bool, groups: str, num_gpu_blocks: int = 
     return Steps(model, asynchronous, num_gpu_blocks, groups=specs, v2_model_runner=is_v2, **{"slots": 60} | options)
 
 
+def only_the_first_load_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first load runs within its step. Later requests wait for theirs."""
+    asked: list[int] = []
+    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on and not asked and not asked.append(1))
+
+
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_step_that_ran_on_a_failed_load_is_undone(llama: SmallModel, asynchronous: bool, groups: str) -> None:
     """This includes requests that share the blocks, in the same step or the next, and all blocks that were computed
@@ -149,8 +155,7 @@ def test_a_request_that_waits_for_its_own_load_behind_undefined_blocks_starts_ag
     other = steps.add("other", tokens(700, 2), 12)
     for _ in range(3):
         steps.step()
-    asked: list[int] = []
-    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on and not asked and not asked.append(1))
+    only_the_first_load_fits(monkeypatch)
     steps.failing.add("again")
     again = steps.add("again", [*long[: 4 * BLOCK], 7], 4)
     for _ in range(num_steps):
@@ -199,8 +204,7 @@ def test_a_request_that_starts_again_finds_room_for_its_second_load(
     other = steps.add("other", tokens(300, 1), 6)
     for _ in range(3):
         steps.step()
-    asked: list[int] = []
-    monkeypatch.setattr(ShortLoads, "fits", lambda self, *_: self._is_on and not asked and not asked.append(1))
+    only_the_first_load_fits(monkeypatch)
     steps.failing.add("again")
     again, waits = steps.add("again", [*long[: 4 * BLOCK], 7], 4), steps.add("waits", [*long, 9], 4)
     steps.step()

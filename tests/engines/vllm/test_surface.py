@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[3]
 ADAPTER = ROOT / "src" / "kvoffload" / "engines" / "vllm"
 READ_BY_VLLM = {"_cache_hit_source"}
 """The names that the adapter defines for vLLM."""
-NOT_WRITTEN = {"_ModelRegistry", "_RegisteredModel", "_LazyRegisteredModel", "_load_adapter"}
-"""Classes of objects that the adapter gets elsewhere, and a method that it replaces."""
+NOT_WRITTEN = {"_ModelRegistry", "_RegisteredModel", "_LazyRegisteredModel", "_load_adapter", "_inflight_prefills"}
+"""Classes of objects that the adapter gets elsewhere, a method that it replaces, and a set that may be missing."""
 
 
 def is_private(name: str) -> bool:

@@ -75,8 +75,9 @@ def undo_step(scheduler: Any) -> None:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             request.num_computed_tokens = 0
             scheduler.failed_recving_kv_req_ids.add(request.request_id)
-            # Otherwise vLLM counts the blocks that it needs as reserved, even against its own next load.
-            scheduler._inflight_prefills.discard(request)
+            # Otherwise vLLM counts the blocks that it needs as reserved, even against its own next load. A vLLM without
+            # this set reserves nothing, and its steps must be undone all the same.
+            getattr(scheduler, "_inflight_prefills", set()).discard(request)
     try:
         if scheduler.reset_prefix_cache(reset_running_requests=True):
             return
