@@ -16,8 +16,6 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from operator import attrgetter
 
 import numpy as np
 
@@ -93,8 +91,6 @@ class Machine:
     ) -> None:
         self.config = config
         self.clock = VirtualClock()
-        self._time_s = partial(attrgetter("now_s"), self.clock)
-        """Returns the clock's time. It is asked so often that a call of the clock itself takes too long."""
         self.disk: SimDisk | None = None
         if config.disk_blocks:
             self.disk = SimDisk(
@@ -113,7 +109,7 @@ class Machine:
             hashes,
             config,
             self.manager,
-            self._time_s,
+            self.clock,
             next_tier_end_s=self._next_tier_end_s,
             on_first_token=on_first_token,
             on_end=on_end,
@@ -144,7 +140,7 @@ class Machine:
                 config.block_bytes,
                 (trace.block_tokens, *[0] * config.state_slots) if config.load_policy == "cost" else (),
             ),
-            clock=self._time_s,
+            clock=self.clock,
         )
 
     def _next_tier_end_s(self) -> float | None:

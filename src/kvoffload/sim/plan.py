@@ -228,11 +228,11 @@ def _capacities(
 
 
 def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hashes: list[bytes]) -> float:
-    """The most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a tenth less.
+    """Return the most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a tenth less.
 
-    The trace arrives faster or slower than it does. ``asked`` has a run of the server, the goal, and the load that a
-    similar server carries, if that is known; the search begins at this load, or where the run shows. A replay ends as
-    soon as the server cannot carry its load any more.
+    The search replays the trace faster or slower than it was recorded. ``asked`` contains a run of the server, the
+    goal, and the load that a similar server carries, if that is known. The search tries this load second, after the
+    run. A replay ends as soon as the server can no longer carry its load.
     """
     run, goal, expected = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate

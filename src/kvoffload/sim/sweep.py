@@ -72,8 +72,8 @@ def sweep(
 
 
 def knee(capacities: Sequence[float], rates: Sequence[float]) -> int:
-    """The index at which a curve of hit rates bends most: furthest above the straight line between its ends. The first
-    if the curve does not rise.
+    """Return the index at which a curve of hit rates bends most, which is furthest above the straight line between its
+    ends. Returns the first index if the curve does not rise.
 
     ``capacities`` rise. (V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCSW 2011.)
     """
