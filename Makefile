@@ -6,7 +6,7 @@ STAMP := $(VENV)/.kvoffload-dev
 # Without bytecode on the disk, each test process would compile everything again, which takes half a minute.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-remote test-vllm test-sglang test-everything soak mutants lint advice format bench docs dist clean
+.PHONY: help demo test test-all test-remote test-vllm test-sglang test-container test-everything soak mutants lint advice format bench docs dist clean
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
@@ -39,12 +39,16 @@ test-sglang:     ## run the tests with the real SGLang in their own environment
 test-remote: $(STAMP) ## test the remote stores with Debian's Redis (also over TLS) and SeaweedFS
 	@THIN=$(THIN) scripts/test-remote $(ARGS)
 
+test-container: $(STAMP) ## build the container image on a Debian that replaces vLLM's image, and run kvoffload in it
+	@$(PY) scripts/test-container
+
 ALSO := 0.32.0
 test-everything: ## run all of these, thoroughly, in over an hour; ALSO=0.32.0 adds that version of vLLM
 	@$(MAKE) test-all ARGS=
 	@$(MAKE) test-remote THIN= ARGS=
 	@$(MAKE) test-vllm VLLM= THIN= ARGS=
 	@$(MAKE) test-sglang THIN= ARGS=
+	@$(MAKE) test-container
 	@set -e; for version in $(ALSO); do $(MAKE) test-vllm VLLM=$$version THIN= ARGS=; done
 	@$(MAKE) soak MINUTES=5 ARGS=
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that the files that the Dockerfile copies suffice to build the package. These tests cannot run Docker."""
+"""Test that the files that the Dockerfile copies suffice to build the package. ``make test-container`` builds the image."""
 
 from __future__ import annotations
 
