@@ -55,6 +55,12 @@ MACHINE = ("--kv-bytes-per-token", "128KiB", "--prefill-speed", "20000")
 
 
 @pytest.fixture
+def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves the search for the highest loads that servers carry."""
+    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())
+
+
+@pytest.fixture
 def recurring(tmp_path: Path) -> Path:
     """12 documents of 4 blocks (1 GiB each), one each second: half of what a server can compute."""
     return documents(tmp_path / "d.jsonl", requests=120, gap_s=1.0, number=12, blocks=4)
@@ -74,6 +80,7 @@ def test_memory_for_what_comes_back(recurring: Path, capsys: pytest.CaptureFixtu
     assert parse_bytes(line.partition(": ")[2]) >= chosen["cpu_blocks"] * told["block_bytes"]
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_it_never_buys_less_host_memory_than_the_gpu_has(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpu_tokens = 60_000
     code, _, told = plan(capsys, recurring, "--hit-rate", "30", "--gpu-kv-tokens", str(gpu_tokens), *MACHINE)
@@ -87,6 +94,7 @@ def test_it_never_buys_less_host_memory_than_the_gpu_has(recurring: Path, capsys
     assert told["chosen"] is None and told["runs"] == []
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_nothing_is_bought_if_loading_is_slower_than_computing(
     recurring: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +145,7 @@ def test_an_overloaded_server_says_whether_prompts_are_the_reason(
         assert ("--prefill-speed" in said) == is_prompts
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_a_goal_above_all_hits_of_the_trace_names_them(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Twelve documents of 4 blocks are new, and so is the end of each request."""
     for limit in ("6GiB", "20GiB"):
@@ -147,6 +156,7 @@ def test_a_goal_above_all_hits_of_the_trace_names_them(recurring: Path, capsys: 
         assert f"keeps everything hits {100 * told['reachable_hit_rate']:.1f} %" in told["verdict"]["answer"]
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_a_trace_of_few_requests_is_pointed_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for requests, is_short in ((12, True), (100, False)):
         trace = documents(tmp_path / f"{requests}.jsonl", requests=requests, gap_s=1.0, number=4, blocks=4)
@@ -154,6 +164,7 @@ def test_a_trace_of_few_requests_is_pointed_out(tmp_path: Path, capsys: pytest.C
         assert any("12 requests" in warning for warning in told["verdict"]["warnings"]) == is_short
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_no_recommendation_is_overloaded_or_slower_than_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +221,7 @@ def test_a_cache_that_holds_the_whole_trace_needs_no_tiers(recurring: Path, caps
     assert "has room for all blocks of this trace" in text
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_large_numbers_are_written_out(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prices.json"
     file.write_text(json.dumps({"prices": {"cpu": 500}}))
@@ -218,6 +230,7 @@ def test_large_numbers_are_written_out(recurring: Path, tmp_path: Path, capsys: 
     assert "1,200 requests/s" in text and "e+0" not in text
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = [recurring, "--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE]
     busy = {}
@@ -227,6 +240,7 @@ def test_the_load_may_be_another(recurring: Path, capsys: pytest.CaptureFixture[
     assert busy["1.5"] == pytest.approx(3 * busy["0.5"], rel=0.1)
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_a_recorded_trace_leaves_nothing_to_guess(
     recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +264,7 @@ def test_a_recorded_trace_leaves_nothing_to_guess(
     assert told["block_bytes"] == BLOCK_TOKENS * 131_072
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_placeholder_prices_are_warned_about_once(
     recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +278,7 @@ def test_placeholder_prices_are_warned_about_once(
     assert told["runs"] == told["verdict"]["warnings"] == [], "no price decides"
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_times_that_may_be_in_seconds_are_pointed_out(
     recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +297,7 @@ def test_times_that_may_be_in_seconds_are_pointed_out(
     assert told["chosen"]["cpu_blocks"] == at_once["chosen"]["cpu_blocks"]
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prices.json"
     file.write_text(json.dumps({"prices": {"currency": "EUR", "cpu": 0.1}}))
@@ -291,6 +308,7 @@ def test_the_currency_is_the_users(recurring: Path, tmp_path: Path, capsys: pyte
     assert "EUR/h" in text
 
 
+@pytest.mark.usefixtures("no_loads")
 def test_json_pages_and_pictures_have_the_verdict_too(
     recurring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
