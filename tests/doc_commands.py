@@ -40,6 +40,7 @@ OF_OTHERS = {
     "(": "the shell's",
     ")": "the shell's",
     "kubectl": "needs a cluster; its manifests are checked by tests/deploy/test_kubernetes.py",
+    "curl": "needs the server of the page; its lines were run by hand with vLLM 0.32",
     "jq": "reads lines of JSON; tests/connector/test_trace_recorder.py has these lines",
     "docker": "needs a daemon, which the machines of the tests do not have",
     "valkey-server": "needs certificates; its options are those of the servers that make test-remote starts",
