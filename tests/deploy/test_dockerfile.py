@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test that the files that the Dockerfile copies suffice to build the package. ``make test-container`` builds the image."""
+"""Test that the files that the Dockerfile copies suffice to build the package.
+
+``make test-container`` builds the image.
+"""
 
 from __future__ import annotations
 
