@@ -153,7 +153,7 @@ def test_a_goal_above_all_hits_of_the_trace_names_them(recurring: Path, capsys: 
         code, _, told = plan(capsys, *args)
         assert code == 1
         assert told["reachable_hit_rate"] < 0.95
-        assert f"keeps everything hits {100 * told['reachable_hit_rate']:.1f} %" in told["verdict"]["answer"]
+        assert f"keeps everything hits {100 * told['reachable_hit_rate']:.1f}%" in told["verdict"]["answer"]
 
 
 @pytest.mark.usefixtures("no_loads")

@@ -30,14 +30,14 @@ def test_tables_name_the_ways_the_speed_up_and_the_disk_only_where_it_was_read()
     assert [(row[0], row[-1]) for row in latencies.rows] == [("1", "2.0x"), ("2", "2.0x"), ("all", "2.0x")]
     assert "disk" not in tokens_table(comparison_of(*ways)).headings
     table = tokens_table(comparison_of(*ways[:2], way("offloading", 0.1, disk_hits=20)))
-    assert [row[table.headings.index("disk")] for row in table.rows] == ["0.0 %", "0.0 %", "10.0 %"]
+    assert [row[table.headings.index("disk")] for row in table.rows] == ["0.0%", "0.0%", "10.0%"]
     assert "Identical: all 3 ways" in verdict_lines(Verdict((), 0.5, 1e-6), 3)[0]
 
 
 def test_what_was_not_recomputed_are_the_hits_of_all_tiers() -> None:
     ways = way("no cache", 0.4), way("device cache", 0.2), way("offloading", 0.1, disk_hits=20)
     *_, row = tokens_table(comparison_of(*ways)).rows
-    assert row == ["offloading", "20.0 %", "20.0 %", "10.0 %", "100", "100", "1.5 s"]
+    assert row == ["offloading", "20.0%", "20.0%", "10.0%", "100", "100", "1.5 s"]
 
 
 def test_tokens_from_disk_are_at_most_the_hits() -> None:
@@ -58,5 +58,5 @@ def test_the_setting_says_how_much_fits_where() -> None:
     config = parse_config({"cpu_bytes_to_use": "1MiB", "eviction_policy": "lru"})
     lines = setting_lines("a model", "cpu", CHAT, EngineOptions(num_blocks=5, block_tokens=10), config)
     assert lines[1].endswith("1 at a time; 100 tokens in the end")
-    assert "room for 50 tokens, 50 % of them" in lines[2]
+    assert "room for 50 tokens, 50% of them" in lines[2]
     assert "1 MiB of host memory, policy lru" in lines[3]

@@ -127,7 +127,7 @@ def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: boo
     print(
         f"{trace.name}: {len(trace):,} requests, {trace.num_accesses:,} blocks of {trace.block_tokens} tokens "
         f"({format_bytes(results[0].server.block_bytes)}), {trace.num_unique:,} distinct; "
-        f"a cache without limits hits {100 * report.reachable_rate:.2f} %"
+        f"a cache without limits hits {100 * report.reachable_rate:.2f}%"
     )
     if common := common_of([*results, *filter(None, [report.without])]):
         print(f"Each run: {common}")
@@ -137,6 +137,6 @@ def _print(report: Report, prices: Prices, warnings: Sequence[str], is_wide: boo
         device = format_bytes(bend.server.gpu_bytes)
         print(f"{trace.name}: the smaller sizes add nothing to the GPU's own cache of {device}.")
     elif not report.is_fleet and len({result.server.cpu_blocks for result in results}) > 2:
-        bend_text = f"{format_bytes(bend.server.cpu_bytes)} ({100 * bend.hit_rate:.2f} % hits)"
+        bend_text = f"{format_bytes(bend.server.cpu_bytes)} ({100 * bend.hit_rate:.2f}% hits)"
         print(f"{trace.name}: best overall is {best}; its curve bends at {bend_text}.")
     print(*warnings, sep="\n", end="\n" if warnings else "")

@@ -269,7 +269,7 @@ def draw(now: View) -> Group:
         f"{now.promotions_in_flight:,.0f} blocks being read"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("tier", "hits", "in all", "read/s", "written/s", "used", "queued"):
+    for heading in ("tier", "hits", "total", "read/s", "written/s", "used", "queued"):
         table.add_column(heading, justify="left" if heading == "tier" else "right", no_wrap=heading != "tier")
     for at, tier in enumerate(now.tiers):
         used = f"{tier.used:,.0f} blocks" if at == 0 else format_bytes(tier.used)
@@ -290,4 +290,4 @@ def draw(now: View) -> Group:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return "-" if share is None else f"{100 * share:.1f}%"

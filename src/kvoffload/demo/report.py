@@ -33,7 +33,7 @@ def setting_lines(
     return [
         f"{model_name} on {device}",
         f"  chat        {chat}; {total:,} tokens in the end",
-        f"  device      room for {pool:,} tokens, {100 * pool // total} % of them",
+        f"  device      room for {pool:,} tokens, {100 * pool // total}% of them",
         f"  offloading  {below}",
     ]
 
@@ -63,7 +63,7 @@ def tokens_table(comparison: Comparison) -> Table:
         prompt, disk = result.prompt_tokens, disk_tokens(result)
         hits = result.device_hit_tokens, result.external_hit_tokens - disk, disk
         cached = result.device_hit_tokens + result.external_hit_tokens
-        shares = (f"{100 * hit / prompt:.1f} %" for hit in hits)
+        shares = (f"{100 * hit / prompt:.1f}%" for hit in hits)
         rows.append([result.name, *shares, f"{cached:,}", f"{prompt - cached:,}", f"{result.wall_s:.1f} s"])
     table = Table(["way", "device", "host memory", "disk", "not recomputed", "computed", "took"], rows)
     return table if any(map(disk_tokens, comparison.results)) else table.without(["disk"])._replace(left_out=())

@@ -43,7 +43,7 @@ def saturation(results: Sequence[Result]) -> str:
         return ""
     return (
         f"{len(busy)} of {counted(len(results), 'run')} cannot keep up with this trace: a server is busy "
-        f"{100 * min(busy):.0f} % of the time or more, and requests queue. Hit rates hold; times only say that "
+        f"{100 * min(busy):.0f}% of the time or more, and requests queue. Hit rates hold; times only say that "
         "there is too little to serve it. A higher --prefill-speed, more servers, or stretch in the file of --fleet "
         "gives a load that can be carried."
     )
@@ -253,7 +253,7 @@ def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[s
     """The tables of an explained trace, by their titles."""
 
     def share(tokens: int) -> str:
-        return f"{100 * tokens / summary.tokens:.1f} %"
+        return f"{100 * tokens / summary.tokens:.1f}%"
 
     where = [(word, summary.found[key]) for key, word in where_names(summary.found)]
     where.append(("computed", sum(summary.missed.values())))
@@ -302,10 +302,10 @@ def _what_if(asked: WhatIf, tokens: int) -> list[str]:
     sizes = _size(config.cpu_blocks, config.block_bytes)
     if config.disk_blocks:
         sizes += f" + {_size(config.disk_blocks, config.block_bytes)}"
-    more = f"{100 * asked.more_tokens / max(tokens, 1):+.1f} %" if asked.more_tokens else "-"
+    more = f"{100 * asked.more_tokens / max(tokens, 1):+.1f}%" if asked.more_tokens else "-"
     return [
         asked.change,
-        f"{100 * asked.result.token_hit_rate:.1f} %",
+        f"{100 * asked.result.token_hit_rate:.1f}%",
         more,
         format_seconds(asked.saved_s) if asked.more_tokens else "-",
         f"{sizes}, {config.policy}",

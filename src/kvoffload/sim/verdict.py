@@ -94,7 +94,7 @@ def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verd
 
 
 def _reached(result: Result, goal: Goal) -> str:
-    return f"{100 * result.hit_rate:.1f} % hits, {goal.quantile} {format_seconds(result.ttft_s[goal.quantile])}"
+    return f"{100 * result.hit_rate:.1f}% hits, {goal.quantile} {format_seconds(result.ttft_s[goal.quantile])}"
 
 
 def sizes_of(config: SimConfig) -> str:
@@ -126,7 +126,7 @@ def _answer(plan: Plan, prices: Prices) -> str:
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
     if is_harmful and plan.best is without:
         return f"Buy nothing: {_why_slower(plan)}. Today: {now}."
-    everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f} %"
+    everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f}%"
     said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful
     if goal.hit_rate is not None and plan.report.reachable_rate < goal.hit_rate:
         said = f"Nothing reaches the goal: {everything}"
@@ -231,7 +231,7 @@ def _load(plan: Plan) -> str:
     found = [each for each in plan.capacities if each.requests_per_s]
     goal = plan.goal
     rate = plan.report.trace.requests_per_s
-    limit = "Within a load of 90 %" if rate < math.inf else "With all requests at once"
+    limit = "Within a load of 90%" if rate < math.inf else "With all requests at once"
     if goal.ttft_s is not None:
         limit = f"Within {goal.quantile} of {format_seconds(goal.ttft_s)}"
     if not plan.capacities:
@@ -265,11 +265,11 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
         remedy = "Check --prefill-speed, or give a lower --rate."
         if prompts < _MANY_PROMPTS:
             remedy = (
-                f"Prompts take {100 * prompts:.0f} % of that. In the rest, requests wait because others decode answers "
+                f"Prompts take {100 * prompts:.0f}% of that. In the rest, requests wait because others decode answers "
                 "or fill the GPU's cache."
             )
         yield (
-            f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f} % of "
+            f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f}% of "
             f"{of_which}, so its times only show that it is too slow. {remedy}"
         )
         if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
