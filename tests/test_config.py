@@ -39,7 +39,7 @@ def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> Non
     [
         ({}, "cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": 1, "evction_policy": "lru"}, "Did you mean 'eviction_policy'"),
-        ({"cpu_bytes_to_use": "lots"}, "not a size"),
+        ({"cpu_bytes_to_use": "lots"}, "must be a size"),
         ({"cpu_bytes_to_use": 1, "store_threshold": "two"}, "store_threshold"),
         ({"cpu_bytes_to_use": 1, "store_threshold": -1}, "store_threshold"),
         ({"cpu_bytes_to_use": 1, "max_tracker_size": 0}, "max_tracker_size"),
@@ -55,7 +55,7 @@ def test_the_managers_fixed_signatures_have_the_configurations_defaults() -> Non
         ({"cpu_bytes_to_use": 1, "prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": -1}, "max_wait_s"),
         ({"cpu_bytes_to_use": 1, "max_wait_s": float("nan")}, "max_wait_s"),
-        ({"cpu_bytes_to_use": 1, "max_wait_s": "soon"}, "not a time"),
+        ({"cpu_bytes_to_use": 1, "max_wait_s": "soon"}, "must be a time"),
     ],
 )
 def test_mistakes_are_one_sentence(mapping: dict[str, Any], message: str) -> None:
@@ -98,7 +98,7 @@ def test_layouts_that_make_no_sense_are_refused() -> None:
         with pytest.raises(LayoutError, match="outside of 1 ranks"):
             EngineLayout(layout(16).groups, hash_block_tokens=1, instance_id="x", rank=rank)
     for part in ((-1, 1), (1, 1), (0, 1, -1, 1), (0, 1, 1, 1)):
-        with pytest.raises(LayoutError, match="one of the slices"):
+        with pytest.raises(LayoutError, match="index must be below num_slices"):
             RankSlice(*part)
     assert RankSlice(1, 2, 1, 2)
 

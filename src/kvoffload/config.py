@@ -373,7 +373,7 @@ class RankSlice:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_slices or not 0 <= self.replica < self.num_replicas:
-            raise LayoutError(f"A rank has one of the slices, and is one of its replicas: {self!r}.")
+            raise LayoutError(f"index must be below num_slices, and replica below num_replicas: {self!r}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,11 +90,13 @@ def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 if isinstance(found, str):  # vLLM's files may contain its option as text
                     found = _json(found)
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be read: {exc.strerror}.") from exc
+        raise ConfigError(
+            f"The configuration file {path} cannot be read: {exc.strerror}; check its path and permissions."
+        ) from exc
     except ConfigError as exc:
         raise ConfigError(f"{path} {exc}") from exc
     except RecursionError as exc:
-        raise ConfigError(f"{path} is nested too deep for a configuration.") from exc
+        raise ConfigError(f"{path} is nested too deeply for a configuration.") from exc
     except ValueError as exc:
         kind = "YAML" if is_yaml else "JSON"
         hint = "" if is_yaml or path.suffix.lower() == ".json" else " A file of YAML needs a name that ends in .yaml."

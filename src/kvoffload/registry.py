@@ -66,7 +66,9 @@ class Registry(Generic[T]):
                 loaded: T = point.load()
             except Exception as exc:
                 raise ConfigError(
-                    f"{self._kind} {name!r} comes from the entry point {point.value!r}, which cannot be imported: {exc}"
+                    f"{self._kind} {name!r} comes from the entry point {point.value!r}, which cannot be "
+                    f"imported: {exc}; repair or uninstall "
+                    "its package."
                 ) from exc
             return loaded
         raise UnknownNameError(f"Unknown {self._kind}: {name!r}.{suggest(name, self.names())}")

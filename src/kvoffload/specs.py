@@ -32,7 +32,7 @@ def spec_class(config: OffloadingConfig) -> type[OffloadingSpec]:
     except (ImportError, AttributeError, ValueError, TypeError) as exc:  # the last two: an invalid name, such as ".x"
         raise ConfigError(f"spec_name {name!r} of {config.spec_module_path!r} cannot be imported: {exc}.") from exc
     if not (isinstance(spec, type) and issubclass(spec, OffloadingSpec)):
-        raise ConfigError(f"{config.spec_module_path}:{name} is not an OffloadingSpec.")
+        raise ConfigError(f"{config.spec_module_path}:{name} is not a subclass of OffloadingSpec.")
     return spec
 
 

@@ -31,14 +31,16 @@ def parse_bytes(value: int | str, name: str = "size", also: str = "") -> int:
         factor = match and _FACTORS.get(match[2].lower())
         if not match or not factor:
             raise ConfigError(
-                f"{name}: {reprlib.repr(value)} is not a size; write bytes or a unit, for example 8589934592 or '8GiB'"
-                f"{_or(also)}."
+                f"{name} must be a size in bytes or with a unit, such as 8589934592 or '8GiB'{_or(also)}, "
+                f"not {reprlib.repr(value)}."
             )
         if float(match[1]) * factor >= _MOST:  # the number itself may have thousands of digits
             raise ConfigError(f"{name} is more than any machine has; lower it.")
         number = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     if isinstance(number, bool) or not isinstance(number, int):
-        raise ConfigError(f"{name}: {value!r} is not a size; write bytes or a unit, for example '8GiB'{_or(also)}.")
+        raise ConfigError(
+            f"{name} must be a whole number of bytes, or a size such as '8GiB'{_or(also)}, not {value!r}."
+        )
     if number <= 0:
         raise ConfigError(f"{name} must be positive, not {value!r}.")
     if number >= _MOST:
@@ -60,7 +62,8 @@ def parse_seconds(value: float | str, name: str = "time", also: str = "") -> flo
         number = float(value) if abs(value) < _MOST else math.inf
     if number is None:
         raise ConfigError(
-            f"{name}: {reprlib.repr(value)} is not a time; write seconds or a unit, for example '24h'{_or(also)}."
+            f"{name} must be a time in seconds or with a unit, such as 90 or '24h'{_or(also)}, "
+            f"not {reprlib.repr(value)}."
         )
     if not 0 < number < _MOST:
         raise ConfigError(f"{name} must be positive and finite, not {reprlib.repr(value)}.")

@@ -303,7 +303,7 @@ def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: py
         assert run(capsys, file)[0] == 0
         code, _, err = run(capsys, file, "--connect")
     assert code == 1
-    assert "The 'redis' tier cannot be used now" in err
+    assert "The 'redis' tier does not work here" in err
     server = RedisServer(tmp_path)
     try:
         file.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{**tier, "url": server.url}]}))

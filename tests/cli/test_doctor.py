@@ -100,7 +100,7 @@ def test_more_memory_than_there_is_ends_with_1(
 
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--cpu-bytes", "much") == 2
-    assert "--cpu-bytes: 'much' is not a size" in capsys.readouterr().err
+    assert "--cpu-bytes must be a size" in capsys.readouterr().err
     assert run_main("--cpu-bytes", "64") == 2
     assert "--cpu-bytes is 64 B" in capsys.readouterr().err
 

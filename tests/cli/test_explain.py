@@ -83,11 +83,11 @@ def test_how_much_a_servers_memory_holds_is_asked_for(
 
 def test_mistakes_are_one_sentence(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(str(trace), "--out", str(tmp_path / "page.pdf")) == 2
-    assert "'page.pdf' does not" in capsys.readouterr().err
+    assert "not 'page.pdf'" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
     assert explain(str(other)) == 2
-    assert "has no explanations" in capsys.readouterr().err
+    assert "contains no explanations" in capsys.readouterr().err
 
 
 def test_it_ends_with_one_recommendation_and_shows_sizes_within_80_columns(

@@ -84,7 +84,7 @@ def test_a_json_file_is_whole_or_not_there(tmp_path: Path) -> None:
 def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
     check_out(None)
     check_out(tmp_path / "new.json")
-    for target, words in ((tmp_path / "a" / "out.json", "There is no folder"), (tmp_path, "is a folder")):
+    for target, words in ((tmp_path / "a" / "out.json", "there is no folder"), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=f"--out: .*{words}"):
             check_out(target)
 

@@ -172,18 +172,18 @@ def test_processes_do_not_change_results(trace: Path) -> None:
     [
         (["--policy", "lur"], "Unknown cache policy: 'lur'. Did you mean 'lru'?"),
         (["--policy", ","], "--policy needs at least one policy"),
-        (["--cpu", "1MiB"], "--cpu: 1MiB is less than one block of 64 MiB"),
-        (["--cpu", "12parsecs"], "'12parsecs' is not a size"),
-        (["--cpu", "ten%"], "'ten%' is not a share"),
-        (["--cpu", "inf%"], "'inf%' is not a share"),
-        (["--cpu", "0%"], "less than one block"),
+        (["--cpu", "1MiB"], "--cpu: 1MiB has no room for one block of chat, which takes 64 MiB"),
+        (["--cpu", "12parsecs"], "--cpu must be a size"),
+        (["--cpu", "ten%"], "'ten%' is not a percentage"),
+        (["--cpu", "inf%"], "'inf%' is not a percentage"),
+        (["--cpu", "0%"], "has no room for one block"),
         (["--cpu", "0"], "--cpu must be positive"),
-        (["--disk", "1KiB"], "--disk: 1KiB is less than one block"),
+        (["--disk", "1KiB"], "--disk: 1KiB has no room for one block"),
         (["--prefill-speed", "0"], "--prefill-speed must be positive, not 0"),
         (["--prefill-speed", "inf"], "--prefill-speed must be positive, not inf"),
-        (["--model", "/nowhere/config.json"], "is not a readable model config"),
-        (["--out", "out.jpeg"], "--out is a file that ends with .json, .html, .png; 'out.jpeg' does not"),
-        (["--out", "/nowhere/out.png"], "--out: There is no folder '/nowhere'"),
+        (["--model", "/nowhere/config.json"], "cannot be read: No such file or directory"),
+        (["--out", "out.jpeg"], "--out must name a file that ends with .json, .html, .png, not 'out.jpeg'"),
+        (["--out", "/nowhere/out.png"], "because there is no folder '/nowhere'"),
         (["--fleet", "/nowhere/fleet.yaml"], "/nowhere/fleet.yaml cannot be read"),
     ],
 )
@@ -274,13 +274,16 @@ def test_a_goal_that_is_reached_without_any_cache_is_not_credited_to_one(
         ([], "needs one goal"),
         (["--hit-rate", "10", "--ttft", "1"], "needs one goal"),
         (["--hit-rate", "101"], "hit rate must be"),
-        (["--hit-rate", "0.6"], "write 60 for 60 %, or 0.6% if that is meant"),
-        (["--hit-rate", "most"], "a number of percent such as 60, not 'most'"),
-        (["--hit-rate", "10", "--quantile", "p42"], "--quantile is p50, p90 or p99"),
-        (["--hit-rate", "10", "--max-cpu", "1KiB"], "--max-cpu: 1KiB is less than one block"),
+        (["--hit-rate", "0.6"], "Write 60 if you mean 60%, or 0.6% if you mean that"),
+        (["--hit-rate", "most"], "must be a percentage such as 60, not 'most'"),
+        (["--hit-rate", "10", "--quantile", "p42"], "--quantile must be p50, p90 or p99"),
+        (["--hit-rate", "10", "--max-cpu", "1KiB"], "--max-cpu: 1KiB has no room for one block"),
         (["--hit-rate", "10", "--prefill-speed", "0"], "--prefill-speed must be positive, not 0"),
-        (["--hit-rate", "10", "--out", "/nowhere/out.json"], "--out: There is no folder '/nowhere'"),
-        (["--hit-rate", "1", "--max-disk", "1KiB"], "--max-disk: 1KiB is less than one block of 64 MiB"),
+        (["--hit-rate", "10", "--out", "/nowhere/out.json"], "because there is no folder '/nowhere'"),
+        (
+            ["--hit-rate", "1", "--max-disk", "1KiB"],
+            "--max-disk: 1KiB has no room for one block of chat, which takes 64 MiB",
+        ),
         (["--ttft", "nan"], "must be positive, not nan"),
     ],
 )
@@ -295,7 +298,7 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
     ("keys", "words"),
     [
         ({"cascade": "on_stor"}, "Did you mean 'on_store'"),
-        ({"load_speed": "fast"}, "load_speed of the file of --fleet: 'fast' is not a size"),
+        ({"load_speed": "fast"}, "load_speed of the file of --fleet must be a size"),
         ({"load_polcy": "cost"}, "Unknown key 'load_polcy' in the file of --fleet. Did you mean 'load_policy'?"),
         ({"load_policy": "never"}, "must be one of 'cost', 'always'"),
         ({"policy": "lur"}, "Did you mean 'lru'"),
@@ -308,26 +311,26 @@ def test_mistakes_in_plan(trace: Path, capsys: pytest.CaptureFixture[str], args:
         ({"servers": 2, "shared": {"size": "50%", "ttl_s": math.nan}}, "must be positive"),
         ({"hints": "a\0"}, "NUL"),
         ({"block_tokens": 7}, "line 1: 2 hash_ids do not fit input_length 1024"),
-        ({"kv_dtype": "fp8"}, "kv_dtype belongs to --model"),
+        ({"kv_dtype": "fp8"}, "kv_dtype works only with --model"),
         ({"copies": 0}, "copies of the file of --fleet must be from 1"),
         ({"prices": {"cpu": -1}}, "not negative"),
         ({"prices": {"gpu": 1}}, "Unknown key 'gpu' in prices"),
-        ({"routers": ["session"]}, "has routers and no fleet; add servers to it"),
-        ({"shared": {"size": "1TiB"}}, "has shared and no fleet"),
-        ({"pool": {"size": "1TiB"}}, "has pool and no fleet"),
+        ({"routers": ["session"]}, "has routers, but no fleet; add servers"),
+        ({"shared": {"size": "1TiB"}}, "has shared, but no fleet"),
+        ({"pool": {"size": "1TiB"}}, "has pool, but no fleet"),
         (
             {"prefill_servers": 1, "servers_per_machine": 2},
             "has servers_per_machine, prefill_servers",
         ),
         ({"servers": "many"}, "or a list such as [4, 8]"),
-        ({"servers": "1:8"}, "a range is for plan"),
+        ({"servers": "1:8"}, "only plan accepts a range"),
         ({"servers": 0}, "or a list"),
         ({"servers": 2, "routers": "round"}, "Did you mean 'round-robin'"),
         ({"servers": 2, "routers": []}, "must name at least one"),
         ({"servers": 2, "shared": {"size": "50%", "speed": 3}}, "Unknown key 'speed' in shared of the file of --fleet"),
         ({"servers": 2, "shared": {"link": "1GB"}}, "Shared of the file of --fleet lacks 'size'"),
-        ({"servers": 2, "shared": {"size": "1KiB"}}, "less than one block"),
-        ({"servers": 2, "shared": {"size": "nan%"}}, "is not a share"),
+        ({"servers": 2, "shared": {"size": "1KiB"}}, "has no room for one block"),
+        ({"servers": 2, "shared": {"size": "nan%"}}, "is not a percentage"),
         ({"servers": 2, "shared": {"size": "10%,20%"}}, ": write several stores as a list"),
         ({"servers": 2, "shared": ["1TiB"]}, "must be a mapping with a size, or none"),
     ],
@@ -346,7 +349,7 @@ def test_mistakes_in_the_file_of_a_fleet(
     [
         ({"servers": [4, 6]}, "a range such as 1:64"),
         ({"servers": "8:4"}, "a range such as 1:64"),
-        ({"servers": "2:8", "prefill_servers": 1}, "is for simulate"),
+        ({"servers": "2:8", "prefill_servers": 1}, "works only with simulate"),
         ({"cascade": ["on_store", "on_evict"]}, "one policy and one cascade"),
     ],
 )
@@ -461,7 +464,7 @@ def test_a_model_by_its_name_comes_from_the_hubs_cache(
     assert "KV per token   128 KiB\n" in out
     code, _, err = run(capsys, *args[:-1], "org/other")
     assert code == 2
-    assert "There is no file org/other, and the Hub provides no config.json of that name" in err
+    assert "There is no file org/other, and the config.json of a model of this name cannot be loaded" in err
     assert asked == [("org/m", "config.json"), ("org/other", "config.json")]
     assert run(capsys, *args[:-1], "models/confg.json")[0] == 2
     assert len(asked) == 2, "a file with a typing error is not asked of the Hub"

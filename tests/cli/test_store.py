@@ -78,8 +78,8 @@ def test_ls_fits_in_80_columns_and_names_the_model(
         assert "s ago" in out
         ids = [name[-32:][:8] for name in names]
         assert all(each in out for each in ids)
-        assert run(capsys, "clear", root, ids[0], "--yes")[1] == "1 blocks deleted.\n"
-        assert run(capsys, "clear", root, ids[1], "--dry-run")[1].startswith("1 blocks")
+        assert run(capsys, "clear", root, ids[0], "--yes")[1] == "1 block deleted.\n"
+        assert run(capsys, "clear", root, ids[1], "--dry-run")[1].startswith("1 block ")
         code, _, err = run(capsys, "clear", root, "00000000", "--yes")
         assert (code, "has no namespace" in err) == (2, True)
 
@@ -100,10 +100,10 @@ def test_mistakes_are_one_sentence(server, tmp_path: Path, capsys) -> None:
         (("ls", tmp_path / CONTROL_DIR), "is not a kvoffload store"),
         (("clear", tmp_path, "org/modle@[bf16]"), f"Did you mean '{MODEL}'"),
         (("clear", tmp_path, "nope"), "has no namespace 'nope'"),
-        (("clear", tmp_path), "Name one namespace"),
-        (("clear", tmp_path, MODEL, "--all"), "Name one namespace"),
-        (("clear", tmp_path, MODEL), "use --yes"),
-        (("clear", tmp_path, "--all"), "use --yes"),
+        (("clear", tmp_path), "Give one namespace"),
+        (("clear", tmp_path, MODEL, "--all"), "Give one namespace"),
+        (("clear", tmp_path, MODEL), "add --yes"),
+        (("clear", tmp_path, "--all"), "add --yes"),
     ]:
         code, out, err = run(capsys, *args)
         assert (code, out) == (2, "")

@@ -89,7 +89,7 @@ def test_without_standard_input_nobody_is_asked(commands: dict[str, list[str]]) 
     command = shlex.join([sys.executable, "-m", "kvoffload", "store", "clear", commands["ls"][2], "--all"])
     done = subprocess.run(["sh", "-c", f"{command} <&-"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "Nothing was deleted" in done.stderr and "Traceback" not in done.stderr
+    assert "nothing was deleted" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -102,12 +102,12 @@ def test_an_environment_without_an_engine_is_named() -> None:
         (
             {"cpu_bytes": 101 * GIB},
             Severity.FAULT,
-            "you want 101 GiB, but only 100 GiB of host memory are available: lower",
+            "you want 101 GiB, but only 100 GiB of host memory is available: lower",
         ),
         (
             {"cpu_bytes": 40 * GIB, "host": replace(HOST, available_bytes=30 * GIB, limit_bytes=50 * GIB)},
             Severity.FAULT,
-            "30 GiB of host memory are available below a limit of 50 GiB",
+            "30 GiB of host memory is available below a limit of 50 GiB",
         ),
         ({"cpu_bytes": 65 * GIB}, Severity.WARNING, "/dev/shm has only 64 GiB"),
         ({"pages": (page(64 << 10, ratio=0.69),)}, Severity.WARNING, "pages of 64 KiB reach 0.69"),

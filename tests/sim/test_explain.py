@@ -92,8 +92,8 @@ def test_hinted_requests_and_the_others(tmp_path: Path) -> None:
         line(2, {"device": 8}, {"new": 24}),
     )
     assert read_explanations(path).hints_text == (
-        "Clients gave hints with 2 requests (never 1, soon 1). Of their tokens 46.9 % were found, and of the others' "
-        "25.0 %."
+        "Clients gave hints with 2 requests (never 1, soon 1). Of their tokens 46.9% were found, and of the others' "
+        "25.0%."
     )
     assert read_explanations(write(path, line(2, {"device": 8}, {"new": 24}))).hints_text == ""
 
@@ -101,9 +101,9 @@ def test_hinted_requests_and_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "has no explanations"),
-        (', "story": {"found": {"a": 4}, "missed": {"new": 4}}', "line 1: the tokens"),
-        (', "story": 7', "line 1: this is not a line of a recorded trace"),
+        ("", "contains no explanations"),
+        (', "story": {"found": {"a": 4}, "missed": {"new": 4}}', "line 1: its explanation does not cover the tokens"),
+        (', "story": 7', "line 1: this is not a line that record_trace"),
     ],
 )
 def test_files_that_cannot_be_explained(tmp_path: Path, text: str, what: str) -> None:

@@ -253,7 +253,7 @@ def test_a_prefill_server_generates_one_token_and_hand_overs_are_no_hits(trace_o
         ({"servers": 0}, "at least one server"),
         ({"shared": FAST, "server": replace(SERVER, cpu_blocks=0)}, "host memory above it"),
         ({"servers": 2, "prefill_servers": 2, "shared": FAST}, "one to decode"),
-        ({"servers": 2, "prefill_servers": 1}, "needs a shared tier"),
+        ({"servers": 2, "prefill_servers": 1}, "requires a shared tier"),
         ({"router": "round"}, "round-robin"),
     ],
 )

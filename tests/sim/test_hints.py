@@ -105,7 +105,7 @@ class TestHinter:
         "text", ["", "orcale", "noisy", "noisy:", "noisy:2", "noisy:-0.1", "noisy:nan", "oracle:1"]
     )
     def test_others_are_refused_in_a_sentence(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="hints is oracle, or noisy:P"):
+        with pytest.raises(ConfigError, match="hints must be oracle, or noisy:P"):
             hinter(text)
 
 

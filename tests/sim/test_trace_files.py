@@ -298,7 +298,7 @@ def test_a_damaged_gzip_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"cannot be read: No such file or directory\.$"):
+    with pytest.raises(TraceError, match=r"cannot be read: No such file or directory; check its path"):
         load_trace(tmp_path / "nowhere.jsonl")
 
 

@@ -52,9 +52,9 @@ def check_config(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="The model's config.json, its folder, or its name on the Hub. Shows the sizes of blocks, and whether "
-            "kvoffload works with this model and ARGUMENTS. The answer about ARGUMENTS needs vLLM in this "
-            "environment, but no GPU.",
+            help="The model's config.json, its folder, or its name on the Hub. Shows the sizes of its blocks, and "
+            "whether kvoffload works with this model and ARGUMENTS. To judge ARGUMENTS, vLLM must be in this "
+            "environment, but no GPU is needed.",
         ),
     ] = None,
     connect: Annotated[
@@ -90,7 +90,7 @@ def check_config(
         for problem in verdict.problems:
             problems.add(problem)
     elif arguments:
-        problems.add("kvoffload can check vLLM's arguments only together with a model: add --model.")
+        problems.add("kvoffload can check vLLM's arguments only for a given model; add --model MODEL.")
     # A text with a variable that is not set is wrong in other ways, too.
     problems.found = unset.found + [problem for problem in problems.found if not has_variable(problem)]
     answer: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def check_config(
             print(f"{file}: {problem}", file=sys.stderr)
         if verdict is not None and not as_json:
             if verdict.unknown and not verdict.problems:
-                print(f"No verdict about {model}: {verdict.unknown}.", file=sys.stderr)
+                print(f"No verdict about {model}, because {verdict.unknown}.", file=sys.stderr)
             elif verdict.problems:
                 is_vllm = all(problem.startswith(BY_VLLM) for problem in verdict.problems)
                 subject = "vLLM itself" if is_vllm else "kvoffload"
@@ -125,9 +125,9 @@ def check_config(
     try:
         check_shared_memory(config.cpu_bytes, SHM)
     except CapacityError as exc:
-        print(f"With several GPUs, or on vLLM's CPU platform, a server rejects this: {exc}")
+        print(f"With several GPUs or vLLM for CPUs, a server would reject this configuration: {exc}")
     if verdict is not None and verdict.unknown:
-        print(f"\nNo verdict about {model}: {verdict.unknown}.")
+        print(f"\nNo verdict about {model}, because {verdict.unknown}.")
     elif verdict is not None and verdict.judged_by:
         print(f"\nYes, kvoffload works with {model} and these arguments{_judged_by(verdict)}.")
         for note in verdict.notes:
@@ -157,7 +157,7 @@ def _probe(
         if block_bytes is not None and block_bytes > cpu_bytes:
             problems.add(
                 f"cpu_bytes_to_use is {format_bytes(cpu_bytes)}, but one block of this model needs "
-                f"{format_bytes(block_bytes)}; raise it to hold some thousand blocks."
+                f"{format_bytes(block_bytes)}; raise it to hold a few thousand blocks."
             )
     for options in _readable_tiers(config):
         with problems:
@@ -214,11 +214,11 @@ def _probe_directory(options: StoreOptions, path: str) -> None:
     existing = _existing(path)
     where = f"path of the {options.label!r} tier, {path},"
     if reason := in_the_way_of(path):
-        raise ConfigError(f"{where} is not a directory: {reason}.")
+        raise ConfigError(f"{where} is not a directory: {reason}; name another directory.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{where} cannot be used, because this user may not write to {existing}; change the rights of that "
-            "directory, or mount the disk."
+            f"{where} cannot be used, because this user may not write to {existing}; change the permissions of "
+            "that directory, or mount the disk."
         )
 
 
@@ -247,7 +247,7 @@ def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> li
     try:
         return options.check_store(block_bytes, ask=connect)
     except (StoreError, MissingExtraError, OSError) as exc:
-        raise ConfigError(f"The {options.label!r} tier cannot be used now: {reason_of(exc).rstrip('.')}.") from exc
+        raise ConfigError(f"The {options.label!r} tier does not work here: {reason_of(exc).rstrip('.')}.") from exc
 
 
 def _command(file: Path, config: OffloadingConfig) -> str:

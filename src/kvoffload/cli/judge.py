@@ -369,7 +369,7 @@ def _ours(vllm_config: Any) -> Any:
     if not ours:
         if vllm_config.cache_config.kv_offloading_size is not None:
             raise ConfigError(
-                "With --kv-offloading-size, vLLM offloads itself, and kvoffload does nothing: leave it out."
+                "With --kv-offloading-size, vLLM uses its own offloading instead of kvoffload; remove this option."
             )
         raise ConfigError(
             f"These arguments use {transfer.kv_connector}, and kvoffload does nothing beside it: leave it out, or name "

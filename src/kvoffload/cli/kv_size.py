@@ -45,9 +45,12 @@ def model_kv(model: str | Path, dtype: str | None = None) -> ModelKV:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path} is not a readable model config: {reason_of(exc)}.") from exc
+        raise ConfigError(
+            f"The model's configuration {path} cannot be read: {reason_of(exc)}. Give its config.json, the folder of "
+            "this file, or the model's name on the Hub."
+        ) from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not a model config: it has no JSON object.")
+        raise ConfigError(f"{path} is not a model's configuration, because it contains no JSON object.")
     text_config = config.get("text_config")  # multimodal models keep the language model's part there
     if isinstance(text_config, dict):
         config = config | text_config
@@ -153,7 +156,7 @@ def _number(path: Path, config: Mapping[str, Any], *names: str) -> int:
     for name in names:
         if isinstance(config.get(name), int) and config[name] > 0:
             return int(config[name])
-    raise ConfigError(f"{path} does not say {names[0]}; give the KV size with --kv-bytes-per-token instead.")
+    raise ConfigError(f"{path} lacks {names[0]}; give the KV size with --kv-bytes-per-token instead.")
 
 
 def _dtype_bytes(dtype: object) -> int:
@@ -171,11 +174,14 @@ def _config_file(model: str) -> Path:
         from huggingface_hub import hf_hub_download
     except ImportError as exc:
         raise ConfigError(
-            f"There is no file {model}. A name on the Hub needs huggingface_hub: install it, or give a config.json."
+            f"There is no file {model}, and kvoffload needs the package huggingface_hub to find a model of this "
+            "name on "
+            "the Hub; install it, or give the model's config.json."
         ) from exc
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (OSError, ValueError) as exc:
         raise ConfigError(
-            f"There is no file {model}, and the Hub provides no config.json of that name; give a config.json."
+            f"There is no file {model}, and the config.json of a model of this name cannot be loaded from the Hub; "
+            "check the name and the connection, or give the file."
         ) from exc

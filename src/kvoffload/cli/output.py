@@ -104,13 +104,17 @@ def check_out(*paths: Path | None, suffixes: Sequence[str] = ()) -> None:
     for path in filter(None, paths):
         folder = Path(os.path.realpath(path)).parent  # ``Path.resolve`` raises for a loop of links
         if suffixes and path.suffix.lower() not in suffixes:
-            raise ConfigError(f"--out is a file that ends with {', '.join(suffixes)}; {path.name!r} does not.")
+            raise ConfigError(f"--out must name a file that ends with {', '.join(suffixes)}, not {path.name!r}.")
         if not folder.is_dir():
-            raise ConfigError(f"--out: There is no folder {str(folder)!r} to write {path.name!r} to.")
+            raise ConfigError(
+                f"--out: {path.name!r} cannot be written, because there is no folder {str(folder)!r}; create it."
+            )
         if path.is_dir():
             raise ConfigError(f"--out: {str(path)!r} is a folder; name a file in it.")
         if not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"--out: This user may not write {path.name!r} to the folder {str(folder)!r}.")
+            raise ConfigError(
+                f"--out: This user may not write {path.name!r} in the folder {str(folder)!r}; choose another folder."
+            )
 
 
 def check_drawn(paths: Sequence[Path] | None) -> None:

@@ -57,12 +57,12 @@ def plan(
     Exit codes: 0, something reaches the goal, perhaps without offloading; 1, nothing does; 2, a mistake in the options.
     """
     if quantile not in ("p50", "p90", "p99"):
-        raise ConfigError(f"--quantile is p50, p90 or p99, not {quantile!r}.")
+        raise ConfigError(f"--quantile must be p50, p90 or p99, not {quantile!r}.")
     goal = Goal(None if hit_rate is None else _share(hit_rate), ttft, quantile)
     read = Scenario(fleet, model, kv_bytes, gpu_kv_tokens, prefill_speed, max_requests, rate)
     policies, cascades = read.policies(None) or [DEFAULTS.eviction_policy], read.cascades()
     if len(policies) > 1 or len(cascades) > 1:
-        raise ConfigError("A plan has one policy and one cascade; simulate compares several.")
+        raise ConfigError("plan accepts one policy and one cascade; use simulate to compare several.")
     check_drawn(out)
     ends = read.server_range() if read.is_fleet else None
     trace = read.load(path)
@@ -102,11 +102,11 @@ def _share(hit_rate: str) -> float:
     try:
         percent = float(hit_rate.removesuffix("%"))
     except ValueError as exc:
-        raise ConfigError(f"--hit-rate is a number of percent such as 60, not {hit_rate!r}.") from exc
+        raise ConfigError(f"--hit-rate must be a percentage such as 60, not {hit_rate!r}.") from exc
     if 0 < percent < 1 and not hit_rate.endswith("%"):
         raise ConfigError(
-            f"--hit-rate {hit_rate} is less than one percent: write {100 * percent:g} for {100 * percent:g} %, or "
-            f"{hit_rate}% if that is meant."
+            f"--hit-rate {hit_rate} means less than 1%. Write {100 * percent:g} if you mean {100 * percent:g}%, or "
+            f"{hit_rate}% if you mean that."
         )
     return percent / 100
 

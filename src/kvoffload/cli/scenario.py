@@ -141,7 +141,7 @@ class Scenario:
         self._file: _File = parse_struct(_File, values, _WHAT)
         given = [name for name in _OF_A_FLEET if name in values]
         if not self.is_fleet and given:
-            raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)} and no fleet; add servers to it.")
+            raise ConfigError(f"{_WHAT[0].upper()}{_WHAT[1:]} has {', '.join(given)}, but no fleet; add servers.")
         for name, (least, most) in _BOUNDS.items():
             if not least <= (value := getattr(self._file, name)) <= most:
                 raise ConfigError(f"{name} of {_WHAT} must be from {least:g} to {most:g}, not {value:g}.")
@@ -169,11 +169,11 @@ class Scenario:
             trace = load_trace(path, file.block_tokens, self._max_requests)
             warn_if_cut(path, trace)
         elif file.block_tokens is not None:
-            raise ConfigError(f"block_tokens is for traces in files; {path} has blocks of its own size.")
+            raise ConfigError(f"block_tokens of {_WHAT} works only with traces in files; remove it for {path}.")
         else:
             kind, _, seed = rest.partition(":")
             if not seed.isdecimal() and seed:
-                raise ConfigError(f"{path}: the seed is a number, as in 'synthetic:chat:7'.")
+                raise ConfigError(f"{path}: the seed must be a number, as in 'synthetic:chat:7'.")
             trace = synthesize(kind, self._max_requests or 4000, int(seed or 0))
         trace = crowd(trace.stretched(file.stretch), file.copies)
         if self._rate is not None:
@@ -296,7 +296,9 @@ class Scenario:
         servers = self._file.servers
         numbers = [servers] if isinstance(servers, int) else [*servers] if isinstance(servers, tuple) else []
         if not numbers or not all(1 <= number <= _MOST_SERVERS for number in numbers):
-            raise ConfigError(f"servers of {_WHAT} is a number or a list such as [4, 8]; a range is for plan.")
+            raise ConfigError(
+                f"servers of {_WHAT} must be a number or a list such as [4, 8]; only plan accepts a range."
+            )
         return numbers
 
     def server_range(self) -> tuple[int, int]:
@@ -305,9 +307,9 @@ class Scenario:
         found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(servers))
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= least <= most <= _MOST_SERVERS:
-            raise ConfigError(f"servers of {_WHAT} is a number, or to plan a range such as 1:64.")
+            raise ConfigError(f"servers of {_WHAT} must be a number or a range such as 1:64.")
         if self._file.prefill_servers:
-            raise ConfigError(f"prefill_servers of {_WHAT} is for simulate; a plan has none.")
+            raise ConfigError(f"prefill_servers of {_WHAT} works only with simulate; remove it.")
         return least, most
 
     def fleets(
@@ -388,7 +390,7 @@ def model_sizes(model: str | None, kv_bytes: str | None, dtype: str | None = Non
     if model is not None:
         return model_kv(model, dtype)
     if dtype is not None:
-        raise ConfigError("kv_dtype belongs to --model; --kv-bytes-per-token gives the size as it is.")
+        raise ConfigError("kv_dtype works only with --model; without it, give the size in --kv-bytes-per-token.")
     return ModelKV(parse_bytes(kv_bytes, "--kv-bytes-per-token") if kv_bytes is not None else _DEFAULT_KV_BYTES)
 
 
@@ -408,13 +410,13 @@ def capacities(text: str, option: str, trace: Trace, block_bytes: int) -> list[i
             try:
                 blocks = int(footprint * float(part[:-1]) / 100)
             except (ValueError, OverflowError) as exc:
-                raise ConfigError(f"{option}: {part!r} is not a share; write for example '10%'.") from exc
+                raise ConfigError(f"{option}: {part!r} is not a percentage; write for example '10%'.") from exc
         else:
             blocks = parse_bytes(part, option) // block_bytes
         if blocks < 1:
             raise ConfigError(
-                f"{option}: {part} is less than one block of {format_bytes(block_bytes)} "
-                f"({trace.block_tokens} tokens) of {trace.name}."
+                f"{option}: {part} has no room for one block of {trace.name}, which takes "
+                f"{format_bytes(block_bytes)} ({trace.block_tokens} tokens); give a larger size."
             )
         sizes.append(blocks)
     if not sizes:
@@ -427,5 +429,5 @@ def capacity(text: str, option: str, trace: Trace, block_bytes: int, several: st
     one."""
     blocks, *more = capacities(text, option, trace, block_bytes)
     if more:
-        raise ConfigError(f"{option} is one size, not {text}{several}.")
+        raise ConfigError(f"{option} must be one size, not {text}{several}.")
     return blocks

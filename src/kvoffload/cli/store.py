@@ -85,12 +85,12 @@ def clear(
     Asks first, unless you give --yes.
     """
     if (namespace is None) != everything:
-        raise ConfigError("Name one namespace, as 'kvoffload store ls' shows it, or use --all to delete all of them.")
+        raise ConfigError("Give one namespace as 'kvoffload store ls' shows it, or --all to delete all of them.")
     tier = _open(root)
     only = None if namespace is None else _directory(tier, root, namespace)
     found = [one for one in tier.usage() if only is None or one.directory == only]
     blocks, size_bytes = sum(one.num_blocks for one in found), sum(one.size_bytes for one in found)
-    what = f"{blocks:,} blocks ({format_bytes(size_bytes)}) of {counted(len(found), 'namespace')}"
+    what = f"{counted(blocks, 'block')} ({format_bytes(size_bytes)}) of {counted(len(found), 'namespace')}"
     if not dry_run:
         _ask(f"Delete {what} from {root}?", yes)
     directories = [one.directory for one in found] if only is None else [only]
@@ -101,7 +101,7 @@ def clear(
     elif dry_run:
         print(f"{what} would be deleted.")
     else:
-        print(f"{deleted:,} blocks deleted.")
+        print(f"{counted(deleted, 'block')} deleted.")
 
 
 def _ask(question: str, is_answered: bool) -> None:
@@ -109,7 +109,10 @@ def _ask(question: str, is_answered: bool) -> None:
     if is_answered:
         return
     if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nothing was deleted, because there is no terminal to ask; use --yes.")
+        raise ConfigError(
+            f"{question} There is no terminal for an answer, so nothing was deleted; add --yes to delete "
+            "without a question."
+        )
     if not typer.confirm(question, err=True):
         print("Nothing was deleted.", file=sys.stderr)
         raise typer.Exit(1)

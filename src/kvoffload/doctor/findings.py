@@ -87,14 +87,14 @@ def _of_memory(host: Host, cpu_bytes: int | None) -> Iterator[Finding]:
         limit = "" if host.limit_bytes is None else f" below a limit of {format_bytes(host.limit_bytes)}"
         yield Finding(
             Severity.FAULT,
-            f"you want {wanted}, but only {format_bytes(host.available_bytes)} of host memory are available{limit}",
+            f"you want {wanted}, but only {format_bytes(host.available_bytes)} of host memory is available{limit}",
             "lower cpu_bytes_to_use, or raise the limit of the container or job",
         )
     elif host.shm_free_bytes is not None and cpu_bytes > host.shm_free_bytes:
         yield Finding(
             Severity.WARNING,
-            f"you want {wanted}, but /dev/shm has only {format_bytes(host.shm_free_bytes)} free, too little for "
-            "an engine with several processes, as with tensor parallelism",
+            f"you want {wanted}, but /dev/shm has only {format_bytes(host.shm_free_bytes)} free. Engines with several "
+            "processes, as with tensor parallelism, keep host memory there",
             "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory)",
         )
 

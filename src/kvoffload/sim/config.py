@@ -70,7 +70,7 @@ class SimConfig:
         if min(self.cpu_blocks, self.gpu_blocks, self.disk_blocks, self.state_slots) < 0:
             raise ConfigError("cpu_blocks, gpu_blocks, disk_blocks and state_slots must not be negative.")
         if self.disk_blocks and not self.cpu_blocks:
-            raise ConfigError("A disk needs host memory above it; give it some.")
+            raise ConfigError("A disk requires host memory above it; give the server some.")
         costs = self.step_s, self.decode_s, self.prompt_context_s, self.decode_context_s, self.nodes_step_s
         if not all(0 <= cost < math.inf for cost in costs):
             raise ConfigError("step_s, decode_s, the context costs and nodes_step_s must not be negative.")
@@ -171,13 +171,13 @@ class FleetConfig:
 
     def __post_init__(self) -> None:
         if self.servers < 1 or self.servers_per_machine < 1:
-            raise ConfigError("A fleet has at least one server.")
+            raise ConfigError("A fleet must have at least one server.")
         if (self.shared or self.pool) and not self.server.cpu_blocks:
-            raise ConfigError("A shared tier needs host memory above it; give the servers some.")
+            raise ConfigError("A shared tier requires host memory above it; give the servers some.")
         if self.prefill_servers and not 0 < self.prefill_servers < self.servers:
-            raise ConfigError("Prefill apart needs at least one server to prefill, and one to decode.")
+            raise ConfigError("Separate prefill requires at least one server to prefill, and one to decode.")
         if self.prefill_servers and not (self.shared or self.pool):
-            raise ConfigError("Prefill apart needs a shared tier, through which the KV goes.")
+            raise ConfigError("Separate prefill requires a shared tier, which passes the KV on.")
         router_of(self.router)
 
 
@@ -199,7 +199,7 @@ class Prices:
         if not all(isinstance(price, (int, float)) and math.isfinite(price) and price >= 0 for price in prices):
             raise ConfigError("Prices must be finite numbers, and not negative.")
         if len(str(self.currency)) > 8 or not str(self.currency).isprintable():
-            raise ConfigError("currency of prices is a short name such as EUR.")
+            raise ConfigError("currency of prices must be a short name such as EUR.")
 
     @property
     def unit(self) -> str:

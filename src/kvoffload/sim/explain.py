@@ -135,10 +135,10 @@ class Explanations:
             return ""
         by_hint = ", ".join(f"{name} {count:,}" for name, count in sorted(self.hints.items()))
         others, found = self.tokens - self.hinted_tokens, sum(self.found.values()) - self.hinted_found
-        rest = f", and of the others' {100 * found / others:.1f} %" if others else ""
+        rest = f", and of the others' {100 * found / others:.1f}%" if others else ""
         return (
             f"Clients gave hints with {sum(self.hints.values()):,} requests ({by_hint}). Of their tokens "
-            f"{100 * self.hinted_found / max(self.hinted_tokens, 1):.1f} % were found{rest}."
+            f"{100 * self.hinted_found / max(self.hinted_tokens, 1):.1f}% were found{rest}."
         )
 
     @property
@@ -163,18 +163,26 @@ def read_explanations(path: Path) -> Explanations:
             machines.append(msgspec.convert(line.machine, Machine | None))
             each = msgspec.convert(line.story, _Explanation | None)
         except msgspec.ValidationError as exc:
-            raise TraceError(f"{path}, line {number}: this is not a line of a recorded trace: {exc}.") from exc
+            raise TraceError(
+                f"{path}, line {number}: this is not a line that record_trace of this version writes: {exc}."
+            ) from exc
         if each is None:
             return
         if sum(each.found.values()) + sum(each.missed.values()) != line.input_length:
-            raise TraceError(f"{path}, line {number}: the tokens of its explanation are not those of its prompt.")
+            raise TraceError(
+                f"{path}, line {number}: its explanation does not cover the tokens of its prompt, so the line "
+                "is damaged."
+            )
         timed.append(((line.timestamp or 0.0) / 1000, each))
         if line.next_use:
             hinted.append((line.next_use, each))
 
     trace = load_trace(path, note=note)
     if not timed:
-        raise TraceError(f"{path} has no explanations; record_trace of this version of kvoffload writes them.")
+        raise TraceError(
+            f"{path} contains no explanations of hits and misses; record the trace again with record_trace of "
+            "this version."
+        )
     found: Counter[str] = Counter()
     missed: Counter[str] = Counter()
     lost: dict[str, float] = defaultdict(float)
@@ -339,7 +347,7 @@ def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
     """Return a sentence that recommends one change or none. ``tokens`` is the number of all prompt tokens."""
     found = [each for each in asked[1:] if each.more_tokens >= WORTH_IT * tokens]
     if not found:
-        return "Change nothing: no change finds 1 % more of the prompt tokens."
+        return "Change nothing: no change finds 1% more of the prompt tokens."
     was_s = asked[0].result.ttft_s
     harmless = [each for each in found if all(each.result.ttft_s[name] <= was_s[name] for name in ("mean", "p90"))]
     if not harmless:
@@ -358,7 +366,7 @@ def recommendation(asked: Sequence[WhatIf], tokens: int) -> str:
     if config.store_threshold != base.store_threshold:
         sets.append(f"store_threshold: {config.store_threshold}")
     share = 100 * best.more_tokens / max(tokens, 1)
-    return f"Set {', '.join(sets)} ({best.change}). It finds {share:.1f} % more of the prompt tokens."
+    return f"Set {', '.join(sets)} ({best.change}). It finds {share:.1f}% more of the prompt tokens."
 
 
 def where_names(found: Mapping[str, int]) -> list[tuple[str, str]]:

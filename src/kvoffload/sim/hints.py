@@ -28,7 +28,7 @@ def hinter(text: str) -> Callable[[Trace], Trace]:
     with suppress(ValueError):
         if name == "noisy" and 0 <= (wrong := float(share)) <= 1:
             return lambda trace: wrong_hints(true_hints(trace), wrong)
-    raise ConfigError(f"hints is oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
+    raise ConfigError(f"hints must be oracle, or noisy:P with a share P from 0 to 1, not {text!r}.")
 
 
 def true_hints(trace: Trace) -> Trace:

@@ -286,7 +286,8 @@ class _Reader:
         if len(fitting) != 1:
             why = "no power of two fits" if not fitting else f"several sizes fit ({', '.join(map(str, fitting))})"
             raise TraceError(
-                f"{self._path}: tokens per hash id are not clear, {why}; give block_tokens in the file of --fleet."
+                f"{self._path}: the number of tokens per hash id is not clear, because {why}; give block_tokens "
+                "in the file of --fleet."
             )
         return fitting[0]
 
@@ -358,7 +359,10 @@ class _Lines:
                     if text[-1:] != b"\n":
                         text = text.rstrip(b"\0")
                         if len(text) == _MAX_LINE_BYTES:
-                            raise TraceError(f"{path}, line {number}: longer than {_MAX_LINE_BYTES >> 20} MiB.")
+                            raise TraceError(
+                                f"{path}, line {number}: this line is longer than {_MAX_LINE_BYTES >> 20} MiB, "
+                                "so this is not a trace."
+                            )
                         if number > 1 and not _is_json(text):
                             self.cut_line = number
                             return
@@ -368,7 +372,9 @@ class _Lines:
             if isinstance(exc, EOFError) and number:  # the end of a gzip file is missing
                 self.cut_line = number + 1
                 return
-            raise TraceError(f"{path} cannot be read: {reason_of(exc)}.") from exc
+            raise TraceError(
+                f"The trace {path} cannot be read: {reason_of(exc)}; check its path, or whether the file is complete."
+            ) from exc
 
 
 def _without_zeros(file: BinaryIO, kept: int) -> io.BytesIO:

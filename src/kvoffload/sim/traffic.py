@@ -24,7 +24,7 @@ def crowd(trace: Trace, copies: int, seed: int = 0) -> Trace:
     lower bound.
     """
     if copies < 1:
-        raise ConfigError("A crowd has at least one copy of the trace.")
+        raise ConfigError("A crowd must have at least one copy of the trace.")
     if copies == 1 or not len(trace):
         return trace
     chance = np.random.default_rng(seed)

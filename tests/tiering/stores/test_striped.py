@@ -452,7 +452,7 @@ def test_a_mount_that_tells_nothing_at_the_start_is_left_out(
         ({"path": ["/kv/a", ""]}, "is empty; name a directory"),
         ({"path": ["/kv/a", "kv/b"]}, "must begin with / or ~"),
         ({"path": ["/kv/a", "/kv/a"]}, "have the directory /kv/a; give"),
-        ({"path": ["/kv/a", "/kv/a/b"]}, "/kv/a/b is inside of another's, /kv/a"),
+        ({"path": ["/kv/a", "/kv/a/b"]}, "/kv/a/b is in /kv/a"),
         ({"path": ["/kv/a", "/kv/b"], "max_bytes": ["1GiB"]}, "has 1 sizes for 2 paths"),
         ({"path": "/kv/a", "max_bytes": ["1GiB", "1GiB"]}, "has 2 sizes for 1 paths"),
         ({"path": ["/kv/a", "/kv/b"], "max_bytes": 10_000}, "too little for two blocks"),
@@ -468,5 +468,5 @@ def test_a_mistake_is_one_sentence(options: dict[str, object], text: str) -> Non
 
 def test_two_tiers_share_no_disk() -> None:
     one, other = {"type": "disk", "path": ["/kv/a", "/kv/b"]}, {"type": "fs", "path": "/kv/b/c", "max_bytes": "1GiB"}
-    with pytest.raises(ConfigError, match="/kv/b/c is inside of another's, /kv/b"):
+    with pytest.raises(ConfigError, match="/kv/b/c is in /kv/b"):
         parse_tiers([one, other])

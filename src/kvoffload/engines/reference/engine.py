@@ -69,7 +69,9 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         if offloading is not None and not options.prefix_caching:
-            raise ConfigError("Offloading finds blocks by their prefix: leave prefix_caching on.")
+            raise ConfigError(
+                "Offloading requires prefix_caching, because it finds blocks by their prefix; leave it on."
+            )
         use_paged_attention(model)
         shape = kv_shape(model.config)
         weights = [*model.named_parameters(), *model.named_buffers()]
@@ -138,7 +140,7 @@ class Engine:
         sampling = sampling or SamplingParams()
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
         if request_id in self._requests:
-            raise ConfigError(f"There is a request {request_id!r} already; choose another id.")
+            raise ConfigError(f"A request {request_id!r} already exists; choose another id.")
         if not prompt_token_ids:
             raise ConfigError("A prompt needs at least one token.")
         # No token attends to the last one, so it needs no keys and values.

@@ -77,15 +77,17 @@ def kv_shape(config: Any) -> KVShape:
     support."""
     if config.model_type not in FAMILIES:
         raise LayoutError(
-            f"The reference engine runs {', '.join(FAMILIES)}; {config.model_type!r} is another family, "
-            "so choose a model of one of these."
+            f"The reference engine does not support the family {config.model_type!r}; choose a model of "
+            f"{', '.join(FAMILIES)}."
         )
     if getattr(config, "attn_logit_softcapping", None) or getattr(config, "use_bidirectional_attention", None):
-        raise LayoutError("The reference engine computes neither soft-capped nor bidirectional attention.")
+        raise LayoutError(
+            "The reference engine does not support soft-capped or bidirectional attention; choose another model."
+        )
     if odd := rope_types_in(config.to_dict()).difference(_ROPES):
         raise LayoutError(
-            f"The reference engine computes rotary embeddings of the types {', '.join(_ROPES)}; with "
-            f"{', '.join(sorted(odd))} one long request may change those of its whole batch."
+            f"The reference engine does not support rotary embeddings of the type {', '.join(sorted(odd))}, because "
+            f"one long request may change those of its whole batch; choose a model with {', '.join(_ROPES)}."
         )
     by_layer = [_window(config, layer) for layer in range(config.num_hidden_layers)]
     windows = tuple(sorted(set(by_layer), key=lambda window: (window is not None, window)))

@@ -104,7 +104,10 @@ def load_model(path_or_id: str, *, device: str = "cpu") -> Any:
         raise
     except (OSError, ValueError) as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
-        raise ConfigError(f"The model {path_or_id!r} cannot be loaded: {reason}") from exc
+        raise ConfigError(
+            f"The model {path_or_id!r} cannot be loaded: {reason.rstrip('.')}. Give a folder with config.json "
+            "and weights, or a name on the Hub."
+        ) from exc
     return use_paged_attention(model.to(device))
 
 

@@ -52,7 +52,9 @@ class ModelRunner:
                 self._state_views = StateViews(states, shape.states, model.dtype)
                 self.pools += (states,)
         except RuntimeError as exc:
-            raise CapacityError(f"A KV pool of {num_blocks} blocks does not fit on {self._device}; use fewer.") from exc
+            raise CapacityError(
+                f"A KV pool of {num_blocks} blocks does not fit on {self._device}; lower num_blocks."
+            ) from exc
 
     def canonical_kv_caches(self) -> CanonicalKVCaches:
         """Return the pools as bytes: one tensor and one reference per group."""

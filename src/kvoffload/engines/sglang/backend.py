@@ -69,8 +69,8 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._config = storage_config
         if (untried := untried_version()) is not None:
             logger.warning(
-                "%s. It has everything that kvoffload uses, but nobody has compared its answers. Some of its settings "
-                "may mean something else than kvoffload believes.",
+                "%s. kvoffload starts with it, because it has all functions that kvoffload uses. But its answers were "
+                "never compared, and some settings may have another meaning.",
                 untried,
             )
         extra = storage_config.extra_config or {}
@@ -106,7 +106,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             try:
                 self._stop_metrics = self._exporter.serve(self._options.metrics_port + rank)
             except ConfigError as exc:  # ranks of plain data parallelism do not know their numbers
-                logger.warning("%s This process serves none.", exc)
+                logger.warning("%s This process serves no metrics.", exc)
 
     def __repr__(self) -> str:
         return f"KVOffloadStorage({list(self._pools.values())!r})"
@@ -228,13 +228,15 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             if SERVED.is_flushed:
                 return named.salt + weights_name.encode()
             _log.warning(
-                "SGLang may still have pages of the weights before its update, and would store them again. Nothing is "
-                "found or stored until POST /flush_cache."
+                "SGLang may still have pages of the weights before its update, and would store them again. "
+                "kvoffload finds "
+                "and stores nothing until you send POST /flush_cache."
             )
             return None
         _log.warning(
-            f"SGLang's weights ({version!r} now) have changed since its storage was attached or cleared. Nothing is "
-            "found or stored until it is cleared, or attached again after an update with a weight_version of its own."
+            f"SGLang's weights (version {version!r}) have changed since its storage was attached or cleared. kvoffload "
+            "finds and stores nothing until you clear the storage, or attach it again after an update with a new "
+            "weight_version."
         )
         return None
 

@@ -156,7 +156,7 @@ class Media:
             )
         except Exception as exc:  # noqa: BLE001 - then the request is left out
             _log.warning(
-                f"kvoffload neither stores nor loads for a request, because it cannot read the data of its "
+                f"kvoffload stores and loads nothing for a request, because it cannot read the data of its "
                 f"{feature.modality}: {text_of(exc)}. Set media_never_change if no client sends the uuid of another "
                 "medium."
             )

@@ -173,7 +173,9 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
             make_directory(root, access)
     except OSError as exc:
         reason = in_the_way_of(root) or exc.strerror
-        raise ConfigError(f"The store's directory {root} cannot be created: {reason}.") from exc
+        raise ConfigError(
+            f"The store's directory {root} cannot be created: {reason}; create it for this user, or choose another one."
+        ) from exc
     check_locks(root, needs_locks)
     check_owner(root, access)
     if needs_locks and (found := mount_type(root)) and found not in _LOCAL_TYPES:
@@ -189,7 +191,7 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
         if not os.path.lexists(control):
             if exc.errno == errno.EROFS:
                 return access
-            raise ConfigError(f"{control} cannot be created: {exc.strerror}.") from exc
+            raise ConfigError(f"{control} cannot be created: {exc.strerror}; check the permissions of {root}.") from exc
     return check_control(root, mode)
 
 
@@ -222,7 +224,7 @@ def check_control(root: str, mode: Literal["private", "group"]) -> Access:
     try:
         status = os.lstat(control)
     except OSError as exc:
-        raise ConfigError(f"{control} cannot be used: {exc.strerror}.") from exc
+        raise ConfigError(f"{control} cannot be used: {exc.strerror}; choose another directory.") from exc
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{control} is a link or a file, not a directory; remove it, or choose another directory.")
     access = Access(mode)
@@ -544,7 +546,7 @@ def check_apart(one: str, other: str, what: str) -> None:
             same = path if path == outer else f"{path}, which is {outer} by a bind mount"
             raise ConfigError(f"{what} the directory {same}; give each one of its own, or drop one.")
         if above[-1] in own:
-            raise ConfigError(f"{what} directories of which {path} is inside of another's, {outer}; move one of them.")
+            raise ConfigError(f"{what} directories inside each other: {path} is in {outer}; move one of them.")
 
 
 def _lineage(path: str) -> tuple[str, list[object]]:

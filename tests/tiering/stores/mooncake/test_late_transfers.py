@@ -94,7 +94,7 @@ def test_reads_are_refused_once_too_much_memory_is_in_unknown_hands(
             read(store, keys(1, 2))
         texts.add(str(caught.value))
     assert client.num_registered <= 4
-    assert any("restart of the engine" in text for text in texts)
+    assert any("restart the engine" in text for text in texts)
 
 
 def test_memory_that_a_transfer_may_still_write_outlives_its_store(

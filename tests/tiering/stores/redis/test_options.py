@@ -47,7 +47,7 @@ def parse(**options: Any) -> RedisOptions:
         ({"url": {"path": "x"}}, '{"file": path}'),
         ({"password": {"env": "A", "file": "b"}}, "password of the 'redis' tier must be text"),
         ({"seal_key": "short"}, "16 characters"),
-        ({"ttl": "soon"}, "ttl of the 'redis' tier: 'soon' is not a time; .* 'never'"),
+        ({"ttl": "soon"}, "ttl of the 'redis' tier must be a time .* 'never', not 'soon'"),
         ({"ttl": 0.5}, "must be between 1 and"),
         ({"prefix": "a{b}"}, "prefix of the 'redis' tier"),
         ({"connect_timeout_s": 0}, "connect_timeout_s of the 'redis' tier must be positive"),

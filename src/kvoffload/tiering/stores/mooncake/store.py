@@ -68,8 +68,8 @@ class _Staging:
         staged = sum(memory.nbytes for memory in self._memories)
         if self._memories and staged + count * stride > _MOST_STAGED_BYTES:
             raise StoreError(
-                f"All {staged} bytes for transfers of Mooncake belong to transfers whose end is not known: "
-                "only a restart of the engine frees them"
+                f"All {staged} bytes for transfers of Mooncake are in use by transfers that never ended; restart the "
+                "engine to free them."
             )
         mapped = mmap.mmap(-1, count * stride)
         mapped.madvise(mmap.MADV_DONTDUMP)  # a core file may end up anywhere
