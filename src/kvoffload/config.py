@@ -201,7 +201,11 @@ def _is_encodable(text: str) -> bool:
 
 
 _MANY: dict[Any, str] = {dict: "mappings", str: "texts", int: "whole numbers", float: "numbers"}
-_NEEDED = {"cpu_bytes_to_use": ", the host memory for offloaded KV, for example '8GiB'"}
+_NEEDED = {
+    "cpu_bytes_to_use": ", the host memory for offloaded KV, for example '8GiB'",
+    "path": ", the directory for its blocks, for example '/mnt/nvme/kv'",
+    "url": ", the address of its servers",
+}
 """Explanations of the required keys."""
 
 _WORDS: dict[Any, str] = {

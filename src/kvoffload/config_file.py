@@ -101,6 +101,8 @@ def load_wrapped(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         kind = "YAML" if is_yaml else "JSON"
         hint = "" if is_yaml or path.suffix.lower() == ".json" else " A file of YAML needs a name that ends in .yaml."
         raise ConfigError(f"{path} is not valid {kind}: {str(exc).rstrip('.')}.{hint}") from exc
+    if found is None:
+        raise ConfigError(f"{path} is empty; write at least cpu_bytes_to_use, for example 'cpu_bytes_to_use: 64GiB'.")
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must contain a mapping of keys to values, such as cpu_bytes_to_use: 64GiB.")
     return {str(name): value for name, value in found.items()}, wrappers
@@ -219,7 +221,8 @@ def _reason(exc: Any, text: str) -> str:
     line = lines[number - 1] if 0 < number <= len(lines) else ""
     if _VARIABLE.search(line) and "{" in line:
         return f"line {number}: put quotes around a value with ${{...}}"
-    return f"line {number}: {exc.problem or exc.context or 'it cannot be read'}"
+    hint = "; check the indentation" if "not allowed here" in str(exc.problem or "") else ""
+    return f"line {number}: {exc.problem or exc.context or 'it cannot be read'}{hint}"
 
 
 _CHANGED = re.compile(r"[-+]?([0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?|0[0-7_]+|0[bx][0-9a-fA-F_]+)")

@@ -334,6 +334,8 @@ def test_a_redis_without_a_bound_on_its_memory_is_a_warning(tmp_path: Path, caps
     [
         ("c.json", '{"cpu_bytes_to_use": 1,\n "block_size": }', "c.json is not valid JSON: line 2: "),
         ("c.yaml", "cpu_bytes_to_use: 1\nblock_size: [1\n", "c.yaml is not valid YAML: line 3: "),
+        ("c.yaml", "cpu_bytes_to_use: 1\n  block_size: 2\n", "check the indentation"),
+        ("c.yaml", "", "c.yaml is empty"),
         ("c.json", "[]", "must contain a mapping of keys to values"),
         ("c.json", None, "cannot be read: No such file"),
     ],
@@ -346,6 +348,13 @@ def test_a_file_that_cannot_be_read_says_where(
     code, _, err = run(capsys, tmp_path / name)
     assert code == 2
     assert message in err
+
+
+def test_a_folder_that_does_not_exist_is_no_name_on_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("cpu_bytes_to_use: 64MiB\n")
+    code, _, err = run(capsys, tmp_path / "c.yaml", "--model", tmp_path / "absent")
+    assert code == 2
+    assert "does not exist" in err
 
 
 @pytest.mark.parametrize("wrap", ["own", "transfer", "serve", "text"])

@@ -57,7 +57,7 @@ def test_without_a_device_it_says_so_and_checks_the_rest(
     assert run_main("--quick", "--out", str(file)) == 0
     said = capsys.readouterr()
     assert "none: this machine has no driver" in said.out
-    assert "every byte is right" in " ".join(said.out.split())
+    assert "all bytes match" in " ".join(said.out.split())
     assert said.out.splitlines()[-1].startswith("GPU path not checked: this machine has no driver.")
     assert "checks: 1 of 1 steps" in said.err
     written: dict[str, Any] = json.loads(file.read_text())
@@ -138,7 +138,7 @@ def test_over_the_fake_driver(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "fake device" in said
     assert "all pages of a job in one call" in said
-    assert "every byte is right" in " ".join(said.split())
+    assert "all bytes match" in " ".join(said.split())
     assert json.loads(file.read_text())["device"]["name"] == "fake device"
 
 

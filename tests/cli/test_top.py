@@ -138,6 +138,7 @@ def main_of(arguments: list[str]) -> None:
     ("url", "what"),
     [
         ("localhost:abc", "not the address"),
+        ("ftp://localhost", "not the address"),
         ("http://[::1", "not the address"),
         ("http://127.0.0.1:1", "cannot be read"),
         ("127.0.0.1:1/metrics", "cannot be read"),

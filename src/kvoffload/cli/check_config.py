@@ -69,6 +69,10 @@ def check_config(
     Exit codes: 0, a server would accept it; 1, it has problems, one per line; 2, it cannot be read.
     """
     values, wrappers = load_wrapped(file)
+    if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ConfigError(
+            f"--model: {model} does not exist; give a model's folder, its config.json, or a name on the Hub."
+        )
     unset = Problems()
     config, problems = read_config_values(expanded(values, os.environ, unset))
     with problems:
@@ -268,7 +272,9 @@ def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, st
         memory += f", room for {tokens:,} tokens ({tokens // block_tokens:,} blocks)"
     rows += [("host memory", memory), ("policy", config.eviction_policy)]
     if config.secondary_tiers:
-        rows.append(("loads", "hits that are faster than computing" if config.load_policy == "cost" else "every hit"))
+        rows.append(
+            ("loads", "hits that load faster than they compute" if config.load_policy == "cost" else "every hit")
+        )
     return rows
 
 

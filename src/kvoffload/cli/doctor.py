@@ -206,7 +206,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "wanted", format_bytes(report.cpu_bytes)
     checked = report.checked
     seen = f"{counted(checked.jobs, 'random job')}, {format_bytes(checked.num_bytes)}, and conflicts during compute"
-    yield "copies", f"{seen}: {checked.wrong or 'every byte is right'}"
+    yield "copies", f"{seen}: {checked.wrong or 'all bytes match'}"
 
 
 def _size(number: int | None) -> str:

@@ -123,7 +123,7 @@ def top(
         is_address = urlsplit(url).port != 0
     except ValueError:  # an incomplete IPv6 address, or an invalid port
         is_address = False
-    if not is_address:
+    if not is_address or not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is not the address of a server; write it as http://localhost:8000.")
     last = scrape(url)
     if not last.values:

@@ -320,7 +320,7 @@ def parse_tier(options: Mapping[str, Any], block_bytes: int | None = None) -> St
     name = options.get("type")
     if not isinstance(name, str):
         raise ConfigError(
-            f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has only {sorted(options)}."
+            f"Each of secondary_tiers needs a 'type', such as 'disk'; this one has only {', '.join(sorted(options))}."
         )
     if name == "obj":
         raise ConfigError(

@@ -14,6 +14,7 @@ from kvoffload.tiering.options import SealedOptions
 from kvoffload.tiering.stores.base import BlockStore
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.root import RootedStore
+from kvoffload.units import format_bytes
 
 _OPEN_S = 30.0
 """Minimum time limit for opening a store, even if ``timeout_s`` is shorter, because startup reads an index while other
@@ -53,8 +54,8 @@ class DirectoryOptions(SealedOptions, frozen=True, kw_only=True):
             max_bytes = self.bound_bytes
             if max_bytes is not None and block_bytes and max_bytes < self._two_blocks_bytes(block_bytes):
                 problems.add(
-                    f"max_bytes of the {self.type!r} tier is {max_bytes}, too little for two blocks of {block_bytes} "
-                    "bytes."
+                    f"max_bytes of the {self.type!r} tier is {format_bytes(max_bytes)}, too little for two blocks "
+                    f"of {format_bytes(block_bytes)}; raise it."
                 )
         problems.raise_found()
 

@@ -24,7 +24,7 @@ from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.local import DirectoryOptions, open_each
 from kvoffload.tiering.stores.root import check_apart
 from kvoffload.tiering.stores.striped import Striped
-from kvoffload.units import parse_bytes
+from kvoffload.units import counted, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,8 @@ class DiskOptions(DirectoryOptions, frozen=True, kw_only=True):
             problems.add(f"path of the {self.type!r} tier is an empty list; name a directory.")
         if isinstance(self.max_bytes, list) and len(self.max_bytes) != len(self.directories):
             problems.add(
-                f"max_bytes of the {self.type!r} tier has {len(self.max_bytes)} sizes for {len(self.directories)} "
-                "paths; give one for each, or one for all of them together."
+                f"max_bytes of the {self.type!r} tier has {counted(len(self.max_bytes), 'size')} for "
+                f"{counted(len(self.directories), 'path')}; give one for each, or one for all of them together."
             )
         with problems:
             DirectoryOptions.check(self, block_bytes)
