@@ -312,6 +312,22 @@ def test_servers_are_asked_only_where_that_was_wished(tmp_path: Path, capsys: py
         server.stop()
 
 
+def test_a_disk_that_was_not_mounted_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiering.stores.root._SYSTEM", str(tmp_path))
+    monkeypatch.setattr("kvoffload.tiering.stores.root._MOUNTS", (str(tmp_path / "mnt"),))
+    (tmp_path / "mnt").mkdir()
+    file, path = tmp_path / "c.json", tmp_path / "mnt" / "nvme"
+    tier = {"type": "disk", "path": str(path), "max_bytes": "32MiB"}
+    file.write_text(json.dumps({"cpu_bytes_to_use": "64MiB", "secondary_tiers": [tier]}))
+    code, out, err = run(capsys, file)
+    assert (code, err) == (0, "")
+    assert f"Warning: path of the 'disk' tier, {path}, does not exist and would be on the system's disk." in out
+    path.mkdir()
+    assert "Warning" not in run(capsys, file)[1]
+
+
 def test_a_redis_without_a_bound_on_its_memory_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, (options, is_warned) in enumerate((({}, True), ({"maxmemory": "100mb"}, False))):
         (tmp_path / str(number)).mkdir()

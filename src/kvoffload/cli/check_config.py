@@ -26,7 +26,7 @@ from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, p
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
-from kvoffload.tiering.stores.root import in_the_way_of
+from kvoffload.tiering.stores.root import MOUNT_IT, in_the_way_of, lacks_mount
 from kvoffload.units import format_bytes, printable
 
 _BLOCK_TOKENS = 16
@@ -173,7 +173,8 @@ def _probe(
             with problems:
                 options.read_keys()
         if options.directories:
-            (outcome,) = in_time([partial(_probe_directories, options, cpu_bytes or 0, problems)], _ANSWER_S)
+            probe = partial(_probe_directories, options, cpu_bytes or 0, problems, warnings)
+            (outcome,) = in_time([probe], _ANSWER_S)
             if isinstance(outcome, TimeoutError):
                 problems.add(
                     f"path of the {options.label!r} tier, {options.place}, does not answer within {_ANSWER_S:g} s; "
@@ -198,8 +199,9 @@ def _readable_tiers(config: OffloadingConfig) -> Sequence[StoreOptions]:
     return tiers
 
 
-def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Problems) -> None:
-    """Add to ``problems`` why the tier's directories cannot be used, in addition to so much host memory."""
+def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Problems, warnings: list[str]) -> None:
+    """Add to ``problems`` why the tier's directories cannot be used, in addition to so much host memory, and to
+    ``warnings`` which of them look like disks that are not mounted."""
     found = Problems()
     for directory in options.directories:
         with found:
@@ -209,6 +211,11 @@ def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Probl
             if isinstance(options, DiskOptions):
                 options.check_place(beside_bytes)
             _probe_quota(options)
+    warnings += [
+        f"path of the {options.label!r} tier, {path}, does not exist and would be on the system's disk. {MOUNT_IT}"
+        for path in options.directories
+        if lacks_mount(path)
+    ]
     for problem in found.found:
         problems.add(problem)
 

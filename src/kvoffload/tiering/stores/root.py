@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,8 @@ from kvoffload.tiering.stores.seal import encrypts, secret_id
 from kvoffload.tiering.stores.shared import bytes_of, outcomes
 from kvoffload.units import printable
 
+_log = logging.getLogger(__name__)
+
 CONTROL_DIR = ".kvoffload"
 
 _FILE_OF_TYPE = {"disk": "slabs", "fs": "files"}
@@ -43,6 +46,11 @@ _LOCAL_TYPES = frozenset(
     )
 )
 """Types of file systems that only one host mounts at a time."""
+
+_SYSTEM = "/"
+_MOUNTS = ("/mnt", "/media", "/run/media")
+"""Directories in which disks are usually mounted."""
+_FSTAB = "/etc/fstab"
 
 _ANSWER_S = 5.0
 """Time limit for a file system to resolve a path."""
@@ -169,6 +177,8 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     access = Access(mode)
     try:
         if not _is_directory(root):
+            if lacks_mount(root):
+                _log.warning(f"kvoffload creates {root} on the system's disk. {MOUNT_IT}")
             os.makedirs(os.path.dirname(root), exist_ok=True)
             make_directory(root, access)
     except OSError as exc:
@@ -206,6 +216,26 @@ def in_the_way_of(path: str) -> str | None:
     if os.path.islink(place) and not os.path.exists(place):
         return f"{place} is a link to {os.readlink(place)}, which does not exist"
     return f"{place} is a file"
+
+
+MOUNT_IT = "If it belongs on another disk, mount this disk before you start the server."
+
+
+def lacks_mount(path: str) -> bool:
+    """Return whether ``path`` does not exist, would be created on the system's disk, and looks like a directory on
+    another disk: it is in a directory for mounts or a mount point of ``/etc/fstab``, or a new directory in ``/``."""
+    absolute = Path(path).absolute()
+    place = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+    try:
+        if place == absolute or os.stat(place).st_dev != os.stat(_SYSTEM).st_dev:
+            return False
+    except OSError:
+        return False
+    mounts = list(_MOUNTS)
+    with contextlib.suppress(OSError):
+        rows = [line.split() for line in Path(_FSTAB).read_text(errors="replace").splitlines()]
+        mounts += [row[1] for row in rows if len(row) > 1 and row[0][0] != "#" and row[1] not in ("/", "none", "swap")]
+    return place == Path(_SYSTEM) or any(Path(mount) in (absolute, *absolute.parents) for mount in mounts)
 
 
 def _is_directory(path: str) -> bool:

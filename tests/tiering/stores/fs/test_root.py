@@ -30,7 +30,7 @@ from kvoffload.errors import ConfigError, StoreError
 from kvoffload.testing.keys import keys as keys_of
 from kvoffload.testing.store_contract import block_of
 from kvoffload.tiering.options import parse_tier
-from kvoffload.tiering.stores import local
+from kvoffload.tiering.stores import local, root
 from kvoffload.tiering.stores.disk import DiskStore
 from kvoffload.tiering.stores.fs import FileSystemStore
 from kvoffload.tiering.stores.fs.admin import StoreRoot
@@ -67,6 +67,38 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small disk needs root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replaces ``/``: with ``mnt``, and ``data`` that ``fstab`` mounts."""
+    for name in ("mnt/nvme", "data", "home"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "fstab").write_text(
+        f"# comment\n\n/dev/sda1 / ext4\n/dev/sdb1 {tmp_path}/data ext4\n/dev/sdc1 {tmp_path}/home/disk xfs\n"
+    )
+    monkeypatch.setattr(root, "_SYSTEM", str(tmp_path))
+    monkeypatch.setattr(root, "_MOUNTS", (str(tmp_path / "mnt"),))
+    monkeypatch.setattr(root, "_FSTAB", str(tmp_path / "fstab"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "is_warned"),
+    [("mnt/nvme/kv", True), ("data/kv", True), ("new/kv", True), ("home/disk", True), ("home/kv", False)],
+)
+def test_a_disk_that_was_not_mounted_is_a_warning_once(
+    system: Path, caplog: pytest.LogCaptureFixture, path: str, is_warned: bool
+) -> None:
+    for warned in (is_warned, False):
+        caplog.clear()
+        parse_tier({"type": "fs", "path": str(system / path), "max_bytes": "1MiB"}).open_store(SMALL, "ns").close()
+        assert ("on the system's disk" in caplog.text) == warned
+
+
+def test_a_mounted_disk_is_no_warning(system: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root, "_MOUNTS", (str(small_disk),))
+    assert not root.lacks_mount(str(small_disk / "kv"))
 
 
 def test_a_mount_that_hangs_at_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
