@@ -13,7 +13,7 @@ help:            ## print this list
 $(STAMP): pyproject.toml scripts/bootstrap
 	@scripts/bootstrap $(VENV) dev && touch $@
 
-demo: $(STAMP)   ## serve a chat workload in three ways and compare them
+demo: $(STAMP)   ## serve a chat workload in three variants and compare them
 	@$(PY) -m kvoffload demo $(ARGS)
 
 # There is one worker more than cores, because tests wait for a third of the time. "-n0" in ARGS overrides it.

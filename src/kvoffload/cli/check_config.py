@@ -66,7 +66,7 @@ def check_config(
 
     Shows how a server would use it, and all mistakes at once. Writes nothing.
 
-    Exit codes: 0, a server would accept it; 1, it has problems, one per line; 2, it cannot be read.
+    Exit codes: 0, no problems were found; 1, it has problems, and one line describes each; 2, it cannot be read.
     """
     values, wrappers = load_wrapped(file)
     if model is not None and model.startswith(("/", "./", "../")) and not Path(model).exists():

@@ -56,7 +56,7 @@ def doctor(
         int, typer.Option(min=0, metavar="N", help="Number of the GPU to check, among the GPUs that this process sees.")
     ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Compare copies byte by byte, but skip the timing. Needs a few seconds.")
+        bool, typer.Option("--quick", help="Compare copies byte by byte, but skip the timing. Takes a few seconds.")
     ] = False,
     as_json: Json = False,
     out: Out = None,

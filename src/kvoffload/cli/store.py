@@ -40,7 +40,7 @@ store = typer.Typer(no_args_is_help=True, help="Maintain a 'disk' or 'fs' tier, 
 def ls(root: _Root, as_json: Json = False) -> None:
     """List the namespaces of a tier.
 
-    Shows the model of each namespace, an id that the other commands accept, its number of blocks, their size on the
+    Shows the model of each namespace, an id that 'clear' accepts, its number of blocks, their size on the
     disk (for a 'disk' tier: whole slabs, including empty slots), and the oldest and latest use. --json shows full
     names.
     """
@@ -82,7 +82,7 @@ def clear(
 ) -> None:
     """Delete the blocks of one namespace or of all namespaces.
 
-    Asks first, unless you give --yes.
+    Asks for confirmation, unless you give --yes.
     """
     if (namespace is None) != everything:
         raise ConfigError("Give one namespace as 'kvoffload store ls' shows it, or --all to delete all of them.")
