@@ -43,7 +43,7 @@ def test_a_trace_under_load_with_real_bytes() -> None:
             quiesce(manager.secondary_tiers[0])
         manager.check_invariants()
 
-    trace = synthesize("chat", 150, seed=3).whole_blocks()
+    trace = synthesize("chat", by_size(80, 150), seed=3).whole_blocks()
     found: dict[str, Replayed] = {}
     for mode in MODES:
         num_blocks = trace.num_unique // 20

@@ -47,7 +47,7 @@ def to_one(asked: Asked, fleet: Fleet) -> int:
 def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
     seed: int, cpu_blocks: int, gpu_blocks: int, disk_blocks: int, stretch: float
 ) -> None:
-    trace = traffic(80, seed, stretch)
+    trace = traffic(by_size(40, 80), seed, stretch)
     config = replace(SERVER, cpu_blocks=cpu_blocks, gpu_blocks=gpu_blocks, disk_blocks=disk_blocks)
     alone = simulate(trace, config)
     fleets = [
@@ -75,7 +75,7 @@ def test_one_server_is_the_simulation_of_one_server_to_the_last_digit(
 )
 @settings(deadline=None, max_examples=by_size(8, 20))
 def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is_shared: bool) -> None:
-    trace = traffic(80, seed, 0.3)
+    trace = traffic(by_size(40, 80), seed, 0.3)
     config = FleetConfig(SERVER, servers, router, FAST if is_shared else None)
     served: dict[int, Hits] = {}
     result = simulate(trace, config, on_request=lambda request, _, hit, __: served.update({request: hit}))
@@ -92,7 +92,7 @@ def test_no_token_and_no_second_is_lost(seed: int, servers: int, router: str, is
 
 
 @given(seed=st.integers(0, 1000), servers=st.integers(1, 4), router=st.sampled_from(sorted(ROUTERS)))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=by_size(6, 10))
 def test_littles_law_holds_for_what_a_router_sees(seed: int, servers: int, router: str) -> None:
     trace = traffic(60, seed, 0.2)
     inner = ROUTERS[router]()
@@ -124,7 +124,7 @@ def found(trace: Trace, config: FleetConfig) -> tuple[list[Hits], Result]:
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_a_result_so_far_has_the_least_times_that_are_possible(servers: int) -> None:
-    trace = synthesize("chat", 200, 2).whole_blocks().stretched(0.1)
+    trace = synthesize("chat", by_size(100, 200), 2).whole_blocks().stretched(0.1)
     config = FleetConfig(SERVER, servers)
     found: list[Result] = []
     whole = simulate(trace, config, is_hopeless=lambda so_far: bool(found.append(so_far)))

@@ -209,7 +209,7 @@ def test_a_block_whose_tier_answers_too_late_is_a_miss_for_that_reason() -> None
 @example(18523521, False)  # its first reads are on time until a tier changes: 4.42 s where computing takes 3.46
 @example(8000020, False)  # reads of two speeds look like a latency of 0.34 s, which a wait may take
 @given(st.integers(0, 1 << 32), st.booleans())
-@settings(max_examples=by_size(quick=10, thorough=4000), deadline=None)
+@settings(max_examples=by_size(quick=6, thorough=4000), deadline=None)
 def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> None:
     random = Random(seed)
     rig = random_rig(random)
@@ -227,7 +227,7 @@ def test_no_request_is_later_than_without_tiers(seed: int, are_calm: bool) -> No
 @settings(max_examples=by_size(quick=1, thorough=5), deadline=None)
 def test_in_sum_it_is_close_to_the_optimum(seed: int) -> None:
     served_s = best_s = 0.0
-    for number in range(by_size(quick=12, thorough=200)):
+    for number in range(by_size(quick=6, thorough=200)):
         random = Random(seed + number)
         rig = random_rig(random)
         for _ in range(5):
