@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.sizes import by_size
 
 from kvoffload.errors import ConfigError
 from kvoffload.miss import Miss
@@ -179,7 +180,7 @@ def test_the_disk_is_written_when_the_tiers_were(modes: list[Any], expected: str
 
 
 def test_the_simulator_orders_the_changes_by_what_they_save() -> None:
-    trace = synthesize("chat", 150, 1)
+    trace = synthesize("chat", by_size(80, 150), 1)
     changes = what_ifs(base_config(MACHINE, footprint_blocks=700, prefill_tokens_per_s=1000))
     as_it_was, *others = ask_what_if(trace, changes, processes=1)
     assert as_it_was.more_tokens == 0
