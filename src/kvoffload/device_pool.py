@@ -84,11 +84,14 @@ class DevicePool:
         fresh = max(min(count - len(taken), self.num_blocks - self._next), 0)
         taken += range(self._next, self._next + fresh)
         self._next += fresh
-        free, key_of = self._free, self._key_of
+        free, key_of, block_of, copies = self._free, self._key_of, self._block_of, self._copies
         for _ in range(min(count - len(taken), len(free))):
             block, _ = free.popitem(last=False)
             if (key := key_of.pop(block, None)) is not None:
-                self._forget(block, key)
+                if key in copies:
+                    self._forget_one_of(block, key)
+                else:
+                    del block_of[key]
             taken.append(block)
         if (missing := count - len(taken)) > 0:
             self._next = max(self._next, self.num_blocks)
@@ -97,16 +100,14 @@ class DevicePool:
         self._users.update(dict.fromkeys(taken, 1))
         return taken
 
-    def _forget(self, block: int, key: bytes) -> None:
-        copies = self._copies.get(key) if self._copies else None
-        if self._block_of[key] != block:
-            assert copies is not None
-            copies.remove(block)
-        elif copies:
+    def _forget_one_of(self, block: int, key: bytes) -> None:
+        """Forget that ``block`` has this key, as other blocks do."""
+        copies = self._copies[key]
+        if self._block_of[key] == block:
             self._block_of[key] = copies.pop(0)
         else:
-            del self._block_of[key]
-        if copies is not None and not copies:
+            copies.remove(block)
+        if not copies:
             del self._copies[key]
 
     def name(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
@@ -133,7 +134,8 @@ class DevicePool:
 
     def _freed(self, blocks: Iterable[int]) -> list[int]:
         """Remove a user from each of these blocks, and return the blocks that are then free."""
-        users, num_blocks, freed = self._users, self.num_blocks, list[int]()
+        users, num_blocks = self._users, self.num_blocks
+        freed: list[int] = []
         for block in blocks:
             if (others := users[block] - 1) > 0:
                 users[block] = others

@@ -155,6 +155,8 @@ class ReadAhead:
         ahead, behind = step_tokens + queued_tokens, self._num_tokens
         self._num_steps += 1
         self._left = min(self._left + MOST_BLOCKS, MOST_BLOCKS)
+        if not self._queue:
+            return
         may_read: bool | None = None
         for place in self._queue[:MOST_REQUESTS]:
             request = place.request

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
@@ -80,13 +81,15 @@ class Contents:
         self._arrivals: list[tuple[float, int, _Write]] = []
         self._order = 0
 
-    def has(self, key: OffloadKey, now_s: float) -> bool:
+    def has(self, keys: Sequence[OffloadKey], now_s: float) -> list[bool]:
+        """Return for each of ``keys`` whether it is there."""
         if self.is_shared:
             self.settle(now_s)
-        block = self.index.get(key)
-        if block is None or block.pins < 0:
-            return False
-        return self._ttl_s == math.inf or now_s < self._written_s[key] + self._ttl_s
+        found = [block is not None and block.pins >= 0 for block in self.index.get_all(keys)]
+        if self._ttl_s != math.inf:
+            written_s, ttl_s = self._written_s, self._ttl_s
+            found = [is_here and now_s < written_s[key] + ttl_s for key, is_here in zip(keys, found)]
+        return found
 
     def expect(self, write: _Write) -> None:
         self._order += 1
@@ -149,21 +152,30 @@ class SimDisk(SecondaryTierManager):
         return min(ends) if ends else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self.lookup_prefix((key,), req_context)[0]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         now_s, absent = self._clock.now_s, self._absent
-        is_here = self.contents.has(key, now_s)
-        if not self.contents.is_shared:
-            return is_here
-        asked_again_s = absent.get(key)
-        if asked_again_s is None and is_here:
-            return True
-        if asked_again_s is None or now_s >= asked_again_s:
+        answers: list[bool | None] = []
+        for key, is_here in zip(keys, self.contents.has(keys, now_s)):
+            is_found = is_here and key not in absent
+            answers.append(is_found)
+            if not is_found:
+                if self.contents.is_shared:
+                    self._note_absent(key, is_here, now_s)
+                break
+        return answers
+
+    def _note_absent(self, key: OffloadKey, is_here: bool, now_s: float) -> None:
+        """The answer for a block was ``False``. If it is time, ask the store again."""
+        absent = self._absent
+        if now_s >= absent.get(key, now_s):
             # The answer is False meanwhile, as in ``PresenceIndex``.
             absent.pop(key, None)
             if not is_here:
                 absent[key] = now_s + ABSENT_TTL_S
             if len(absent) > MAX_ABSENT:
                 absent.popitem(last=False)
-        return False
 
     def take_news(self) -> Collection[OffloadKey]:
         """Nothing: each lookup has its final answer at once."""
@@ -183,7 +195,7 @@ class SimDisk(SecondaryTierManager):
         if self.contents.is_shared:
             self.contents.settle(now_s)
         if any(self._index.get_all(keys)):
-            wanted = [key for key in keys if not self.contents.has(key, now_s)]
+            wanted = [key for key, is_here in zip(keys, self.contents.has(keys, now_s)) if not is_here]
             self._index.touch(keys)
         reserved = self._index.reserve(keys)
         if reserved is None:
@@ -196,7 +208,7 @@ class SimDisk(SecondaryTierManager):
 
     def submit_load(self, job: JobMetadata) -> None:
         now_s = self._clock.now_s
-        found = [key for key in job.keys if self.contents.has(key, now_s)]
+        found = list(itertools.compress(job.keys, self.contents.has(job.keys, now_s)))
         self._index.pin(found)
         self._index.touch(found[::-1])
         self._reads.append(_Read(self._transfer(self._read_links, len(found)), job, found))

@@ -605,10 +605,13 @@ class Engine:
     def _count_hits(self, request: _Request, on_device: int) -> None:
         """Record the hits of the request at its first admission."""
         if request.hits is None:
-            request.hits = Counter({DEVICE: on_device})
+            hits: Hits = Counter()
+            hits[DEVICE] = on_device
+            request.hits = hits
             by_tier = self._connector.hit_tokens_by_tier(request) if self._connector is not None else {}
             for tier, tokens in by_tier.items():
-                request.hits[HOST if tier == HOST_LABEL else tier] += tokens // self._block_tokens
+                tier = HOST if tier == HOST_LABEL else tier
+                hits[tier] += tokens // self._block_tokens
 
     def _advance(self, request: _Request, count: int) -> None:
         """The step computed ``count`` tokens of the request's prompt."""

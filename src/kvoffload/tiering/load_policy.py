@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from kvoffload.base import OffloadKey, ReqContext, StepWork, get_offload_group_idx
@@ -123,12 +123,14 @@ class LoadPlanner:
         is_below = any(segment.place != HERE for segment in survey)
         tokens = self._tokens[get_offload_group_idx(key)]
         speeds = self.speeds(tokens, is_below, context.tokens_ahead)
-        speeds = replace(
-            speeds,
-            links=tuple(
-                replace(state, behind_s=self._links[tier].behind_s(begun[tier])) if tier in begun else state
-                for tier, state in enumerate(speeds.links)
-            ),
+        links = speeds.links
+        if begun:
+            links = tuple(
+                state._replace(behind_s=self._links[tier].behind_s(begun[tier])) if tier in begun else state
+                for tier, state in enumerate(links)
+            )
+        speeds = speeds._replace(
+            links=links,
             block_compute_s=self._prefill.relative_cost(context.tokens_before) * speeds.block_compute_s,
             growth_s=self._prefill.rise * tokens * speeds.block_compute_s,
             turn_s=self._prefill.turn_s(so_far.num_blocks * tokens, context.tokens_behind),
@@ -160,7 +162,7 @@ class LoadPlanner:
         share = tokens * self._bytes_per_token / self._block_bytes if tokens else 1.0
         links = [self._state_of(link, share) for link in self._links if with_links]
         if tokens_ahead is not None:
-            links = [link if link.queue_s < AHEAD_S else replace(link, pace=_NEVER, reason="busy") for link in links]
+            links = [link if link.queue_s < AHEAD_S else link._replace(pace=_NEVER, reason="busy") for link in links]
         return Speeds(self._compute_s(tokens) if tokens else FOREVER, queue_s, tuple(links))
 
     def _state_of(self, link: Link, share: float) -> LinkState:

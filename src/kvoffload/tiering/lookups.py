@@ -139,9 +139,10 @@ class Lookups:
         cannot_tell = False
         for tier in self._tiers:
             news = tier.take_news()  # although no request may wait, because a tier keeps its news until they are taken
-            self._places.note_news(tier, news)
-            self._waits.news(news or ())
-            cannot_tell |= news is None
+            if news is None or news:
+                self._places.note_news(tier, news)
+                self._waits.news(news or ())
+                cannot_tell |= news is None
         return cannot_tell
 
     # -------------------------------------------------------------------------------------------------- answers
@@ -168,7 +169,8 @@ class Lookups:
             self._stop_late(wait, keys)
         is_due &= is_planned
         stop = wait.stop_of(keys)
-        answers, unanswered = list[bool | None](), Unanswered()
+        answers: list[bool | None] = []
+        unanswered = Unanswered()
         if stop or is_due:
             # Survey.
             survey = self._places.survey(request, keys[:stop])

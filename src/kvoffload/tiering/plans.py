@@ -6,9 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -40,8 +38,7 @@ Declined = Literal["slow", "busy", "unmeasured", "late"]
 long; the tier was never measured; the block did not arrive by the deadline."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkState:
+class LinkState(NamedTuple):
     """One tier at the time of a plan."""
 
     pace: Pace | None
@@ -65,8 +62,7 @@ class LinkState:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Speeds:
+class Speeds(NamedTuple):
     """The speeds that a plan uses, in seconds."""
 
     block_compute_s: float
@@ -289,7 +285,8 @@ class _Options:
         return sorted((self._answer_s[tier] if tier in self._late else 0.0, tier) for tier in tiers)
 
     def _runs(self, waited: tuple[int, ...]) -> list[Run]:
-        links, runs = self._speeds.links, list[Run]()
+        links = self._speeds.links
+        runs: list[Run] = []
         rooms = [link.room_blocks for link in links]
         for place, num_blocks in self._survey:
             if place.is_arriving:
@@ -348,14 +345,16 @@ class _Options:
 
     def weighed(self, segments: Sequence[Segment]) -> tuple[Weighed, ...]:
         """Return the reads that ``segments`` begin, one for each tier, and the alternatives."""
-        having, links, at = dict[int, set[int]](), self._speeds.links, 0
-        counts, computing_s = Counter[int](), Counter[int]()
+        links, at = self._speeds.links, 0
+        having: dict[int, set[int]] = {}
+        counts: dict[int, int] = {}
+        computing_s: dict[int, float] = {}
         for place, source, num_blocks in side_by_side(self._survey, segments):
             at += num_blocks
             if place.is_below and source.tiers:
                 (tier,) = source.tiers
-                counts[tier] += num_blocks
-                computing_s[tier] += self._speeds.computing_s(at - num_blocks, at)  # type: ignore[assignment]
+                counts[tier] = counts.get(tier, 0) + num_blocks
+                computing_s[tier] = computing_s.get(tier, 0.0) + self._speeds.computing_s(at - num_blocks, at)
                 having[tier] = having.get(tier, {*place.tiers}) & {*place.tiers}
         found: list[Weighed] = []
         for tier, count in counts.items():

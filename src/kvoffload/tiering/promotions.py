@@ -63,7 +63,8 @@ class Promotions:
 
     def begun(self, keys: Sequence[OffloadKey], survey: Sequence[Segment]) -> dict[int, int]:
         """Return the ``Link.num_begun`` of the last surveyed block on its way, by tier."""
-        found, at = dict[int, int](), 0
+        found: dict[int, int] = {}
+        at = 0
         for place, num_blocks in survey:
             at += num_blocks
             if place.is_arriving:

@@ -109,8 +109,9 @@ def _has_changed(samples: Sequence[tuple[float, float]]) -> bool:
     *before, one, last = samples
 
     def change(size: float, seconds: float) -> int:
-        most_s = median([each_s * max(1.0, size / each) for each, each_s in before])
-        least_s = median([each_s * min(1.0, size / each) for each, each_s in before])
+        factors = [(each_s, size / each) for each, each_s in before]
+        most_s = median([each_s if factor < 1 else each_s * factor for each_s, factor in factors])
+        least_s = median([each_s if factor > 1 else each_s * factor for each_s, factor in factors])
         return (seconds > _CHANGE * most_s) - (seconds * _CHANGE < least_s)
 
     return (newest := change(*last)) != 0 and change(*one) == newest

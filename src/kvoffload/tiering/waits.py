@@ -9,7 +9,7 @@ its last answers. ``Waits`` alone writes a ``Wait``; other parts report events.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, inf
 
@@ -374,10 +374,10 @@ class Waits:
         claimed = [key for key in keys if key in self._claims] if self._claims else ()
         if not claimed:
             return
-        num_arrived = Counter[Wait]()
+        num_arrived: dict[Wait, int] = {}
         for key in claimed:
             for wait in self._claims[key]:
-                num_arrived[wait] += not wait.claims[key]
+                num_arrived[wait] = num_arrived.get(wait, 0) + (not wait.claims[key])
                 wait.claims[key] = True
                 if source is not None:
                     wait.sources[key] = source
@@ -407,7 +407,7 @@ class Waits:
             return
         now_s = self._clock() if ended_s is None else min(ended_s, self._clock())
         released: list[OffloadKey] = []
-        num_awaited = Counter[Wait]()
+        num_awaited: dict[Wait, int] = {}
         for key in keys:
             claim = self._claims.pop(key, None)
             if claim is None:
@@ -416,7 +416,7 @@ class Waits:
                 del self._held[key]
                 released.append(key)
             for wait in claim:
-                num_awaited[wait] += not wait.claims.pop(key)
+                num_awaited[wait] = num_awaited.get(wait, 0) + (not wait.claims.pop(key))
                 wait.is_dirty = True
                 if verdict is not None:
                     wait.request.verdicts[key] = verdict

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,14 +49,14 @@ class Choice(NamedTuple):
 
 def assign(runs: Sequence[Run], paces: Sequence[Pace]) -> list[Run]:
     """Give each run one source: the one that ends it first, after earlier runs. If several are equal, use the first."""
-    taken = Counter[int]()
+    taken: dict[int, int] = {}
     found: list[Run] = []
     for sources, num_blocks in runs:
         if len(sources) > 1:
-            ends_s = {source: paces[source].seconds(taken[source] + num_blocks) for source in sources}
+            ends_s = {source: paces[source].seconds(taken.get(source, 0) + num_blocks) for source in sources}
             sources = (min(sources, key=ends_s.__getitem__),)
         for source in sources:
-            taken[source] += num_blocks
+            taken[source] = taken.get(source, 0) + num_blocks
         found.append(Run(sources, num_blocks))
     return found
 
@@ -113,7 +112,8 @@ def choose(
     also tried, because there may be none at the end of the previous run.)
     """
     best, free_s = Choice(0, 0.0, 0.0), queue_s if before_turn else 0.0
-    before, arrived_s, taken = 0, 0.0, Counter[int]()
+    before, arrived_s = 0, 0.0
+    taken: dict[int, int] = {}
 
     def latest_s(num_blocks: int) -> float:
         return max(slack_s + num_blocks * (block_compute_s + growth_s * num_blocks / 2), 0.0)
@@ -122,7 +122,7 @@ def choose(
         if not sources:
             break
         (source,) = sources
-        pace, earlier = paces[source], taken[source]
+        pace, earlier = paces[source], taken.get(source, 0)
         if slack_s == math.inf:
             most = num_blocks
         else:
@@ -147,7 +147,7 @@ def choose(
             if saved_s >= best.saved_s:
                 best = Choice(loaded, own_s, saved_s)
         before += num_blocks
-        taken[source] += num_blocks
+        taken[source] = earlier + num_blocks
         arrived_s = max(arrived_s, pace.seconds(taken[source]))
         if most < num_blocks or arrived_s == math.inf:
             break
