@@ -11,8 +11,8 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
-from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import Goal, Plan, highest_load, make_plan
+from kvoffload.sim.config import FleetConfig, Prices, SimConfig
+from kvoffload.sim.plan import Goal, Plan, highest_load, make_fleet_plan, make_plan
 from kvoffload.sim.result import Result
 from kvoffload.sim.synthetic import synthesize
 from kvoffload.sim.trace import NO_SESSION, Trace
@@ -225,3 +225,18 @@ def test_an_overloaded_hour_does_not_hide_in_a_quiet_day(monkeypatch: pytest.Mon
     verdict = verdict_of(plan, PRICES)
     assert "Use 3 servers today, or 2 with" in verdict.answer
     assert "in its busiest hour" in verdict.load
+
+
+@pytest.mark.parametrize("goal", [Goal(hit_rate=0.01), Goal(ttft_s=1e6)])
+def test_nothing_is_bought_if_an_engine_rejects_every_request(goal: Goal) -> None:
+    shortest = int((TRACE.input_tokens + TRACE.output_tokens).min())
+    small = replace(BASE, gpu_blocks=shortest // TRACE.block_tokens - 1)
+    plan = make_plan(TRACE, small, goal, PRICES, max_disk_blocks=0, processes=1)
+    fleets = [FleetConfig(replace(small, cpu_blocks=size)) for size in (0, TRACE.num_unique)]
+    of_fleet = make_fleet_plan(TRACE.whole_blocks(), fleets, goal, PRICES, 1, 2, 1)
+    for each in plan, of_fleet:
+        verdict = verdict_of(each, PRICES)
+        assert verdict.answer.startswith("Buy nothing: an engine rejects every request")
+        assert each.chosen is None and not verdict.settings and not verdict.load
+    one_more = replace(BASE, gpu_blocks=shortest // TRACE.block_tokens)
+    assert make_plan(TRACE, one_more, goal, PRICES, max_disk_blocks=0, processes=1).chosen is not None

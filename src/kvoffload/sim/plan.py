@@ -131,14 +131,16 @@ def make_plan(
 ) -> Plan:
     """The cheapest machine that meets ``goal`` and does no harm.
 
-    Chooses the device alone if that meets it. Else tries sizes between the GPU's own cache and the trace's footprint
-    (its blocks and states), within the limits, then lowers the host memory of the cheapest that meets the goal by
-    bisection. Tries disks by rising price, until one meets the goal. ``base`` has everything of the machine but its
-    sizes. A ``max_disk_blocks`` of 0 leaves disks out.
+    Chooses nothing if an engine rejects every request. Chooses the device alone if that meets the goal. Else tries
+    sizes between the GPU's own cache and the trace's footprint (its blocks and states), within the limits, then lowers
+    the host memory of the cheapest that meets the goal by bisection. Tries disks by rising price, until one meets the
+    goal. ``base`` has everything of the machine but its sizes. A ``max_disk_blocks`` of 0 leaves disks out.
     """
     alone = sweep(trace, [replace(base, cpu_blocks=0, disk_blocks=0)], 1, progress)
     without = alone.without
     assert without is not None
+    if num_rejected(trace, base) == len(trace) > 0:
+        return Plan(goal, None, alone, without)
     footprint = _footprint(trace, base.state_slots)
     cpu_sizes = _cpu_sizes(footprint, base.gpu_blocks, max_cpu_blocks)
     disk_sizes = _sizes(footprint, _DISK_SHARES, max_disk_blocks)
@@ -190,6 +192,13 @@ def make_plan(
                     low = middle
     plan = Plan(goal, chosen, report_of(alone.trace, [without, *results]), best)
     return replace(plan, capacities=_capacities(trace, plan, plan.report.results, prices, processes, progress))
+
+
+def num_rejected(trace: Trace, server: SimConfig) -> int:
+    """Return the number of requests that an engine rejects, because they have more tokens than the GPU's cache. Its
+    size is known in whole blocks of the trace, so a request counts if it needs another whole block."""
+    most = (server.gpu_blocks + 1) * trace.block_tokens
+    return int((trace.input_tokens + trace.output_tokens >= most).sum()) if server.gpu_blocks else 0
 
 
 def _capacities(
@@ -332,19 +341,23 @@ def make_fleet_plan(
 ) -> Plan:
     """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
 
-    The number of servers is then lowered by bisection, for the cheapest. Fleets that cost more than one that meets the
-    goal are not replayed: cells run by rising price, a wave of one for each process at a time.
+    Chooses none if an engine rejects every request. The number of servers is then lowered by bisection, for the
+    cheapest. Fleets that cost more than one that meets the goal are not replayed: cells run by rising price, a wave of
+    one for each process at a time.
     """
     numbers = sorted({least, most, *(1 << bits for bits in range(12) if least < 1 << bits < most)})
     cells = sorted((replace(fleet, servers=number) for fleet in fleets for number in numbers), key=prices.of_fleet)
     results: list[Result] = []
     chosen: Result | None = None
+    if is_useless := num_rejected(trace, fleets[0].server) == len(trace) > 0:
+        cells = cells[:1]
     wave = num_processes(processes, len(cells))
     with runner(simulate, trace, wave, progress) as run_each:
         while cells and chosen is None:
             results += run_each(cells[:wave])
             cells = cells[wave:]
-            chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
+            if not is_useless:
+                chosen = next(filter(goal.is_met, results), None)  # the cheapest, as they run by rising price
         if chosen is not None:
             low = max((number for number in numbers if number < chosen.config.servers), default=least - 1)
             while chosen.config.servers - low > 1:

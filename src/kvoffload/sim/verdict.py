@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import Goal, Plan
+from kvoffload.sim.plan import Goal, Plan, num_rejected
 from kvoffload.sim.report import format_seconds, knee_of
 from kvoffload.sim.result import Result
 from kvoffload.sim.table import Table
@@ -76,21 +76,34 @@ class Verdict:
 
 def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
     """The verdict of a plan for a server or for a fleet. ``warnings``: facts about the machine that are not known."""
-    if plan.report.is_fleet:
+    trace = plan.report.trace
+    rejected = num_rejected(trace, plan.best.server)
+    more: list[str] = []
+    if rejected == len(trace) > 0:
+        answer, load = _rejection(plan), ""
+    elif plan.report.is_fleet:
         is_hopeless = all(each.is_overloaded for each in plan.report.results)
         more = ["no fleet within the limits keeps up with this load: allow more servers."] * is_hopeless
         answer, load = _fleet_answer(plan, prices), ""
     else:
         more = [*_load_warnings(plan)]
         answer, load = _answer(plan, prices), _load(plan)
-    if (requests := len(plan.report.trace)) < _FEW_REQUESTS:
+    if (requests := len(trace)) < _FEW_REQUESTS:
         more.append(f"the trace has only {counted(requests, 'request')}: record an hour of traffic before you buy.")
-    if plan.report.trace.requests_per_s == math.inf:
+    if trace.requests_per_s == math.inf:
         more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
     # Without a choice of sizes, no price decided anything.
     if plan.report.results and prices == Prices(currency=prices.currency):
         warnings = [*warnings, "the prices are placeholders: set your own with prices in the file of --fleet."]
     return Verdict(answer, _rows(plan, prices), load, (*more, *warnings), _settings(plan.chosen))
+
+
+def _rejection(plan: Plan) -> str:
+    pool = plan.best.server.gpu_blocks * plan.report.trace.block_tokens
+    return (
+        f"Buy nothing: an engine rejects every request, because each has more tokens than the GPU's cache of {pool:,}. "
+        "Check --gpu-kv-tokens, or use a GPU with more memory."
+    )
 
 
 def _reached(result: Result, goal: Goal) -> str:
@@ -277,11 +290,10 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
                 f"the trace has {trace.requests_per_s:,.0f} requests/s. If its times are in seconds instead of "
                 "milliseconds, set stretch: 1000 in the file of --fleet."
             )
-    pool = without.server.gpu_blocks * trace.block_tokens
-    too_long = int((trace.input_tokens + trace.output_tokens > pool).sum()) if pool else 0
-    if too_long:
+    if rejected := num_rejected(trace, without.server):
+        pool = without.server.gpu_blocks * trace.block_tokens
         yield (
-            f"{counted(too_long, 'request')} of {len(trace):,} have more tokens than the GPU's cache of {pool:,}. A "
+            f"{counted(rejected, 'request')} of {len(trace):,} have more tokens than the GPU's cache of {pool:,}. A "
             "real engine rejects these; here each has the whole cache for itself."
         )
     if without.sum_of("preemptions") > len(trace) / 20:
