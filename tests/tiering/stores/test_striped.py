@@ -180,7 +180,7 @@ def test_if_all_disks_are_out_the_store_fails(rig: Rig) -> None:
     for _ in range(2):
         assert read(rig.store, first[0], second[0]) == [False, False]
         assert write(rig.store, *keys_of(100)) == [False]
-    with pytest.raises(StoreError, match=r"All 2 disks are out.*the disk does not answer"):
+    with pytest.raises(StoreError, match=r"All 2 disks are out\. the disk does not answer"):
         read(rig.store, first[0], second[0])
     with pytest.raises(StoreError, match=r"All 2 disks are out.*the disk is gone"):
         write(rig.store, *keys_of(100))

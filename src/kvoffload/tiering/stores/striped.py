@@ -322,6 +322,6 @@ class _Calls:
                 _log.warning("%s works again.", name)
             return
         self.num_failed += 1
-        self.why = str(error)
+        self.why = reason_of(error)
         if self._breaker.record_failure():
-            _log.warning("%s fails; the tier continues without that disk until it works again: %s", name, error)
+            _log.warning("%s fails; the tier continues without that disk until it works again: %s", name, self.why)
