@@ -72,10 +72,9 @@ def demo(
 ) -> None:
     """Serve chats in three variants and compare them.
 
-    Each conversation asks questions about a document of its own. The three variants are: no prefix cache, the device's own
-    prefix cache, and offloading. All conversations together are larger than the device's KV pool, so it evicts their
-    prefixes before the next turn. The exit code is 1 if the three
-    ways generate different tokens.
+    Each conversation asks questions about a document of its own. The three variants are: no prefix cache, the device's
+    own prefix cache, and offloading. All conversations together are larger than the device's KV pool, so it evicts
+    their prefixes before the next turn. The exit code is 1 if the three variants generate different tokens.
     """
     POLICIES.get(policy)
     check_out(*out or (), suffixes=(".json", ".svg"))
