@@ -78,7 +78,7 @@ def test_the_budget_becomes_blocks_and_is_never_exceeded() -> None:
         ({"eviction_policy": "lur"}, "Did you mean 'lru'"),
         ({"spec_name": "CPUOffloadingSpek"}, "Did you mean 'CPUOffloadingSpec'"),
         ({"spec_module_path": "no.such.module"}, "cannot be imported"),
-        ({"spec_module_path": "kvoffload.specs", "spec_name": "SPECS"}, "not an OffloadingSpec"),
+        ({"spec_module_path": "kvoffload.specs", "spec_name": "SPECS"}, "not a subclass of OffloadingSpec"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_allocated(values: dict[str, Any], message: str) -> None:

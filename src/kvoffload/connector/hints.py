@@ -58,7 +58,7 @@ class Hints:
         ignored = [each for each in found if isinstance(each, str)]
         self._ignored.update(ignored)
         if "malformed" in ignored:
-            self._log.warning(f"Request {req_id[:_MAX_SHOWN]!a} has hints that make no sense; they are ignored.")
+            self._log.warning(f"Request {req_id[:_MAX_SHOWN]!a} has hints of the wrong form, which kvoffload ignores.")
         uses = (each for each in found if isinstance(each, NextUse) and each is not NextUse.UNKNOWN)
         use = next(uses, NextUse.UNKNOWN)
         self._requests[use.name.lower()] += 1

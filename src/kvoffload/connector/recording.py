@@ -80,7 +80,9 @@ class TraceRecorder:
             self._fd: int | None
             self._fd, self.path = _open_own(wanted)
         except OSError as exc:
-            raise ConfigError(f"A trace cannot be recorded to {path}: {exc.strerror}.") from exc
+            raise ConfigError(
+                f"record_trace: {path} cannot be written: {exc.strerror}; choose another file, or leave it out."
+            ) from exc
         if self.path != wanted:
             logger.warning("Another process may be recording to %s, so this one records to %s.", path, self.path)
 

@@ -69,7 +69,7 @@ class OffloadingConnectorWorker:
         if layout is not None and layout.rank != self._rank:
             raise LayoutError(
                 f"The worker has rank {self._rank}, and the layout of its spec rank {layout.rank}; give both the same, "
-                "or no transfer ever ends on all ranks."
+                "because otherwise no transfer ends on all ranks."
             )
         self._handlers, self._handlers_by_type = spec.get_handlers(kv_caches), {}
         self._flushes_on_host = flushes_on_host

@@ -255,7 +255,7 @@ class LoadPlanner:
         assert speed is not None
         _log.warning(
             "Tier %r is read at %.3g MB/s, and the engine computes the same blocks at %.3g MB/s: only requests that "
-            "queue in the engine load from it. Give it a faster device, or remove it.",
+            "queue in the engine load from it. Use a faster device, or remove the tier.",
             self._links[tier].name,
             1e-6 * self._block_bytes / speed.block_s,
             1e-6 * self._bytes_per_token / self._compute_s(1),
