@@ -100,7 +100,7 @@ def test_an_exception_ends_the_recording_and_nothing_else(
             scheduler.on_new_request(request)
             assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
             scheduler.request_finished(request)
-    assert ["serving goes on" in record.getMessage() for record in caplog.records] == [True]
+    assert ["continues to serve" in record.getMessage() for record in caplog.records] == [True]
     scheduler.request_finished(earlier)
     assert scheduler.get_stats()["requests_tracked",] == 0
     assert "0 requests" in repr(scheduler._observer), "those that it does not hear of any more are kept by nobody"

@@ -193,7 +193,7 @@ def test_without_tiers_there_is_the_primary_tier_alone() -> None:
         ({"type": "memry"}, r"'memry'.*Did you mean 'memory'"),
         ({"type": "fs", "path": "/x", "max_byte": 1}, r"'max_byte'.*Did you mean 'max_bytes'"),
         ({"type": "fs"}, "path"),
-        ({"type": "fs", "path": "/x", "max_bytes": "many"}, "not a size"),
+        ({"type": "fs", "path": "/x", "max_bytes": "many"}, "must be a size"),
         ({"type": "fs", "path": "/x", "max_bytes": 10}, "too little"),
         ({"type": "memory", "offload_policy": "all"}, "block_level, request_level"),
     ],
