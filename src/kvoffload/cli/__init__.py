@@ -19,7 +19,8 @@ _COMMANDS = ("demo", "check-config", "doctor", "simulate", "plan", "explain", "t
 
 
 def make_app(commands: Sequence[str] = _COMMANDS) -> typer.Typer:
-    """The command with these of its subcommands, by default all. Raises ``ImportError`` without the extra ``cli``."""
+    """Return the command with these of its subcommands, by default all. Raises ``ImportError`` without the extra
+    ``cli``."""
     import typer
 
     app = typer.Typer(

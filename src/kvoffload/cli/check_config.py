@@ -189,7 +189,7 @@ def _probe(
 
 
 def _readable_tiers(config: OffloadingConfig) -> Sequence[StoreOptions]:
-    """The tiers that are right each by itself. What is wrong with the others, or with all together, is known."""
+    """Return the tiers that are right each by itself. What is wrong with the others, or with all together, is known."""
     with Problems():
         return parse_tiers(config.secondary_tiers)
     tiers: list[StoreOptions] = []

@@ -165,7 +165,7 @@ class Files:
         return digest.hexdigest()[:32]
 
     def _hash_of(self, name: str) -> str:
-        """The SHA-256 of a file's content."""
+        """Return the SHA-256 of a file's content."""
         path, stat = self.directory / name, self.stats[name]
         if self.is_of_hub and path.is_symlink():
             blob = Path(os.readlink(path))

@@ -63,7 +63,8 @@ def simulate(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A collection visits all blocks of all servers. A replay makes no cycles, and a router of one's own must not."""
+    """Turn garbage collection off, because a collection visits all blocks of all servers. A replay makes no cycles, and
+    a router of one's own must not."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -247,7 +248,7 @@ class _Replay:
                 self._step(number, time_s, end_s)
 
     def _step(self, number: int, time_s: float, end_s: float) -> None:
-        """The server's step ends, and so do the next ones, as long as nothing else comes first."""
+        """End the server's step, and the next ones, as long as nothing else comes first."""
         engine, clock = self._machines[number].engine, self._machines[number].clock
         while True:
             clock.advance_to(time_s)
@@ -352,7 +353,7 @@ class _Store:
         self._read, self._write = (Link(store.store_bytes_per_s, store.latency_s) for _ in range(2))
 
     def tier(self, label: str, config: SimConfig, clock: VirtualClock) -> SimDisk:
-        """A server's way to it."""
+        """Return a server's tier over this store."""
         store = self._store
         own = [Link(store.server_bytes_per_s, store.latency_s) for _ in range(2)]
         return SimDisk(

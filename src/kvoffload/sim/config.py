@@ -80,11 +80,11 @@ class SimConfig:
             raise ConfigError("Speeds, block_bytes, chunk_tokens and max_requests must be positive.")
 
     def prompt_seconds(self, tokens: int, pairs: float) -> float:
-        """The seconds that prompt tokens add to a step. ``pairs``: the sum of the tokens before each of them."""
+        """Return the seconds that prompt tokens add to a step. ``pairs``: the sum of the tokens before each of them."""
         return tokens / self.prefill_tokens_per_s + pairs * self.prompt_context_s
 
     def step_seconds(self, prompt_tokens: int, pairs: float, decodes: int, context: int) -> float:
-        """The seconds of a step. ``context``: tokens of all decoding requests together."""
+        """Return the seconds of a step. ``context``: tokens of all decoding requests together."""
         decoding = decodes * self.decode_s + context * self.decode_context_s
         return self.step_s + self.prompt_seconds(prompt_tokens, pairs) + decoding
 
@@ -207,11 +207,11 @@ class Prices:
         return self.currency or "price"
 
     def show(self, price: float) -> str:
-        """A price with its currency."""
+        """Return a price with its currency."""
         return f"{format_number(price)} {self.currency}".rstrip()
 
     def of_tiers(self, server: SimConfig) -> float:
-        """Of one server's host memory and disk."""
+        """Return the price of one server's host memory and disk."""
         return (server.cpu_bytes * self.cpu + server.disk_bytes * self.disk) / 2**30
 
     def of_fleet(self, config: FleetConfig) -> float:

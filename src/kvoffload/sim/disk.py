@@ -147,7 +147,7 @@ class SimDisk(SecondaryTierManager):
         self.read_blocks = self.written_blocks = 0
 
     def next_end_s(self) -> float | None:
-        """The time at which the next job in flight ends."""
+        """Return the time at which the next job in flight ends."""
         ends = [queue[0].end_s for queue in (self._reads, self._writes) if queue]
         return min(ends) if ends else None
 
@@ -167,7 +167,7 @@ class SimDisk(SecondaryTierManager):
         return answers
 
     def _note_absent(self, key: OffloadKey, is_here: bool, now_s: float) -> None:
-        """The answer for a block was ``False``. If it is time, ask the store again."""
+        """Record that the answer for a block was ``False``. If it is time, ask the store again."""
         absent = self._absent
         if now_s >= absent.get(key, now_s):
             # The answer is False meanwhile, as in ``PresenceIndex``.

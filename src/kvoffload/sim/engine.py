@@ -96,7 +96,7 @@ _Heap = list[tuple[int, int, _Request]]
 
 
 def _first_of(heap: _Heap) -> tuple[int, int, _Request] | None:
-    """The first entry of ``heap``. Drops entries of requests that were preempted or have ended since."""
+    """Return the first entry of ``heap``. Drops entries of requests that were preempted or have ended since."""
     while heap and heap[0][2].admitted != heap[0][1]:
         heapq.heappop(heap)
     return heap[0] if heap else None
@@ -139,7 +139,7 @@ class _Step:
         self.end_s = self.begin_s + count * self.first_s + self.growth_s * count * (count - 1) / 2
 
     def count_until(self, time_s: float) -> int:
-        """The number of steps after which the time is at least ``time_s``: from 1 to ``count``."""
+        """Return the number of steps after which the time is at least ``time_s``: from 1 to ``count``."""
         left_s = time_s - self.begin_s
         if left_s <= self.first_s or self.first_s <= 0:
             return 1
@@ -249,7 +249,7 @@ class Engine:
         return len(self._prefilling) + len(self._decoding)
 
     def add(self, number: int, output: int | None = None) -> None:
-        """The request arrives. The next step takes note of it. ``output``: tokens to generate, by default as many as in
+        """Note the arrival of a request, for the next step. ``output``: tokens to generate, by default as many as in
         the trace."""
         trace = self._trace
         prompt = int(trace.input_tokens[number])
@@ -269,8 +269,9 @@ class Engine:
         )
 
     def interrupt(self, time_s: float) -> float | None:
-        """A request arrives at ``time_s``. Return when the step in progress ends, if that is sooner than it was: an
-        engine that only waits looks at a new request at once, and one that only decodes at the end of a step."""
+        """Note that a request arrives at ``time_s``. Return when the step in progress ends, if that is sooner than it
+        was: an engine that only waits looks at a new request at once, and one that only decodes at the end of a
+        step."""
         step = self._step
         if step is None:
             return None
@@ -596,7 +597,7 @@ class Engine:
         self._prefilling[request] = None
 
     def _is_blocked(self) -> bool:
-        """Whether the next request to admit is known to find no room."""
+        """Return whether the next request to admit is known to find no room."""
         if self._blocked is None or self._pool.is_unused:
             return False
         request, need = self._blocked
@@ -614,7 +615,7 @@ class Engine:
                 hits[tier] += tokens // self._block_tokens
 
     def _advance(self, request: _Request, count: int) -> None:
-        """The step computed ``count`` tokens of the request's prompt."""
+        """Count ``count`` tokens that the step computed of the request's prompt."""
         config = self._config
         self.prefill_s += config.prompt_seconds(count, count * (request.computed + count / 2))
         self.computed_tokens += count
@@ -696,7 +697,7 @@ class Engine:
         self._context -= request.num_tokens
 
     def _count_tokens(self, count: int) -> list[_Request]:
-        """All requests that decode have computed ``count`` tokens. Return the requests that have their last one."""
+        """Count ``count`` tokens for each request that decodes. Return the requests that have their last one."""
         self._context += count * len(self._decoding)
         self._count += count
         ended = []

@@ -27,7 +27,7 @@ from kvoffload.sim.trace import Trace
 
 
 def optimum(trace: Trace, capacities: Sequence[int]) -> list[int]:
-    """The most blocks that a cache of each capacity (in blocks) can hit.
+    """Return the most blocks that a cache of each capacity (in blocks) can hit.
 
     O(accesses · log) once, then O(different next uses) per capacity.
     """

@@ -122,7 +122,7 @@ def draw_reports(
 
 
 def _draw_runs(axis: Any, report: Report, prices: Prices, what: str, figure: Callable[[Result], float]) -> None:
-    """A line for each kind of run, by rising price. The server without tiers is a dotted line across."""
+    """Draw a line for each kind of run, by rising price. The server without tiers is a dotted line across."""
     _bare(axis, f"{report.trace.name}: {len(report.trace):,} requests")
     kinds: dict[str, list[Result]] = {}
     for run in report.results:

@@ -55,25 +55,25 @@ class Goal:
             raise ConfigError(f"A time to first token must be positive, not {self.ttft_s:g} s.")
 
     def is_met(self, result: Result) -> bool:
-        """Whether the run reaches the goal and keeps up with the load."""
+        """Return whether the run reaches the goal and keeps up with the load."""
         if self.hit_rate is not None:
             return result.hit_rate >= self.hit_rate and not result.is_overloaded
         return self.is_soon_enough(result)
 
     def is_soon_enough(self, result: Result) -> bool:
-        """Whether the run keeps up, and has its first tokens in the time of the goal, if that is a time."""
+        """Return whether the run keeps up, and has its first tokens in the time of the goal, if that is a time."""
         in_time = self.ttft_s is None or result.ttft_s[self.quantile] <= self.ttft_s
         return in_time and not result.is_overloaded
 
     def is_harmless(self, result: Result, without: Result) -> bool:
-        """Whether a run with tiers keeps up, and has its first tokens no later than the run without tiers."""
+        """Return whether a run with tiers keeps up, and has its first tokens no later than the run without tiers."""
         return not result.is_overloaded and self.is_no_later(result, without)
 
     def is_no_later(self, result: Result, without: Result) -> bool:
         return all(result.ttft_s[name] <= without.ttft_s[name] for name in ("mean", self.quantile))
 
     def reached(self, result: Result) -> float:
-        """How close a run comes to the goal; more is better."""
+        """Return how close a run comes to the goal; more is better."""
         return result.hit_rate if self.hit_rate is not None else -result.ttft_s[self.quantile]
 
 
@@ -110,7 +110,7 @@ class Plan:
         return self.report.without
 
     def price(self, prices: Prices) -> float:
-        """The price of the choice; 0 without one."""
+        """Return the price of the choice; 0 without one."""
         return 0.0 if self.chosen is None else self.report.price(self.chosen, prices)
 
     def is_harmless(self, result: Result) -> bool:
@@ -129,7 +129,7 @@ def make_plan(
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """The cheapest machine that meets ``goal`` and does no harm.
+    """Return the cheapest machine that meets ``goal`` and does no harm.
 
     Chooses nothing if an engine rejects every request. Chooses the device alone if that meets the goal. Else tries
     sizes between the GPU's own cache and the trace's footprint (its blocks and states), within the limits, then lowers
@@ -209,8 +209,8 @@ def _capacities(
     processes: int | None,
     progress: Callable[[], object],
 ) -> tuple[Capacity, ...]:
-    """The highest loads today, with host memory and with a disk: of the choice, else of the run of each kind that
-    reaches the goal for the lowest price, else of the closest one."""
+    """Return the highest loads today, with host memory and with a disk: of the choice, else of the run of each kind
+    that reaches the goal for the lowest price, else of the closest one."""
     runs = [("today", plan.without)]
     for what, has_disk in (("with host memory", False), ("with host memory and a disk", True)):
         of_kind = [
@@ -339,7 +339,8 @@ def make_fleet_plan(
     processes: int | None = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Plan:
-    """The cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers of two.
+    """Return the cheapest fleet that meets ``goal``: of ``fleets``, each with ``least`` to ``most`` servers, in powers
+    of two.
 
     Chooses none if an engine rejects every request. The number of servers is then lowered by bisection, for the
     cheapest. Fleets that cost more than one that meets the goal are not replayed: cells run by rising price, a wave of

@@ -101,7 +101,7 @@ def common_of(results: Sequence[Result]) -> str:
 
 
 def runs_table(report: Report, prices: Prices) -> Table:
-    """A row for each run, the server without offloading first. The columns that decide come first.
+    """Return a row for each run, the server without offloading first. The columns that decide come first.
 
     *gained* is the mean time to first token that the run saves against the one without offloading. *frontier* marks
     fleets that keep up, and that no other one beats in both cost and time.
@@ -157,7 +157,7 @@ TIERS = {DEVICE: "gpu", HOST: "cpu", "disk": "disk", "pool": "pool", "shared": "
 
 
 def figures_of(result: Result) -> dict[str, Any]:
-    """The figures of one run as plain values."""
+    """Return the figures of one run as plain values."""
     server, tokens, size = result.server, result.block_tokens, result.server.block_bytes
     by_tier = {"gpu": result.hit_blocks[DEVICE], "cpu": result.hit_blocks[HOST], "disk": result.disk_hit_blocks}
     same = ("computed_tokens", "preemptions", "cpu_evicted_blocks", "disk_evicted_blocks", "declined_blocks")
@@ -199,7 +199,7 @@ def _fleet_figures(result: Result, prices: Prices) -> dict[str, Any]:
 
 
 def report_as_json(report: Report, prices: Prices) -> dict[str, Any]:
-    """All figures of a report as plain values."""
+    """Return all figures of a report as plain values."""
     return {
         "trace": report.trace.name,
         "requests": len(report.trace),
@@ -220,7 +220,7 @@ def report_as_json(report: Report, prices: Prices) -> dict[str, Any]:
 
 
 def best_policy(report: Report) -> str:
-    """The policy with the most hits, summed over all runs."""
+    """Return the policy with the most hits, summed over all runs."""
     hits: Counter[str] = Counter()
     for result in report.results:
         hits[result.server.policy] += result.hit_blocks.total()
@@ -228,8 +228,8 @@ def best_policy(report: Report) -> str:
 
 
 def knee_of(results: Sequence[Result]) -> Result:
-    """The run at the knee of the hit rate: beyond it more host memory brings less and less. Of runs with the same host
-    memory, the one with the largest disk counts, and of these the best one."""
+    """Return the run at the knee of the hit rate, beyond which more host memory helps little. Of runs with the same
+    host memory, the one with the largest disk counts, and of these the best one."""
     curve: dict[int, Result] = {}
     for result in sorted(results, key=lambda run: (run.server.cpu_blocks, run.server.disk_blocks, run.hit_rate)):
         curve[result.server.cpu_blocks] = result
@@ -250,7 +250,7 @@ def frontier(results: Sequence[Result], prices: Prices) -> list[Result]:
 
 
 def explanation_tables(summary: Explanations, asked: Sequence[WhatIf]) -> dict[str, Table]:
-    """The tables of an explained trace, by their titles."""
+    """Return the tables of an explained trace, by their titles."""
 
     def share(tokens: int) -> str:
         return f"{100 * tokens / summary.tokens:.1f}%"

@@ -121,11 +121,11 @@ class Result:
     # Work, of all servers.
 
     def sum_of(self, name: str) -> Any:
-        """The sum of a field of ``ServerResult`` over all servers."""
+        """Return the sum of a field of ``ServerResult`` over all servers."""
         return sum(getattr(server, name) for server in self.servers)
 
     def cost_per_million_tokens(self, prices: Prices) -> float:
-        """Of prompts, whether computed or found."""
+        """Return the cost of a million prompt tokens, whether computed or found."""
         return prices.of_fleet(self.config) * self.duration_s / 3600 / max(self.input_tokens / 1e6, 1e-9)
 
     @property

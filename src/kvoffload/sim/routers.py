@@ -151,7 +151,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def router_of(name: str) -> Router:
-    """A new router of this name, or one's own as ``"package.module:name"``. Raises ``ConfigError``."""
+    """Return a new router of this name, or one's own as ``"package.module:name"``. Raises ``ConfigError``."""
     if name in ROUTERS:
         return ROUTERS[name]()
     module, colon, attribute = name.partition(":")

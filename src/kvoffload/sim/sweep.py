@@ -40,12 +40,13 @@ class Report:
     is_fleet: bool = False
 
     def price(self, result: Result, prices: Prices) -> float:
-        """The price of an hour: of a fleet, or of one server's tiers alone."""
+        """Return the price of an hour: of a fleet, or of one server's tiers alone."""
         return prices.of_fleet(result.config) if self.is_fleet else prices.of_tiers(result.server)
 
 
 def report_of(trace: Trace, results: Sequence[Result], *, are_fleets: bool = False) -> Report:
-    """The report of runs of ``trace``, which has whole blocks only. Fleets have no run without tiers of their own."""
+    """Return the report of runs of ``trace``, which has whole blocks only. Fleets have no run without tiers of their
+    own."""
     without = None if are_fleets else next((each for each in results if not each.server.cpu_blocks), None)
     kept = tuple(each for each in results if each is not without)
     totals = [each.config.total_blocks for each in kept]

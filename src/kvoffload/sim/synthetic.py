@@ -168,7 +168,7 @@ minutes, and who ask people, which takes longer."""
 
 
 def synthesize(kind: str, requests: int = 4000, seed: int = 0, sessions_per_s: float = 0.25) -> Trace:
-    """A trace of ``requests`` requests. Sessions begin at random, ``sessions_per_s`` per second on average.
+    """Return a trace of ``requests`` requests. Sessions begin at random, ``sessions_per_s`` per second on average.
 
     Raises ``ConfigError`` for an unknown ``kind`` (of ``KINDS``), or if there is nothing to make.
     """

@@ -16,7 +16,7 @@ class Table(NamedTuple):
     """Headings of dropped columns."""
 
     def without(self, headings: Iterable[str]) -> Table:
-        """The table without these columns. Columns that contain only ``-`` are not
+        """Return the table without these columns. Columns that contain only ``-`` are not
         mentioned."""
         dropped = {*headings}
         kept = [at for at, heading in enumerate(self.headings) if heading not in dropped]
@@ -29,7 +29,7 @@ class Table(NamedTuple):
         return Table([self.headings[at] for at in kept], rows, (*self.left_out, *some))
 
     def without_empty(self) -> Table:
-        """The table without columns that have nothing but ``-``."""
+        """Return the table without columns that have nothing but ``-``."""
         empty = [heading for at, heading in enumerate(self.headings) if all(row[at] == "-" for row in self.rows)]
         return self.without(empty)
 
@@ -38,7 +38,7 @@ class Table(NamedTuple):
         return [max(map(len, column)) for column in zip(self.headings, *self.rows, strict=True)]
 
     def lines(self) -> list[str]:
-        """The headings and the rows. Sizes and figures are aligned to the right."""
+        """Return the headings and the rows. Sizes and figures are aligned to the right."""
         columns = [
             [cell.rjust(width) if at and _are_figures(cells) else cell.ljust(width) for cell in (heading, *cells)]
             for at, (width, heading, *cells) in enumerate(zip(self.widths, self.headings, *self.rows, strict=True))

@@ -160,8 +160,8 @@ class Trace:
 
 
 def is_long(arriving_s: float) -> bool:
-    """Whether the busiest hour counts instead of the whole time, because requests arrive for more than an hour. How
-    long a server needs to answer them does not decide: the load is the same for a slow server and a fast one."""
+    """Return whether the busiest hour counts instead of the whole time, because requests arrive for more than an hour.
+    How long a server needs to answer them does not decide: the load is the same for a slow server and a fast one."""
     return arriving_s > HOUR_S
 
 

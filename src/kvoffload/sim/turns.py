@@ -47,8 +47,8 @@ def _hash(chain: int, pieces: Sequence[str]) -> int:
 
 
 def join_turns(trace: Trace, delays_s: npt.NDArray[np.float64]) -> Trace:
-    """The whole prompts of sessions, in order of arrival. ``trace`` has a row per turn, with its new tokens alone, and
-    NaN as the time of a turn that arrives ``delays_s`` after the one before it.
+    """Return the whole prompts of sessions, in order of arrival. ``trace`` has a row per turn, with its new tokens
+    alone, and NaN as the time of a turn that arrives ``delays_s`` after the one before it.
 
     A prompt is all turns and answers before it, and its own turn. A trace does not know when an answer ended, so a
     delay counts from the arrival of the turn before.
@@ -81,7 +81,8 @@ def join_turns(trace: Trace, delays_s: npt.NDArray[np.float64]) -> Trace:
 
 
 def with_kept_tails(trace: Trace) -> Trace | None:
-    """The same prompts, which keep the partial last id of earlier ones, as blocks. ``None`` if lengths do not fit.
+    """Return the same prompts, which keep the partial last id of earlier ones, as blocks. ``None`` if lengths do not
+    fit.
 
     The length of an id that ended an earlier prompt is known from that prompt's length. Every other id is whole.
     """

@@ -75,7 +75,8 @@ class Verdict:
 
 
 def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
-    """The verdict of a plan for a server or for a fleet. ``warnings``: facts about the machine that are not known."""
+    """Return the verdict of a plan for a server or for a fleet. ``warnings``: facts about the machine that are not
+    known."""
     trace = plan.report.trace
     rejected = num_rejected(trace, plan.best.server)
     more: list[str] = []
@@ -167,7 +168,7 @@ def _busiest_requests_per_s(trace: Trace) -> float:
 
 
 def _way_out(plan: Plan) -> str:
-    """How many servers carry this load, today and with the tiers that help most, or what else to change."""
+    """Return how many servers carry this load, today and with the tiers that help most, or what else to change."""
     load = _busiest_requests_per_s(plan.report.trace)
     found = [each for each in plan.capacities if each.requests_per_s and load < math.inf]
     if not found and plan.goal.ttft_s is not None:
@@ -199,8 +200,8 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
 
 
 def _rows(plan: Plan, prices: Prices) -> Table:
-    """Of a server: today, the goal, the knee of the curve, and the most that the sizes bring. Of fleets: the choice,
-    and the next cheaper ones."""
+    """Return the rows for a server: today, the goal, the knee of the curve, and the most that the sizes bring. Of
+    fleets: the choice, and the next cheaper ones."""
     goal, results = plan.goal, plan.report.results
     named: list[tuple[str, Result]] = []
     if plan.report.is_fleet:
@@ -240,7 +241,7 @@ def _rows(plan: Plan, prices: Prices) -> Table:
 
 
 def _load(plan: Plan) -> str:
-    """How much more one server carries, and so how many servers that saves."""
+    """Return how much more one server carries, and so how many servers that saves."""
     found = [each for each in plan.capacities if each.requests_per_s]
     goal = plan.goal
     rate = plan.report.trace.requests_per_s

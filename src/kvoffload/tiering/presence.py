@@ -87,7 +87,7 @@ class PresenceIndex:
     # -------------------------------------------------------------------------------------------------- questions
 
     def lookup_each(self, keys: Iterable[OffloadKey], is_complete: bool) -> list[bool | None]:
-        """The answers of ``lookup_prefix`` for each of ``keys`` alone."""
+        """Return the answers of ``lookup_prefix`` for each of ``keys`` alone."""
         present, hanging = self._present.has, self._hanging
         return [True if present(key) and key not in hanging else self._why_not(key, is_complete) for key in keys]
 

@@ -279,7 +279,7 @@ class Adapters:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def has_loaded_blocks(self, request: Any) -> None:
-        """A load may have brought blocks of ``request``, a result of ``of``."""
+        """Note that a load may have brought blocks of ``request``, a result of ``of``."""
         if isinstance(request, NamedRequest) and request.loaded is not None:
             self._loading.add(request.request_id)
 
@@ -326,7 +326,7 @@ class Adapters:
             self._renew(adapter.request, digests)
 
     def _mix(self, key: tuple[str, str]) -> None:
-        """The device may have blocks of several adapters under ``key``."""
+        """Note that the device may have blocks of several adapters under ``key``."""
         if key in self._on_device:
             self._mixed.add(key)
         for named in self._requests.values():

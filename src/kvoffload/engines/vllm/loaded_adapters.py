@@ -140,7 +140,7 @@ class LoadedAdapters:
         return tuple(job for job in stores if job.request_id not in checks.of_stores)
 
     def end_step(self) -> ConnectorMeta | None:
-        """The step was computed, or at least submitted: check it. Return the stores that may begin, or ``None``."""
+        """Check the step, which was computed or at least submitted. Return the stores that may begin, or ``None``."""
         checks, self._checks = self._checks, None
         if checks is None:
             return None
