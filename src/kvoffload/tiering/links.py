@@ -36,8 +36,8 @@ class Link:
         self.answers = AnswerEstimator()
         self._ratios: deque[float] = deque(maxlen=_ORDER)
         """The ratios of actual to expected time for the last reads."""
-        self._usual: float | None = None
-        """The median of these ratios, but at least 1; ``None``: they have changed since it was computed."""
+        self._usual = 1.0
+        """The median of these ratios, but at least 1."""
         self.num_begun = 0
         """Number of blocks of all reads so far."""
         self.num_outstanding = 0
@@ -112,7 +112,7 @@ class Link:
         end_s = max(self._last_end_s, now_s if ended_s is None else min(ended_s, now_s))
         if self.speed is not None and num_read:
             self._ratios.append((end_s - self._reading_since_s) / max(self.speed.seconds(len(read.keys)), 1e-9))
-            self._usual = None
+            self._usual = max(1.0, median(self._ratios))
         self._last_end_s = end_s
 
     def measure(self) -> bool:
@@ -123,7 +123,7 @@ class Link:
         num_ended = self._num_ended
         if num_ended and self.estimator.add(num_ended, self._last_end_s - self._busy_since_s):
             self._ratios.clear()
-            self._usual = None
+            self._usual = 1.0
         self._num_ended, self._busy_since_s = 0, self._last_end_s
         return num_ended > 0
 
@@ -135,8 +135,6 @@ class Link:
     def _expected_s(self, read: JobMetadata) -> float:
         """Return the time that ``read``, the oldest, may take before it is late."""
         assert self.speed is not None
-        if self._usual is None:
-            self._usual = max(1.0, median(self._ratios)) if self._ratios else 1.0
         return self._usual * max(self.speed.seconds(len(read.keys)), 1e-9)
 
     def slowdown(self) -> float:
