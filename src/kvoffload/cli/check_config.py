@@ -26,7 +26,7 @@ from kvoffload.tiering.options import SealedOptions, StoreOptions, parse_tier, p
 from kvoffload.tiering.stores.disk.options import DiskOptions
 from kvoffload.tiering.stores.in_time import in_time
 from kvoffload.tiering.stores.remote import RemoteOptions
-from kvoffload.tiering.stores.root import MOUNT_IT, in_the_way_of, lacks_mount
+from kvoffload.tiering.stores.root import MOUNT_IT, in_the_way_of, lacks_mount, nearest
 from kvoffload.units import format_bytes, printable
 
 _BLOCK_TOKENS = 16
@@ -222,7 +222,7 @@ def _probe_directories(options: StoreOptions, beside_bytes: int, problems: Probl
 
 def _probe_directory(options: StoreOptions, path: str) -> None:
     """Raise ``ConfigError`` if this user cannot write to one of the tier's directories, or cannot create it."""
-    existing = _existing(path)
+    existing = nearest(path)
     where = f"path of the {options.label!r} tier, {path},"
     if reason := in_the_way_of(path):
         raise ConfigError(f"{where} is not a directory: {reason}; name another directory.")
@@ -237,19 +237,13 @@ def _probe_quota(options: StoreOptions) -> None:
     """Raise ``ConfigError`` if the tier's disks are smaller than its quota."""
     disks = options.each_disk() if isinstance(options, DiskOptions) else [options]
     for disk in disks:
-        existing = _existing(disk.directories[0])
+        existing = nearest(disk.directories[0])
         size_bytes = shutil.disk_usage(existing).total
         if disk.bound_bytes is not None and disk.bound_bytes > size_bytes:
             raise ConfigError(
                 f"max_bytes of the {options.label!r} tier is {format_bytes(disk.bound_bytes)}, but the disk of "
                 f"{existing} has only {format_bytes(size_bytes)} in total; lower it."
             )
-
-
-def _existing(path: str) -> Path:
-    """Return ``path``, or the nearest directory above it that exists."""
-    # ``Path.exists`` raises if this user may not look, and does not see a link that leads nowhere.
-    return next(place for place in (Path(path), *Path(path).absolute().parents) if os.path.lexists(place))
 
 
 def _probe_remote(options: RemoteOptions, block_bytes: int, connect: bool) -> list[str]:
@@ -279,9 +273,8 @@ def _rows(config: OffloadingConfig, sizes: ModelKV | None) -> list[tuple[str, st
         memory += f", room for {tokens:,} tokens ({tokens // block_tokens:,} blocks)"
     rows += [("host memory", memory), ("policy", config.eviction_policy)]
     if config.secondary_tiers:
-        rows.append(
-            ("loads", "hits that load faster than they compute" if config.load_policy == "cost" else "every hit")
-        )
+        is_cost = config.load_policy == "cost"
+        rows.append(("loads", "hits that load faster than the engine computes them" if is_cost else "every hit"))
     return rows
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
@@ -208,7 +207,7 @@ class SimDisk(SecondaryTierManager):
 
     def submit_load(self, job: JobMetadata) -> None:
         now_s = self._clock.now_s
-        found = list(itertools.compress(job.keys, self.contents.has(job.keys, now_s)))
+        found = [key for key, is_here in zip(job.keys, self.contents.has(job.keys, now_s)) if is_here]
         self._index.pin(found)
         self._index.touch(found[::-1])
         self._reads.append(_Read(self._transfer(self._read_links, len(found)), job, found))

@@ -205,12 +205,17 @@ def check_root(root: str, mode: Literal["private", "group"], *, needs_locks: boo
     return check_control(root, mode)
 
 
+def nearest(path: str) -> Path:
+    """Return ``path``, or the nearest place above it that exists. A link exists even if it leads nowhere."""
+    absolute = Path(path).absolute()
+    # ``Path.exists`` raises if this user may not look.
+    return next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+
+
 def in_the_way_of(path: str) -> str | None:
     """Return the obstacle at the directory ``path``, or at one above it: a file or a dangling link. ``None`` without
     one."""
-    absolute = Path(path).absolute()
-    # ``Path.exists`` raises if this user may not look.
-    place = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+    place = nearest(path)
     if os.path.isdir(place):
         return None
     if os.path.islink(place) and not os.path.exists(place):
@@ -224,8 +229,7 @@ MOUNT_IT = "If it belongs on another disk, mount this disk before you start the 
 def lacks_mount(path: str) -> bool:
     """Return whether ``path`` does not exist, would be created on the system's disk, and looks like a directory on
     another disk: it is in a directory for mounts or a mount point of ``/etc/fstab``, or a new directory in ``/``."""
-    absolute = Path(path).absolute()
-    place = next(place for place in (absolute, *absolute.parents) if os.path.lexists(place))
+    absolute, place = Path(path).absolute(), nearest(path)
     try:
         if place == absolute or os.stat(place).st_dev != os.stat(_SYSTEM).st_dev:
             return False
