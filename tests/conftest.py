@@ -51,3 +51,9 @@ def frozen() -> Iterator[None]:
 def _freeze() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves the search for the highest loads that servers carry, which decide nothing else in a plan."""
+    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())

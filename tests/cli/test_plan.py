@@ -55,12 +55,6 @@ MACHINE = ("--kv-bytes-per-token", "128KiB", "--prefill-speed", "20000")
 
 
 @pytest.fixture
-def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves the search for the highest loads that servers carry."""
-    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())
-
-
-@pytest.fixture
 def recurring(tmp_path: Path) -> Path:
     """12 documents of 4 blocks (1 GiB each), one each second: half of what a server can compute."""
     return documents(tmp_path / "d.jsonl", requests=120, gap_s=1.0, number=12, blocks=4)

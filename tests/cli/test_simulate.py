@@ -134,14 +134,13 @@ def test_a_sweep_with_table_json_and_plots(trace: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     "command", [["simulate", "--cpu", "30%", "--policy", "lru"], ["plan", "--hit-rate", "10", "--max-cpu", "3GiB"]]
 )
+@pytest.mark.usefixtures("no_loads")
 def test_the_device_is_that_of_the_trace(
     command: list[str],
     trace: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())  # the highest loads decide nothing
     recorded = tmp_path / "recorded.jsonl"
     first, *others = trace.read_text().splitlines(keepends=True)
     line = json.loads(first) | {"machine": {"block_bytes": 64 << 20, "device_blocks": 5}}

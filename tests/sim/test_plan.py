@@ -32,12 +32,6 @@ def without_disk() -> Plan:
     return make_plan(TRACE, BASE, Goal(hit_rate=0.3), PRICES, max_disk_blocks=0, processes=1)
 
 
-@pytest.fixture
-def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves the search for the highest loads, which decide nothing."""
-    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())
-
-
 @pytest.mark.usefixtures("no_loads")
 def test_the_cheapest_run_that_meets_the_goal_is_chosen() -> None:
     plan = without_disk()
