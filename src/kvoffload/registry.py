@@ -67,8 +67,7 @@ class Registry(Generic[T]):
             except Exception as exc:
                 raise ConfigError(
                     f"{self._kind} {name!r} comes from the entry point {point.value!r}, which cannot be "
-                    f"imported: {exc}; repair or uninstall "
-                    "its package."
+                    f"imported: {exc}; repair or uninstall its package."
                 ) from exc
             return loaded
         raise UnknownNameError(f"Unknown {self._kind}: {name!r}.{suggest(name, self.names())}")

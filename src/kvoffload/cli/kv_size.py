@@ -175,8 +175,7 @@ def _config_file(model: str) -> Path:
     except ImportError as exc:
         raise ConfigError(
             f"There is no file {model}, and kvoffload needs the package huggingface_hub to find a model of this "
-            "name on "
-            "the Hub; install it, or give the model's config.json."
+            "name on the Hub; install it, or give the model's config.json."
         ) from exc
     try:
         return Path(hf_hub_download(model, "config.json"))

@@ -107,7 +107,7 @@ def _ends_recording(method: Callable[Concatenate[Observer, P], None]) -> Callabl
         try:
             method(self, *args, **kwargs)
         except Exception:
-            logger.exception("Recording or tracing requests failed. kvoffload stops it, and continues to serve.")
+            logger.exception("Recording or tracing requests failed. kvoffload ends both, and continues to serve.")
             self.close()
 
     return call

@@ -76,7 +76,7 @@ class SlotTable:
         lost: LostBlocks = NO_LOSSES,
     ) -> None:
         if num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: give host memory more bytes.")
+            raise ConfigError(f"num_blocks must be at least 1, not {num_blocks}: set a larger host memory.")
         self.num_blocks = num_blocks
         self.policy = policy = make_policy(num_blocks)
         """The order of the blocks. Other code only calls its ``next_victims``; this table makes all changes."""

@@ -229,8 +229,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 return named.salt + weights_name.encode()
             _log.warning(
                 "SGLang may still have pages of the weights before its update, and would store them again. "
-                "kvoffload finds "
-                "and stores nothing until you send POST /flush_cache."
+                "kvoffload finds and stores nothing until you send POST /flush_cache."
             )
             return None
         _log.warning(
