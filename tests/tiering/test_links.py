@@ -126,3 +126,19 @@ def test_a_tier_that_has_become_slow_is_late_by_its_new_speed() -> None:
         link.measure()
     begin(link, 1)
     assert link.late_s() == pytest.approx(LATE * 1.0)
+
+
+def test_a_read_is_late_only_beyond_the_usual_ratio_of_the_last_reads() -> None:
+    clock = ManualClock()
+    link = make_link(clock, 1.0)
+    assert begin(link, 1) and link.late_s() == pytest.approx(LATE)
+    for seconds in (1.5, 1.5, 9.0):
+        begin(link, 1)
+        clock.advance(seconds)
+        oldest = next(iter(link._due))
+        link.end(oldest, 1, None)
+    assert link.late_s() == pytest.approx(1.5 * LATE), "the median, not the mean, of actual to expected times"
+    clock.advance(1.4 * LATE)
+    assert link.slowdown() == 1.0
+    clock.advance(0.2 * LATE)
+    assert link.slowdown() > 1.0
