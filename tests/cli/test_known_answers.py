@@ -128,7 +128,7 @@ def test_aiperfs_turns_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     lines: list[dict[str, Any]] = []
     for turn in range(8):
         for user in range(6):
-            when = {"delay": 20_000} if turn else {"timestamp": 1000 * user}
+            when = {"delay": 60_000} if turn else {"timestamp": 1000 * user}
             ids = [10_000 * turn + 100 * user + at for at in range(4)]
             lines.append({"session_id": f"s{user}", "input_length": 2048, "output_length": 512, "hash_ids": ids} | when)
     trace = written(tmp_path / "aiperf.jsonl", lines)

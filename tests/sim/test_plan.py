@@ -105,14 +105,64 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float, monkeypatch: py
         assert at_first.utilisation < 0.1
         searched.clear()
         found = highest_load(trace, (at_first, goal, None), hashes=hashes)
-        assert len(searched) <= 6
+        assert len(searched) <= 8
         searched.clear()
         again = highest_load(trace, (at_first, goal, found), hashes=hashes)
-        assert len(searched) <= 3, "the search began at the load that was found before"
+        assert len(searched) <= 4, "the search began at the load that was found before"
         assert found <= again
         for load, is_carried in ((again / 1.03, True), (found / 0.8, False)):
             faster = trace.at_rate(load)
             assert goal.is_soon_enough(simulate(faster, server, hashes=hashes)) == is_carried
+
+
+def test_the_highest_load_does_not_depend_on_the_load_that_is_asked() -> None:
+    """Agents whose number grows to the end: the queue is long before the server is busy all the time."""
+    trace = synthesize("agents", 80, 2).whole_blocks()
+    server = SimConfig(trace.num_unique, 2**20, gpu_blocks=312, step_s=0.006, decode_s=2e-5)
+    goal, hashes = Goal(hit_rate=0.7), trace.hashes()
+    found = []
+    for rate in (0.2, 1.0, 5.0):
+        asked = trace.at_rate(rate)
+        found.append(highest_load(asked, (simulate(asked, server, hashes=hashes), goal, None), hashes=hashes))
+    assert max(found) < 1.11 * min(found)
+
+
+def prompts(times_s: list[float]) -> Trace:
+    """Prompts of 4 blocks that nobody repeats, with one token to answer. They arrive at these times."""
+    number = len(times_s)
+    return Trace(
+        name="prompts",
+        block_tokens=1000,
+        times_s=np.array(times_s, dtype=float),
+        input_tokens=np.full(number, 4000),
+        output_tokens=np.ones(number, dtype=np.int64),
+        sessions=np.full(number, NO_SESSION),
+        offsets=4 * np.arange(number + 1),
+        ids=np.arange(4 * number, dtype=np.int32),
+    )
+
+
+def test_a_server_that_works_off_a_long_queue_at_the_end_does_not_keep_up() -> None:
+    """A prompt takes 4 s. In the first 900 s the server is idle most of the time. Then requests come every 2 s."""
+    server, quiet = SimConfig(0, 2**20, prefill_tokens_per_s=1000.0), [20.0 * at for at in range(45)]
+    for more, is_overloaded in ((22, False), (50, True)):
+        rush = [900 + 2.0 * at for at in range(more)]
+        run = simulate(prompts(quiet + rush), server)
+        assert run.utilisation < 0.5
+        assert run.answering_s - run.arriving_s == pytest.approx(2 * more + 2)
+        assert run.is_overloaded == is_overloaded
+    # The last prompt of a server that was idle before it is no queue, however long it takes.
+    assert not simulate(prompts([0.0, 5.0, 10.0]), server).is_overloaded
+
+
+@pytest.mark.usefixtures("no_loads")
+def test_a_load_that_no_server_carries_buys_nothing() -> None:
+    goal = Goal(hit_rate=0.7)
+    trace = synthesize("agents", 80, 2).at_rate(1.0)
+    server = SimConfig(1, 2**20, gpu_blocks=312, step_s=0.006, decode_s=2e-5)
+    plan = make_plan(trace, server, goal, PRICES, max_disk_blocks=0, processes=1)
+    assert any(goal.hit_rate <= run.hit_rate and run.utilisation < 0.9 for run in plan.report.results)
+    assert plan.chosen is None
 
 
 @pytest.mark.parametrize("goal", [Goal(ttft_s=0.5), Goal(ttft_s=1e-6)])

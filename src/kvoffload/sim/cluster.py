@@ -338,6 +338,7 @@ class _Replay:
             duration_s=max(self._end_s - begin_s, 1e-9) if len(trace) else 0.0,
             arriving_s=trace.arriving_s,
             answering_s=max(answered_s - begin_s, 0.0),
+            longest_prompt_s=self._config.server.seconds_alone(int(trace.input_tokens.max(initial=0))),
             ttft_s=quantiles(ttfts_s),
             handover_s=quantiles(self._handovers),
             stored_blocks=index.num_stored - index.num_evicted if index else 0,

@@ -88,6 +88,10 @@ class SimConfig:
         decoding = decodes * self.decode_s + context * self.decode_context_s
         return self.step_s + self.prompt_seconds(prompt_tokens, pairs) + decoding
 
+    def seconds_alone(self, tokens: int) -> float:
+        """Return the seconds that a prompt takes on an idle server without hits."""
+        return self.prompt_seconds(tokens, tokens * tokens / 2) + math.ceil(tokens / self.chunk_tokens) * self.step_s
+
     @property
     def gpu_bytes(self) -> int:
         return self.gpu_blocks * self.block_bytes

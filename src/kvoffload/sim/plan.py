@@ -29,9 +29,9 @@ _REFINEMENTS = 2
 _CAPACITY_REQUESTS = 2000
 """Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
 _CAPACITY_RUNS = 8
-_AIM, _ALMOST, _CLOSE = 0.98 * SATURATED, 0.95, 1.1
+_AIM, _ALMOST, _CLOSE, _LITTLE = 0.98 * SATURATED, 0.95, 1.05, 1.09
 """A next try aims at this utilisation, and changes the load at least so much. A search ends when the loads that a
-server carries and does not carry are so close."""
+server carries and does not carry are so close. A little more than a good guess is probably not carried."""
 _MOST_FASTER = 20
 
 
@@ -237,7 +237,7 @@ def _capacities(
 
 
 def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hashes: list[bytes]) -> float:
-    """Return the most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a tenth less.
+    """Return the most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a twentieth less.
 
     The search replays the trace faster or slower than it was recorded. ``asked`` contains a run of the server, the
     goal, and the load that a similar server carries, if that is known. The search tries this load second, after the
@@ -246,16 +246,11 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hash
     run, goal, expected = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate
         return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
-    low, high, factor, most, longest_s = 0.0, math.inf, 1.0, math.inf, run.ttft_s["max"]
+    low, high, factor, most = 0.0, math.inf, 1.0, math.inf
     guess = (expected or 0.0) / trace.requests_per_s
 
-    def is_carried(run: Result) -> bool:
-        # A load that grows may leave a server far behind at its end, and not busy before.
-        is_behind = goal.ttft_s is None and run.answering_s > run.arriving_s / _ALMOST + longest_s
-        return goal.is_soon_enough(run) and not is_behind
-
     for tries_left in range(_CAPACITY_RUNS, -1, -1):
-        if carried := is_carried(run):
+        if carried := goal.is_soon_enough(run):
             low = max(low, factor)
         else:
             high = min(high, factor)
@@ -263,15 +258,18 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hash
         if not tries_left or is_close or (low and high / low < _CLOSE):
             break
         if low < guess < high:
-            factor, most, guess = guess, guess * (_CLOSE - 0.01), 0.0
+            factor, most, guess = guess, guess * _LITTLE, 0.0
         else:
             factor *= _change(run, goal, is_carried=carried)
-            # If the guess after a run that failed was good, a little more fails, and ends the search.
-            factor, most = (min(factor, most), math.inf) if carried else (factor, factor * (_CLOSE - 0.01))
+            # If the guess after a run that failed was good, a little more fails, and nearly ends the search.
+            factor, most = (min(factor, most), math.inf) if carried else (factor, factor * _LITTLE)
         if low and high < math.inf and not low < factor < high:
             factor = math.sqrt(low * high)
         run = simulate(
-            trace.stretched(1 / factor), run.server, hashes=hashes, is_hopeless=lambda so_far: not is_carried(so_far)
+            trace.stretched(1 / factor),
+            run.server,
+            hashes=hashes,
+            is_hopeless=lambda so_far: not goal.is_soon_enough(so_far),
         )
     return low * trace.requests_per_s
 

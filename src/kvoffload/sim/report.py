@@ -12,7 +12,7 @@ from typing import Any
 
 from kvoffload.sim.config import Prices
 from kvoffload.sim.explain import Explanations, WhatIf, advice_on, where_names
-from kvoffload.sim.result import DEVICE, HOST, Result, quantiles
+from kvoffload.sim.result import DEVICE, HOST, SATURATED, Result, quantiles
 from kvoffload.sim.sweep import Report, knee
 from kvoffload.sim.table import Table
 from kvoffload.units import counted, format_bytes, format_number
@@ -38,12 +38,12 @@ def _percent(part: float, whole: float) -> str:
 
 def saturation(results: Sequence[Result]) -> str:
     """Return a sentence about runs whose busiest server cannot keep up; empty if all servers keep up."""
-    busy = [result.utilisation for result in results if result.is_overloaded]
-    if not busy:
+    number = sum(result.is_overloaded for result in results)
+    if not number:
         return ""
     return (
-        f"{len(busy)} of {counted(len(results), 'run')} cannot keep up with this trace: a server is busy "
-        f"{100 * min(busy):.0f}% of the time or more, and requests queue. Hit rates hold; times only say that "
+        f"{number} of {counted(len(results), 'run')} cannot keep up with this trace: a server is busy more than "
+        f"{100 * SATURATED:.0f}% of the time, or its queue is long at the end. Hit rates hold; times only say that "
         "there is too little to serve it. A higher --prefill-speed, more servers, or stretch in the file of --fleet "
         "gives a load that can be carried."
     )

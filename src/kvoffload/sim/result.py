@@ -17,6 +17,9 @@ DEVICE, HOST = "device", "host"
 """The names of the GPU's own cache and of host memory among the tiers."""
 SATURATED = 0.9
 """The utilisation above which times only say that a server is too slow."""
+_MOST_BEHIND = 0.05
+"""The most time after the last arrival that a server may work off its queue, as a share of the time in which requests
+arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class Result:
     """From the first arrival to the last arrival."""
     answering_s: float
     """From the first arrival to the last first token."""
+    longest_prompt_s: float
+    """The longest prompt would take so many seconds on an idle server without hits."""
     ttft_s: dict[str, float]
     """Time to first token: mean, p50, p90, p99, max."""
     handover_s: dict[str, float]
@@ -144,10 +149,18 @@ class Result:
         return min(max(server.busy_s for server in self.servers) / max(seconds, 1e-9), 1.0)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether the queue is long at the end: working it off takes more than a twentieth of the time in which
+        requests arrived (of an hour at most), and more than the longest prompt takes alone. A load that grows to the
+        end causes this before servers are busy for most of the time."""
+        late_s = self.answering_s - self.arriving_s
+        return late_s > _MOST_BEHIND * min(self.arriving_s, HOUR_S) + self.longest_prompt_s
+
+    @property
     def is_overloaded(self) -> bool:
-        """Whether the busiest server cannot keep up, so that times only show that there is too little of it. Requests
-        that all arrive at once have no rate to keep up with."""
-        return self.arriving_s > 0 and self.utilisation > SATURATED
+        """Whether a server is busy for too long or behind, so that times only show that there is too little of it.
+        Requests that all arrive at once have no rate to keep up with."""
+        return self.arriving_s > 0 and (self.utilisation > SATURATED or self.is_behind)
 
 
 def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:
