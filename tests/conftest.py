@@ -56,4 +56,4 @@ def _freeze() -> None:
 @pytest.fixture
 def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves the search for the highest loads that servers carry, which decide nothing else in a plan."""
-    monkeypatch.setattr("kvoffload.sim.plan._capacities", lambda *_: ())
+    monkeypatch.setattr("kvoffload.sim.plan._highest_loads", lambda _trace, _goal, runs, *_: [None] * len(runs))

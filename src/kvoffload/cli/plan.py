@@ -125,6 +125,6 @@ def _as_json(made: Plan, prices: Prices, verdict: Verdict, notes: list[str]) -> 
         "goal": asdict(made.goal),
         "chosen": chosen,
         "price": made.price(prices),
-        "requests_per_s": {each.what: each.requests_per_s for each in made.capacities},
+        "requests_per_s": {row.name: row.requests_per_s for row in made.rows},
         **report,
     }

@@ -153,6 +153,7 @@ class Scenario:
         self._sizes = model_sizes(model, kv_bytes, self._file.kv_dtype)
         self._is_kv_given = model is not None or kv_bytes is not None
         self._gpu_kv_tokens, self._max_requests = gpu_kv_tokens, max_requests
+        self._is_cut = False
         self._prefill_speed = None if prefill_speed is None else positive(prefill_speed, "--prefill-speed")
         self._rate = None if rate is None else positive(rate, "--rate")
 
@@ -167,6 +168,7 @@ class Scenario:
         word, _, rest = str(path).partition(":")
         if word != "synthetic":
             trace = load_trace(path, file.block_tokens, self._max_requests)
+            self._is_cut = len(trace) == self._max_requests
             warn_if_cut(path, trace)
         elif file.block_tokens is not None:
             raise ConfigError(f"block_tokens of {_WHAT} works only with traces in files; remove it for {path}.")
@@ -264,8 +266,8 @@ class Scenario:
         found = []
         if not base.gpu_blocks:
             found.append(
-                "the size of the GPU's own cache is not known (--gpu-kv-tokens), so all hits count for the tiers: an "
-                "upper bound."
+                "the size of the GPU's own cache is not known (--gpu-kv-tokens), so tiers look better than they are, "
+                "and the number of servers is a guess."
             )
         guesses = []
         if not (self._is_kv_given or trace.token_bytes):
@@ -274,6 +276,11 @@ class Scenario:
             guesses.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
         if guesses:
             found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")
+        if self._is_cut:
+            found.append(
+                f"only {len(trace):,} requests were read (--max-requests). All of them have more hits and need larger "
+                "sizes."
+            )
         return found
 
     def policies(self, text: str | None) -> list[str]:

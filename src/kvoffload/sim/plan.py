@@ -16,6 +16,7 @@ import numpy as np
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
+from kvoffload.sim.report import knee_of
 from kvoffload.sim.result import SATURATED, Result
 from kvoffload.sim.sweep import Report, num_processes, report_of, runner, sweep
 from kvoffload.sim.trace import Trace
@@ -26,6 +27,8 @@ _LEAST_SHARE = 0.01
 _DISK_SHARES = (0.25, 1.0)
 _SERVER_SHARES = (0.01, 0.05, 0.2, 0.5)
 _REFINEMENTS = 2
+_NEAR = 0.05
+"""Runs that reach so much less than the best one count as equal, and the cheapest of them is proposed."""
 _CAPACITY_REQUESTS = 2000
 """Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
 _CAPACITY_RUNS = 8
@@ -56,9 +59,7 @@ class Goal:
 
     def is_met(self, result: Result) -> bool:
         """Return whether the run reaches the goal and keeps up with the load."""
-        if self.hit_rate is not None:
-            return result.hit_rate >= self.hit_rate and not result.is_overloaded
-        return self.is_soon_enough(result)
+        return (self.hit_rate is None or result.hit_rate >= self.hit_rate) and self.is_soon_enough(result)
 
     def is_soon_enough(self, result: Result) -> bool:
         """Return whether the run keeps up, and has its first tokens in the time of the goal, if that is a time."""
@@ -78,13 +79,14 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """The highest load at which servers still have their first tokens in time."""
+class Row:
+    """A run that the first screen shows."""
 
-    what: str
-    config: SimConfig
-    requests_per_s: float
-    """0: no load is low enough."""
+    name: str
+    run: Result
+    requests_per_s: float | None = None
+    """The highest load at which such a server still has its first tokens in time; 0: no load is low enough. ``None``:
+    nobody searched for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,11 @@ class Plan:
     report: Report
     """All runs."""
     best: Result
-    """The harmless run that comes closest to the goal; the server without tiers if all others do harm."""
-    capacities: tuple[Capacity, ...] = ()
-    """Today, with host memory, and with a disk, if these were tried."""
+    """Of the harmless runs that come about as close to the goal as any, the cheapest; the server without tiers if all
+    others do harm."""
+    rows: tuple[Row, ...] = ()
+    """Of a server: *today* (or *no cache*, if the size of the GPU's cache is not known), *goal*, *knee*, *ceiling*, and
+    *disk* if no other row has one. Of fleets: *goal* or *closest*, and *cheaper* ones."""
     may_share: bool = False
     """Whether a shared tier was among the choices of a fleet."""
 
@@ -145,16 +149,14 @@ def make_plan(
     cpu_sizes = _cpu_sizes(footprint, base.gpu_blocks, max_cpu_blocks)
     disk_sizes = _sizes(footprint, _DISK_SHARES, max_disk_blocks)
     if goal.is_met(without):
-        plan = Plan(goal, without, alone, without)
-        if goal.ttft_s is None:
-            return plan
         # Tiers may still save servers: the largest host memory tells, and a disk below it, or below less of it if the
         # largest holds all blocks.
         below = cpu_sizes[-1:] if cpu_sizes and cpu_sizes[-1] < footprint else cpu_sizes[:3][-1:]
         largest = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes[-1:]]
         largest += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for cpu in below for disk in disk_sizes[-1:]]
-        tried = sweep(trace, largest, processes, progress)
-        return replace(plan, capacities=_capacities(trace, plan, tried.results, prices, processes, progress))
+        report = sweep(trace, [without.server, *largest], processes, progress) if largest else alone
+        plan = Plan(goal, report.without, report, report.without or without)
+        return _with_rows(trace, plan, prices, processes, progress)
     grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
     with_disk = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
     if cpu_sizes and cpu_sizes[-1] < footprint:
@@ -176,8 +178,6 @@ def make_plan(
             results += more[: met + 1]
             if met < len(more):
                 break
-        harmless = [each for each in results if goal.is_harmless(each, without)]
-        best = max([without, *harmless], key=goal.reached)
         chosen = min(filter(may_choose, results), key=price, default=None)
         if chosen is not None:
             low = max((size for size in cpu_sizes if size < chosen.server.cpu_blocks), default=chosen.server.cpu_blocks)
@@ -190,8 +190,15 @@ def make_plan(
                     chosen = results[-1]
                 else:
                     low = middle
+    best = _closest(goal, [without, *(each for each in results if goal.is_harmless(each, without))], price)
     plan = Plan(goal, chosen, report_of(alone.trace, [without, *results]), best)
-    return replace(plan, capacities=_capacities(trace, plan, plan.report.results, prices, processes, progress))
+    return _with_rows(trace, plan, prices, processes, progress)
+
+
+def _closest(goal: Goal, results: Sequence[Result], price: Callable[[Result], float]) -> Result:
+    """Return the cheapest of the results that come about as close to the goal as any."""
+    best = max(map(goal.reached, results))
+    return min((each for each in results if goal.reached(each) >= best - _NEAR * abs(best)), key=price)
 
 
 def num_rejected(trace: Trace, server: SimConfig) -> int:
@@ -201,43 +208,45 @@ def num_rejected(trace: Trace, server: SimConfig) -> int:
     return int((trace.input_tokens + trace.output_tokens >= most).sum()) if server.gpu_blocks else 0
 
 
-def _capacities(
-    trace: Trace,
-    plan: Plan,
-    results: Sequence[Result],
-    prices: Prices,
-    processes: int | None,
-    progress: Callable[[], object],
-) -> tuple[Capacity, ...]:
-    """Return the highest loads today, with host memory and with a disk: of the choice, else of the run of each kind
-    that reaches the goal for the lowest price, else of the closest one."""
-    runs = [("today", plan.without)]
-    for what, has_disk in (("with host memory", False), ("with host memory and a disk", True)):
-        of_kind = [
-            each
-            for each in results
-            if bool(each.server.disk_blocks) == has_disk and plan.goal.is_no_later(each, plan.without)
-        ]
-        meeting = [each for each in of_kind if plan.goal.is_met(each)]
-        if plan.chosen in of_kind:
-            runs.append((what, plan.chosen))
-        elif meeting:
-            runs.append((what, min(meeting, key=lambda each: prices.of_tiers(each.server))))
-        elif of_kind:
-            runs.append((what, max(of_kind, key=plan.goal.reached)))
+def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, progress: Callable[[], object]) -> Plan:
+    """Return the plan for one server with its rows."""
+    goal, without, results = plan.goal, plan.without, plan.report.results
+    named = [("today" if without.server.gpu_blocks else "no cache", without)]
+    if plan.chosen is not None and plan.chosen is not without:
+        named.append(("goal", plan.chosen))
+    with_disk = [each for each in results if each.server.disk_blocks]
+    if len(results) - len(with_disk) > 2:
+        named.append(("knee", knee_of([each for each in results if not each.server.disk_blocks])))
+    if results:
+        harmless = [each for each in results if plan.is_harmless(each)]
+        named.append(("ceiling", max(harmless or results, key=goal.reached)))
+    if with_disk and not any(run.server.disk_blocks for _, run in named):
+        harmless = [each for each in with_disk if plan.is_harmless(each)]
+        disk = _closest(goal, harmless or with_disk, lambda each: prices.of_tiers(each.server))
+        named.append(("disk", disk))
+    loads = _highest_loads(trace, goal, [run for _, run in named], processes, progress)
+    rows = (Row(name, run, load) for (name, run), load in zip(named, loads, strict=True))
+    return replace(plan, rows=tuple(rows))
+
+
+def _highest_loads(
+    trace: Trace, goal: Goal, runs: Sequence[Result], processes: int | None, progress: Callable[[], object]
+) -> list[float]:
+    """Return the highest load of each server, the first of which has no tiers."""
     busiest = trace.busiest_hour()
     short = busiest.part(0, _CAPACITY_REQUESTS)
     # If its first requests arrive at once, they do so at any rate.
     short = trace if short.requests_per_s == math.inf else short.at_rate(busiest.requests_per_s)
-    with runner(highest_load, short.whole_blocks(), num_processes(processes, len(runs)), progress) as run_each:
-        rates = run_each([(run, plan.goal, None) for _, run in runs[:2]])
-        # A disk changes little about the load that a server with host memory carries.
-        rates += run_each([(run, plan.goal, rates[1]) for _, run in runs[2:]])
-    return tuple(Capacity(what, run.server, rate) for (what, run), rate in zip(runs, rates, strict=True))
+    distinct = [run for at, run in enumerate(runs) if run not in runs[:at]]
+    with runner(highest_load, short.whole_blocks(), num_processes(processes, len(distinct)), progress) as run_each:
+        loads = run_each([(run, goal, None) for run in distinct[:2]])
+        # Servers with tiers differ little in the loads that they carry.
+        loads += run_each([(run, goal, loads[1]) for run in distinct[2:]])
+    return [loads[distinct.index(run)] for run in runs]
 
 
 def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hashes: list[bytes]) -> float:
-    """Return the most requests per second that a server carries (``Goal.is_soon_enough``), or up to about a twentieth less.
+    """Return the most requests per second that a server carries (``Goal.is_soon_enough``), or up to about 5% less.
 
     The search replays the trace faster or slower than it was recorded. ``asked`` contains a run of the server, the
     goal, and the load that a similar server carries, if that is known. The search tries this load second, after the
@@ -366,5 +375,11 @@ def make_fleet_plan(
                     chosen = results[-1]
                 else:
                     low = middle
-    report, best = report_of(trace, results, are_fleets=True), max(results, key=goal.reached)
-    return Plan(goal, chosen, report, best, may_share=any(fleet.shared is not None for fleet in fleets))
+    report = report_of(trace, results, are_fleets=True)
+    best = _closest(goal, results, lambda each: prices.of_fleet(each.config))
+    shown = chosen or best
+    cheaper = [each for each in results if prices.of_fleet(each.config) < prices.of_fleet(shown.config)]
+    named = [("goal" if chosen else "closest", shown)]
+    named += [("cheaper", each) for each in sorted(cheaper, key=lambda each: prices.of_fleet(each.config))[-2:]]
+    rows = tuple(Row(name, run) for name, run in named)
+    return Plan(goal, chosen, report, best, rows, may_share=any(fleet.shared is not None for fleet in fleets))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
+
 from kvoffload.sim.config import Prices, SimConfig
-from kvoffload.sim.plan import Goal, Plan, num_rejected
-from kvoffload.sim.report import format_seconds, knee_of
-from kvoffload.sim.result import Result
+from kvoffload.sim.plan import Goal, Plan, Row, num_rejected
+from kvoffload.sim.report import format_seconds
+from kvoffload.sim.result import SATURATED, Result
 from kvoffload.sim.table import Table
 from kvoffload.sim.trace import HOUR_S, Trace
 from kvoffload.units import counted, exact_size, format_bytes, format_number
@@ -25,6 +27,13 @@ _MANY_PROMPTS = 0.5
 """The least share of an overloaded server's busy time at which its prompts are the reason."""
 _FEW_REQUESTS = 100
 """Fewer requests than these say little about the hits and sizes of real traffic."""
+_MEANINGS = {
+    "knee": "knee: beyond it, more host memory helps little.",
+    "ceiling": "ceiling: the best size tried.",
+}
+"""What the names of rows mean."""
+_UNCERTAIN = 1.1
+"""Two highest loads whose ratio is below this count as equal, because each of them is accurate to 5%."""
 _IN_MILLISECONDS = 100
 """Requests per second that a trace for one server seldom has, unless somebody took its seconds for milliseconds."""
 
@@ -44,15 +53,17 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """As text: at most ``MOST_LINES`` lines of ``WIDTH`` columns."""
-        answer, body = wrap(self.answer, WIDTH), ["", *self.rows.lines()]
+        answer, body = _wrapped(self.answer), ["", *self.rows.lines()]
+        meanings = [text for name, text in _MEANINGS.items() if any(row[0] == name for row in self.rows.rows)]
+        body += _wrapped(" ".join(meanings))
         if self.load:
-            body += ["", *wrap(self.load, WIDTH)]
-        if self.settings:
-            body += ["", "offload.yaml:", *(f"  {line}" for line in self.settings)]
+            body += ["", *_wrapped(self.load)]
+        body += ["", "offload.yaml:" if self.settings else "offload.yaml: nothing to set"]
+        body += [f"  {line}" for line in self.settings]
         room = MOST_LINES - len(answer) - len(body)
         warned: list[str] = []
         for at, warning in enumerate(self.warnings):
-            text = wrap(f"Warning: {warning}", WIDTH, subsequent_indent="  ")
+            text = _wrapped(f"Warning: {warning}", indent="  ")
             left_out = len(self.warnings) - at - 1
             if len(warned) + len(text) + (left_out > 0) > room:
                 warned.append(f"{counted(left_out + 1, 'more warning')}: see --verbose.")
@@ -71,32 +82,47 @@ class Verdict:
         }
 
 
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Return the lines of a paragraph. An option such as ``--max-disk`` stays whole."""
+    return wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def verdict_of(plan: Plan, prices: Prices, warnings: Sequence[str] = ()) -> Verdict:
-    """Return the verdict of a plan for a server or for a fleet. ``warnings``: facts about the machine that are not
-    known."""
+def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdict:
+    """Return the verdict of a plan for a server or for a fleet. ``unknown``: warnings about facts of the machine that
+    are not known."""
     trace = plan.report.trace
     rejected = num_rejected(trace, plan.best.server)
+    first: list[str] = []
     more: list[str] = []
+    advised: SimConfig | None = None
     if rejected == len(trace) > 0:
         answer, load = _rejection(plan), ""
     elif plan.report.is_fleet:
         is_hopeless = all(each.is_overloaded for each in plan.report.results)
         more = ["no fleet within the limits keeps up with this load: allow more servers."] * is_hopeless
         answer, load = _fleet_answer(plan, prices), ""
+        advised = plan.chosen.server if plan.chosen is not None else None
     else:
         more = [*_load_warnings(plan)]
-        answer, load = _answer(plan, prices), _load(plan)
+        answer, load = _answer(plan, prices), _load(plan, prices)
+        way_out = _way_out(plan, prices) if _is_too_much(plan) else []
+        advised = way_out[-1].run.server if way_out else (plan.chosen or plan.best).server
+        if rejected:
+            first.append(
+                f"{counted(rejected, 'request')} of {len(trace):,} have more tokens than the GPU's cache "
+                "(--gpu-kv-tokens). A real engine rejects these; here each has the whole cache for itself."
+            )
     if (requests := len(trace)) < _FEW_REQUESTS:
         more.append(f"the trace has only {counted(requests, 'request')}: record an hour of traffic before you buy.")
     if trace.requests_per_s == math.inf:
         more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
     # Without a choice of sizes, no price decided anything.
     if plan.report.results and prices == Prices(currency=prices.currency):
-        warnings = [*warnings, "the prices are placeholders: set your own with prices in the file of --fleet."]
-    return Verdict(answer, _rows(plan, prices), load, (*more, *warnings), _settings(plan.chosen))
+        more.append("the prices are placeholders: set prices in the file of --fleet.")
+    return Verdict(answer, _table(plan, prices), load, (*first, *unknown, *more), _settings(advised))
 
 
 def _rejection(plan: Plan) -> str:
@@ -108,7 +134,14 @@ def _rejection(plan: Plan) -> str:
 
 
 def _reached(result: Result, goal: Goal) -> str:
-    return f"{100 * result.hit_rate:.1f}% hits, {goal.quantile} {format_seconds(result.ttft_s[goal.quantile])}"
+    hits, ttft_s = f"{100 * result.hit_rate:.1f}%", result.ttft_s[goal.quantile]
+    soon = format_seconds(ttft_s)
+    # A figure that misses the goal must not look like the goal.
+    if goal.hit_rate is not None and result.hit_rate < goal.hit_rate and hits == f"{100 * goal.hit_rate:.1f}%":
+        hits = f"just under {hits}"
+    if goal.ttft_s is not None and ttft_s > goal.ttft_s and soon == format_seconds(goal.ttft_s):
+        soon = f"just over {soon}"
+    return f"{hits} hits, TTFT {goal.quantile} {soon}"
 
 
 def sizes_of(config: SimConfig) -> str:
@@ -117,29 +150,40 @@ def sizes_of(config: SimConfig) -> str:
     return f"{format_bytes(config.cpu_bytes)} of host memory{disk}"
 
 
+def _is_too_much(plan: Plan) -> bool:
+    """Whether one server cannot carry the load, with any size."""
+    return all(each.is_overloaded for each in (plan.without, *plan.report.results))
+
+
 def _answer(plan: Plan, prices: Prices) -> str:
     goal, chosen, without = plan.goal, plan.chosen, plan.without
+    has_cache = without.server.gpu_blocks > 0
+    today = "today" if has_cache else "without any cache"
     now = _reached(without, goal).replace(", ", " and ")
     if chosen is without:
-        what = "the GPU's own cache" if chosen.server.gpu_blocks else "computing every prompt"
+        what = "the GPU's own cache" if has_cache else "computing every prompt"
         return f"Buy nothing: {what} reaches the goal, with {_reached(chosen, goal)}."
     if chosen is not None:
+        tokens = chosen.server.cpu_blocks * plan.report.trace.block_tokens
+        # A GPU with a larger cache would reach the goal alone, or need more host memory.
+        unless = "" if has_cache else f", if the GPU's own cache has fewer than {tokens:,} tokens"
         return (
-            f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price(prices))} an hour: {_reached(chosen, goal)}, "
-            f"instead of {now} today."
+            f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price(prices))} an hour{unless}: "
+            f"{_reached(chosen, goal)}, instead of {now} {today}."
         )
+    now = f"{today.capitalize()}: {now}."
     results = plan.report.results
     gpu = f"the GPU's own cache of {format_bytes(without.server.gpu_bytes)}"
     has_room = without.server.gpu_blocks >= plan.report.trace.num_unique
     if not results and not has_room:
         return f"Buy nothing within these limits: less host memory than {gpu} holds little else."
-    if all(each.is_overloaded for each in (without, *results)):
-        return f"Nothing to buy for one server: it cannot keep up with this load, with any tier. {_way_out(plan)}"
+    if _is_too_much(plan):
+        return _too_much(plan, prices)
     if not results:
-        return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. Today: {now}."
+        return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. {now}"
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
     if is_harmful and plan.best is without:
-        return f"Buy nothing: {_why_slower(plan)}. Today: {now}."
+        return f"Buy nothing: {_why_slower(plan)}. {now}"
     everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f}%"
     said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful
     if goal.hit_rate is not None and plan.report.reachable_rate < goal.hit_rate:
@@ -147,8 +191,57 @@ def _answer(plan: Plan, prices: Prices) -> str:
     elif plan.best is without:
         said += f"; {everything}"
     if plan.best is without:
-        return f"{said}. Today: {now}."
-    return f"{said}. The closest is {sizes_of(plan.best.server)}: {_reached(plan.best, goal)}. Today: {now}."
+        return f"{said}. {now}"
+    price = prices.show(prices.of_tiers(plan.best.server))
+    closest = f"{sizes_of(plan.best.server)}, {price} an hour: {_reached(plan.best, goal)}"
+    return f"{said}. The closest is {closest}. {now}"
+
+
+def _too_much(plan: Plan, prices: Prices) -> str:
+    """Return how many servers carry this load, without tiers and with them, or what else to change."""
+    trace = plan.report.trace
+    choices = [
+        f"{counted(_num_servers(trace, row), 'server')} with {sizes_of(row.run.server)} each"
+        if row.run.server.cpu_blocks
+        else f"{counted(_num_servers(trace, row), 'server')} without tiers"
+        for row in _way_out(plan, prices)
+    ]
+    said = "One server is too slow for this load, with each size that was tried."
+    if choices:
+        return f"{said} Use {', or '.join(choices)}. Or plan for a lower --rate."
+    if plan.goal.ttft_s is not None and (together := _most_together(trace)) > 1:
+        return f"{said} Up to {together} requests arrive together: plan a fleet (servers in the file of --fleet)."
+    if plan.goal.ttft_s is not None:
+        return f"{said} No load is low enough for this goal: check --prefill-speed, or give a longer --ttft."
+    return f"{said} Plan for a lower --rate."
+
+
+def _most_together(trace: Trace) -> int:
+    """Return the most requests that arrive at the same time."""
+    return int(np.unique(trace.times_s, return_counts=True)[1].max(initial=0))
+
+
+def _num_servers(trace: Trace, row: Row) -> int:
+    """Return how many servers of this kind carry the load of the trace together, and 0 if that is not known."""
+    load = _busiest_requests_per_s(trace)
+    return max(math.ceil(load / row.requests_per_s), 1) if row.requests_per_s and load < math.inf else 0
+
+
+def _way_out(plan: Plan, prices: Prices) -> list[Row]:
+    """Return the rows whose servers carry a load that is too much for one: without tiers, and the cheapest ones with
+    tiers. The latter only if they cost less together, or reach a goal that servers without tiers do not."""
+    trace, hit_rate = plan.report.trace, plan.goal.hit_rate or 0.0
+
+    def cost(row: Row) -> float:
+        return _num_servers(trace, row) * (prices.server + prices.of_tiers(row.run.server))
+
+    found = [row for row in plan.rows if _num_servers(trace, row)]
+    alone = [row for row in found if not row.run.server.cpu_blocks]
+    others = [row for row in found if row.run.server.cpu_blocks]
+    reaching = [row for row in others if row.run.hit_rate >= hit_rate]
+    is_goal = hit_rate > 0 and bool(reaching) and plan.without.hit_rate < hit_rate
+    best = sorted(reaching or others, key=cost)[:1]
+    return alone + [row for row in best if is_goal or not alone or cost(row) < cost(alone[0])]
 
 
 def _why_slower(plan: Plan) -> str:
@@ -157,8 +250,9 @@ def _why_slower(plan: Plan) -> str:
     compute_s = tokens / server.prefill_tokens_per_s
     if load_s >= compute_s:
         return (
-            f"loading is slower than computing (a block of {tokens} tokens takes {format_seconds(load_s)} to load from "
-            f"host memory and {format_seconds(compute_s)} to compute)"
+            f"loading is slower than computing (a block of {tokens} tokens takes {format_seconds(load_s)} to load at "
+            f"{server.load_bytes_per_s / 1e9:g} GB/s, load_speed in the file of --fleet, and "
+            f"{format_seconds(compute_s)} to compute)"
         )
     return "with each size that reaches the goal first tokens come later than without tiers"
 
@@ -167,20 +261,22 @@ def _busiest_requests_per_s(trace: Trace) -> float:
     return len(trace.busiest_hour()) / HOUR_S if trace.is_long else trace.requests_per_s
 
 
-def _way_out(plan: Plan) -> str:
-    """Return how many servers carry this load, today and with the tiers that help most, or what else to change."""
-    load = _busiest_requests_per_s(plan.report.trace)
-    found = [each for each in plan.capacities if each.requests_per_s and load < math.inf]
-    if not found and plan.goal.ttft_s is not None:
-        return "No load is low enough for this goal: check --prefill-speed, or give a longer --ttft."
-    if not found:
-        return "Plan for a lower --rate."
-    numbers = [max(math.ceil(load / each.requests_per_s), 2) for each in found]
-    text = f"Use {counted(numbers[0], 'server')} {found[0].what}"
-    best = min(range(len(found)), key=lambda at: numbers[at])
-    if numbers[best] < numbers[0]:
-        text += f", or {numbers[best]} with {sizes_of(found[best].config)} each"
-    return text + ". Or plan for a lower --rate."
+def _saving(plan: Plan, prices: Prices) -> tuple[Row, int] | None:
+    """Return the row whose servers cost least for the same load, and how many of them do the work of 100 servers
+    without tiers. ``None`` if tiers save nothing."""
+    today, *others = plan.rows
+
+    def cost(row: Row) -> float:
+        assert row.requests_per_s
+        return (prices.server + prices.of_tiers(row.run.server)) / row.requests_per_s
+
+    useful = [row for row in others if row.requests_per_s and plan.goal.is_no_later(row.run, plan.without)]
+    best = min(useful, key=cost, default=None)
+    if best is None or not today.requests_per_s or cost(best) >= cost(today):
+        return None
+    assert best.requests_per_s
+    left = math.ceil(100 * today.requests_per_s / best.requests_per_s)
+    return (best, left) if left * _UNCERTAIN < 100 else None
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
@@ -199,104 +295,80 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
     return f"{', '.join(parts)}. {said}"
 
 
-def _rows(plan: Plan, prices: Prices) -> Table:
-    """Return the rows for a server: today, the goal, the knee of the curve, and the most that the sizes bring. Of
-    fleets: the choice, and the next cheaper ones."""
-    goal, results = plan.goal, plan.report.results
-    named: list[tuple[str, Result]] = []
-    if plan.report.is_fleet:
-        reached = plan.chosen or plan.best
-        price = prices.of_fleet(reached.config)
-        cheaper = sorted(results, key=lambda each: prices.of_fleet(each.config))
-        named = [("goal" if plan.chosen else "closest", reached)]
-        named += [("cheaper", each) for each in cheaper if prices.of_fleet(each.config) < price][-2:]
-    else:
-        named = [("today", plan.without)]
-        if plan.chosen is not None and plan.chosen is not plan.without:
-            named.append(("goal", plan.chosen))
-        without_disk = [each for each in results if not each.server.disk_blocks]
-        if len(without_disk) > 2:
-            named.append(("knee", knee_of(without_disk)))
-        if results:
-            harmless = [each for each in results if plan.is_harmless(each)]
-            named.append(("ceiling", max(harmless or results, key=goal.reached)))
-    cells = []
-    for name, run in named:
-        server = run.server
+def _table(plan: Plan, prices: Prices) -> Table:
+    goal, cells = plan.goal, []
+    for row in plan.rows:
+        run, server = row.run, row.run.server
+        is_fleet, number = plan.report.is_fleet, _num_servers(plan.report.trace, row)
+        load = "-" if row.requests_per_s is None else format_number(row.requests_per_s)
         cells.append(
             {
-                "row": name,
-                "servers": str(run.config.servers) if plan.report.is_fleet else "-",
+                "row": row.name,
                 "memory": format_bytes(server.cpu_bytes) if server.cpu_blocks else "none",
                 "disk": format_bytes(server.disk_bytes) if server.disk_blocks else "-",
                 "shared": "yes" if run.config.shared is not None else "-",
-                "hits %": f"{100 * run.hit_rate:.1f}",
-                **{name: format_seconds(run.ttft_s[name]) for name in dict.fromkeys(("p50", goal.quantile))},
-                "busy %": f"{100 * run.utilisation:.0f}",
+                "hits": f"{100 * run.hit_rate:.1f}%",
+                f"TTFT {goal.quantile}": format_seconds(run.ttft_s[goal.quantile]),
                 f"{prices.unit}/h": format_number(plan.report.price(run, prices)),
-                "note": "overloaded" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
+                "req/s": load,
+                "servers": str(run.config.servers if is_fleet else number or "-"),
+                "note": "overload" if run.is_overloaded else "-" if plan.is_harmless(run) else "slower",
             }
         )
-    return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty()
+    return Table([*cells[0]], [[*row.values()] for row in cells]).without_empty() if cells else Table([], [])
 
 
-def _load(plan: Plan) -> str:
-    """Return how much more one server carries, and so how many servers that saves."""
-    found = [each for each in plan.capacities if each.requests_per_s]
-    goal = plan.goal
-    rate = plan.report.trace.requests_per_s
-    limit = "Within a load of 90%" if rate < math.inf else "With all requests at once"
-    if goal.ttft_s is not None:
-        limit = f"Within {goal.quantile} of {format_seconds(goal.ttft_s)}"
-    if not plan.capacities:
+def _load(plan: Plan, prices: Prices) -> str:
+    """Return what the loads in the rows mean, and how many servers tiers save."""
+    loads = [row.requests_per_s for row in plan.rows if row.requests_per_s is not None]
+    if not loads:
         return ""
-    if not found:
-        return f"{limit} a server carries no load at all: prompts take longer, or arrive together."
-    today, others = plan.capacities[0], [each for each in found if each.what != "today"]
-    parts = [f"{format_number(each.requests_per_s)} with {sizes_of(each.config)}" for each in others]
+    goal, trace = plan.goal, plan.report.trace
+    rate, busiest = trace.requests_per_s, _busiest_requests_per_s(trace)
+    limit = "at most 90% busy and without a long queue" if rate < math.inf else "with all requests at once"
+    if goal.ttft_s is not None:
+        limit = f"with a TTFT {goal.quantile} of {format_seconds(goal.ttft_s)}"
     text = ""
     if rate < math.inf:
-        busiest = _busiest_requests_per_s(plan.report.trace)
         in_it = f", and {format_number(busiest)} in its busiest hour" if busiest > rate else ""
         text = f"The trace has {format_number(rate)} requests/s{in_it}. "
-    text += f"{limit} a server carries {format_number(today.requests_per_s)} requests/s today"
-    text += f", {', '.join(parts)}." if parts else "."
-    bought = [each for each in others if plan.chosen is not None and each.config == plan.chosen.server] or others
-    best = max(bought, key=lambda each: each.requests_per_s, default=today)
-    if today.requests_per_s and best.requests_per_s > 1.05 * today.requests_per_s:
-        left = math.ceil(100 * today.requests_per_s / best.requests_per_s)
-        text += f" With {sizes_of(best.config)} each, {left} servers do the work of 100."
-    elif today.requests_per_s and others:
-        text += " So tiers save no servers."
+    text += f"req/s: the most that a server handles, {limit}; servers: how many this load needs."
+    if not any(loads):
+        together = _most_together(trace)
+        why = f"up to {together} requests arrive together" if together > 1 else "prompts take longer"
+        return f"{text} No load is low enough, because {why}."
+    if (saving := _saving(plan, prices)) is not None:
+        row, left = saving
+        worth = left * prices.of_tiers(row.run.server) / (100 - left)
+        text += (
+            f" In a large fleet, {left} servers as in row {row.name} do the work of 100 without tiers; that pays if a "
+            f"server costs more than {prices.show(worth)} an hour."
+        )
+    elif len(plan.rows) > 1:
+        text += " In a large fleet, tiers save little or nothing."
+    if len(plan.rows) > 1 and not any(row.run.server.disk_blocks for row in plan.rows):
+        text += " No disk was tried: give --max-disk."
     return text
 
 
 def _load_warnings(plan: Plan) -> Iterator[str]:
     without, trace = plan.without, plan.report.trace
     if without.is_overloaded:
-        of_which = "its busiest hour" if trace.is_long else "the time"
         prompts = without.sum_of("prefill_s") / max(without.sum_of("busy_s"), 1e-9)
-        remedy = "Check --prefill-speed, or give a lower --rate."
-        if prompts < _MANY_PROMPTS:
-            remedy = (
-                f"Prompts take {100 * prompts:.0f}% of that. In the rest, requests wait because others decode answers "
-                "or fill the GPU's cache."
-            )
+        why = f"it is busy {100 * without.utilisation:.0f}% of {'its busiest hour' if trace.is_long else 'the time'}"
+        if without.utilisation <= SATURATED:
+            late_s = without.answering_s - without.arriving_s
+            why = f"its queue takes {format_seconds(late_s)} to empty after the last request"
+        rest = "In the rest, requests wait because others decode answers or fill the GPU's cache."
         yield (
-            f"one server cannot keep up with this load without tiers: it is busy {100 * without.utilisation:.0f}% of "
-            f"{of_which}, so its times only show that it is too slow. {remedy}"
+            f"one server cannot keep up with this load without tiers: {why}. Prompts take {100 * prompts:.0f}% of its "
+            f"busy time. {rest * (prompts < _MANY_PROMPTS)}".rstrip()
         )
         if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
             yield (
                 f"the trace has {trace.requests_per_s:,.0f} requests/s. If its times are in seconds instead of "
                 "milliseconds, set stretch: 1000 in the file of --fleet."
             )
-    if rejected := num_rejected(trace, without.server):
-        pool = without.server.gpu_blocks * trace.block_tokens
-        yield (
-            f"{counted(rejected, 'request')} of {len(trace):,} have more tokens than the GPU's cache of {pool:,}. A "
-            "real engine rejects these; here each has the whole cache for itself."
-        )
     if without.sum_of("preemptions") > len(trace) / 20:
         yield (
             f"the GPU's cache is too small for the requests that run at once: {without.sum_of('preemptions'):,} "
@@ -304,10 +376,9 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _settings(chosen: Result | None) -> tuple[str, ...]:
-    if chosen is None or not chosen.server.cpu_blocks:
+def _settings(server: SimConfig | None) -> tuple[str, ...]:
+    if server is None or not server.cpu_blocks:
         return ()
-    server = chosen.server
     lines = [f"cpu_bytes_to_use: {exact_size(server.cpu_bytes)}"]
     if server.disk_blocks:
         size = exact_size(server.disk_bytes)
