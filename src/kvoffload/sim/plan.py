@@ -238,6 +238,7 @@ def _highest_loads(
     # If its first requests arrive at once, they do so at any rate.
     short = trace if short.requests_per_s == math.inf else short.at_rate(busiest.requests_per_s)
     distinct = [run for at, run in enumerate(runs) if run not in runs[:at]]
+    distinct.sort(key=lambda run: bool(run.server.disk_blocks))  # a replay with a disk takes longer
     with runner(highest_load, short.whole_blocks(), num_processes(processes, len(distinct)), progress) as run_each:
         loads = run_each([(run, goal, None) for run in distinct[:2]])
         # Servers with tiers differ little in the loads that they carry.
@@ -267,10 +268,10 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hash
         if not tries_left or is_close or (low and high / low < _CLOSE):
             break
         if low < guess < high:
-            factor, most, guess = guess, guess * _LITTLE, 0.0
+            factor, most, guess = guess, guess * (_CLOSE - 0.005), 0.0
         else:
             factor *= _change(run, goal, is_carried=carried)
-            # If the guess after a run that failed was good, a little more fails, and nearly ends the search.
+            # If the load after a run that failed is carried, a little more fails, and nearly ends the search.
             factor, most = (min(factor, most), math.inf) if carried else (factor, factor * _LITTLE)
         if low and high < math.inf and not low < factor < high:
             factor = math.sqrt(low * high)
