@@ -267,7 +267,7 @@ def test_an_overloaded_hour_does_not_hide_in_a_quiet_day(monkeypatch: pytest.Mon
     assert plan.chosen is None and all(run.is_overloaded for run in plan.report.results)
     # A server carries 162 requests an hour without tiers, and 324 with host memory.
     verdict = verdict_of(plan, PRICES)
-    assert "Use 3 servers without tiers, or 2 servers with" in verdict.answer
+    assert "Use 3 servers without tiers (0.0% hits), or 2 servers with" in verdict.answer
     assert verdict.settings
     assert "in its busiest hour" in verdict.load
 
@@ -284,20 +284,21 @@ def test_the_row_that_costs_least_for_its_load_saves_servers() -> None:
         return verdict_of(replace(plan, rows=tuple(rows)), prices).load
 
     assert "row ceiling" in saving(PRICES, 1.0, 1.5, 1.6, 2.0)
-    assert "row goal" in saving(PRICES, 1.0, 1.9999, 1.9, 2.0), "goal is the cheapest"
+    assert "row goal" in saving(replace(PRICES, cpu=10.0), 1.0, 1.95, 1.9, 2.0), "goal costs least"
+    assert "row goal" in saving(replace(PRICES, cpu=1e4), 1.0, 1.95, 1.9, 2.0), "all cost more than they save"
     assert "row knee" in saving(PRICES, 1.0, 1.5, 2.0, 0.0)
     for loads in (1.0, 1.05, 1.08, 1.09), (0.0, 1.0, 2.0, 3.0), (0.0, 0.0, 0.0, 0.0):
         assert "row" not in saving(PRICES, *loads)
-    assert "row" not in saving(replace(PRICES, server=0.0), 1.0, 1.5, 1.6, 2.0), "servers cost nothing"
 
 
 @pytest.mark.usefixtures("no_loads")
 def test_servers_for_a_load_reach_the_goal_or_cost_least_together() -> None:
     trace = TRACE.at_rate(990.0)
     plan = make_plan(trace, BASE, Goal(hit_rate=0.3), PRICES, max_disk_blocks=trace.num_unique, processes=1)
-    assert [row.name for row in plan.rows] == ["no cache", "knee", "ceiling", "disk"]
+    assert [row.name for row in plan.rows] == ["no cache", "goal", "knee", "ceiling", "disk"]
     assert all(row.run.is_overloaded for row in plan.rows)
-    assert plan.rows[0].run.hit_rate < 0.3 < plan.rows[2].run.hit_rate
+    assert plan.rows[0].run.hit_rate < 0.3 <= plan.rows[1].run.hit_rate
+    assert price(plan.rows[1].run) == min(price(run) for run in plan.report.results if run.hit_rate >= 0.3)
 
     def answer(goal: Goal, *loads: float) -> str:
         rows = (replace(row, requests_per_s=load) for row, load in zip(plan.rows, loads, strict=True))
@@ -307,11 +308,11 @@ def test_servers_for_a_load_reach_the_goal_or_cost_least_together() -> None:
         return f"with {sizes_of(plan.rows[at].run.server)} each"
 
     hits, soon = Goal(hit_rate=0.3), Goal(ttft_s=1.0)
-    assert f"Use 10 servers without tiers, or 5 servers {sizes(2)}" in answer(hits, 100.0, 150.0, 200.0, 100.0)
-    assert f"Use 10 servers without tiers, or 10 servers {sizes(1)}" in answer(hits, 100.0, 100.0, 100.0, 100.0)
-    assert "Use 10 servers without tiers." in answer(soon, 100.0, 100.0, 100.0, 100.0)
-    assert f"Use 7 servers {sizes(1)}" in answer(soon, 0.0, 150.0, 100.0, 100.0)
-    assert "--ttft" in answer(soon, 0.0, 0.0, 0.0, 0.0)
+    assert f"Use 10 servers without tiers (0.0% hits), or 5 servers {sizes(2)}" in answer(hits, 100, 150, 200, 100, 100)
+    assert f"Use 10 servers without tiers (0.0% hits), or 10 servers {sizes(1)}" in answer(hits, *[100] * 5)
+    assert "Use 10 servers without tiers." in answer(soon, *[100] * 5)
+    assert f"Use 7 servers {sizes(1)}" in answer(soon, 0, 150, 100, 100, 100)
+    assert "--ttft" in answer(soon, *[0] * 5)
 
 
 @pytest.mark.parametrize("goal", [Goal(hit_rate=0.01), Goal(ttft_s=1e6)])

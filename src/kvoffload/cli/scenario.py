@@ -278,8 +278,8 @@ class Scenario:
             found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")
         if self._is_cut:
             found.append(
-                f"only {len(trace):,} requests were read (--max-requests). All of them have more hits and need larger "
-                "sizes."
+                f"only the first {len(trace):,} requests were read (--max-requests). A longer trace has more hits and "
+                "fills more memory."
             )
         return found
 

@@ -212,8 +212,11 @@ def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, 
     """Return the plan for one server with its rows."""
     goal, without, results = plan.goal, plan.without, plan.report.results
     named = [("today" if without.server.gpu_blocks else "no cache", without)]
+    reaching = [each for each in results if goal.hit_rate is not None and each.hit_rate >= goal.hit_rate]
     if plan.chosen is not None and plan.chosen is not without:
         named.append(("goal", plan.chosen))
+    elif reaching and all(each.is_overloaded for each in (without, *results)):
+        named.append(("goal", min(reaching, key=lambda each: prices.of_tiers(each.server))))
     with_disk = [each for each in results if each.server.disk_blocks]
     if len(results) - len(with_disk) > 2:
         named.append(("knee", knee_of([each for each in results if not each.server.disk_blocks])))

@@ -25,6 +25,8 @@ from kvoffload.units import counted, exact_size, format_bytes, format_number
 WIDTH, MOST_LINES = 80, 25
 _MANY_PROMPTS = 0.5
 """The least share of an overloaded server's busy time at which its prompts are the reason."""
+_LONG_WAIT = 3
+"""A time to first token that is so many times that of the longest prompt alone is mostly waiting."""
 _FEW_REQUESTS = 100
 """Fewer requests than these say little about the hits and sizes of real traffic."""
 _MEANINGS = {
@@ -97,19 +99,22 @@ def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdi
     rejected = num_rejected(trace, plan.best.server)
     first: list[str] = []
     more: list[str] = []
-    advised: SimConfig | None = None
+    settings: tuple[str, ...] = ()
     if rejected == len(trace) > 0:
         answer, load = _rejection(plan), ""
     elif plan.report.is_fleet:
         is_hopeless = all(each.is_overloaded for each in plan.report.results)
         more = ["no fleet within the limits keeps up with this load: allow more servers."] * is_hopeless
         answer, load = _fleet_answer(plan, prices), ""
-        advised = plan.chosen.server if plan.chosen is not None else None
+        settings = _settings(plan.chosen.server) if plan.chosen is not None else ()
     else:
         more = [*_load_warnings(plan)]
         answer, load = _answer(plan, prices), _load(plan, prices)
-        way_out = _way_out(plan, prices) if _is_too_much(plan) else []
-        advised = way_out[-1].run.server if way_out else (plan.chosen or plan.best).server
+        if way_out := _way_out(plan, prices) if _is_too_much(plan) else []:
+            settings = _settings(way_out[-1].run.server)
+        else:
+            settings = _settings((plan.chosen or plan.best).server)
+            settings = settings if plan.chosen or not settings else ("# This misses the goal.", *settings)
         if rejected:
             first.append(
                 f"{counted(rejected, 'request')} of {len(trace):,} have more tokens than the GPU's cache "
@@ -119,10 +124,12 @@ def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdi
         more.append(f"the trace has only {counted(requests, 'request')}: record an hour of traffic before you buy.")
     if trace.requests_per_s == math.inf:
         more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
+    # Whoever buys must see the guesses first. Otherwise the reason matters more.
+    warnings = [*first, *unknown, *more] if plan.chosen is not None else [*first, *more, *unknown]
     # Without a choice of sizes, no price decided anything.
     if plan.report.results and prices == Prices(currency=prices.currency):
-        more.append("the prices are placeholders: set prices in the file of --fleet.")
-    return Verdict(answer, _table(plan, prices), load, (*first, *unknown, *more), _settings(advised))
+        warnings.append("the prices are placeholders: set prices in the file of --fleet.")
+    return Verdict(answer, _table(plan, prices), load, tuple(warnings), settings)
 
 
 def _rejection(plan: Plan) -> str:
@@ -184,7 +191,7 @@ def _answer(plan: Plan, prices: Prices) -> str:
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
     if is_harmful and plan.best is without:
         return f"Buy nothing: {_why_slower(plan)}. {now}"
-    everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f}%"
+    everything = f"a cache that keeps everything hits {100 * plan.report.reachable_rate:.1f}% of this trace"
     said = "Nothing within the limits reaches the goal" + " without making first tokens later" * is_harmful
     if goal.hit_rate is not None and plan.report.reachable_rate < goal.hit_rate:
         said = f"Nothing reaches the goal: {everything}"
@@ -194,18 +201,17 @@ def _answer(plan: Plan, prices: Prices) -> str:
         return f"{said}. {now}"
     price = prices.show(prices.of_tiers(plan.best.server))
     closest = f"{sizes_of(plan.best.server)}, {price} an hour: {_reached(plan.best, goal)}"
-    return f"{said}. The closest is {closest}. {now}"
+    return f"{said}. The best for its price is {closest}. {now}"
 
 
 def _too_much(plan: Plan, prices: Prices) -> str:
     """Return how many servers carry this load, without tiers and with them, or what else to change."""
     trace = plan.report.trace
-    choices = [
-        f"{counted(_num_servers(trace, row), 'server')} with {sizes_of(row.run.server)} each"
-        if row.run.server.cpu_blocks
-        else f"{counted(_num_servers(trace, row), 'server')} without tiers"
-        for row in _way_out(plan, prices)
-    ]
+    choices = []
+    for row in _way_out(plan, prices):
+        with_tiers = f"with {sizes_of(row.run.server)} each" if row.run.server.cpu_blocks else "without tiers"
+        hits = f" ({100 * row.run.hit_rate:.1f}% hits)" if plan.goal.hit_rate is not None else ""
+        choices.append(f"{counted(_num_servers(trace, row), 'server')} {with_tiers}{hits}")
     said = "One server is too slow for this load, with each size that was tried."
     if choices:
         return f"{said} Use {', or '.join(choices)}. Or plan for a lower --rate."
@@ -252,7 +258,8 @@ def _why_slower(plan: Plan) -> str:
         return (
             f"loading is slower than computing (a block of {tokens} tokens takes {format_seconds(load_s)} to load at "
             f"{server.load_bytes_per_s / 1e9:g} GB/s, load_speed in the file of --fleet, and "
-            f"{format_seconds(compute_s)} to compute)"
+            f"{format_seconds(compute_s)} to compute; above {server.block_bytes / compute_s / 1e9:.3g} GB/s, loading "
+            "is faster)"
         )
     return "with each size that reaches the goal first tokens come later than without tiers"
 
@@ -261,22 +268,34 @@ def _busiest_requests_per_s(trace: Trace) -> float:
     return len(trace.busiest_hour()) / HOUR_S if trace.is_long else trace.requests_per_s
 
 
-def _saving(plan: Plan, prices: Prices) -> tuple[Row, int] | None:
-    """Return the row whose servers cost least for the same load, and how many of them do the work of 100 servers
-    without tiers. ``None`` if tiers save nothing."""
+def _saving(plan: Plan, prices: Prices) -> str:
+    """Return a sentence about the servers that tiers save in a large fleet: those that cost least for the same load, or
+    else those that pay above the lowest price of a server."""
     today, *others = plan.rows
+    found = [(row, row.requests_per_s) for row in others if row.requests_per_s]
+    if not today.requests_per_s or not others:
+        return ""
+    # How many of them do the work of 100 servers without tiers.
+    more = [(row, math.ceil(100 * today.requests_per_s / load)) for row, load in found]
+    more = [(row, left) for row, left in more if left * _UNCERTAIN < 100]
+    useful = [(row, left) for row, left in more if plan.goal.is_no_later(row.run, plan.without)]
+    if not useful:
+        return "Tiers save servers, but make first tokens later." if more else "Tiers save few servers, if any."
 
-    def cost(row: Row) -> float:
-        assert row.requests_per_s
-        return (prices.server + prices.of_tiers(row.run.server)) / row.requests_per_s
+    def cost(row: Row, left: int) -> float:
+        return left * (prices.server + prices.of_tiers(row.run.server))
 
-    useful = [row for row in others if row.requests_per_s and plan.goal.is_no_later(row.run, plan.without)]
-    best = min(useful, key=cost, default=None)
-    if best is None or not today.requests_per_s or cost(best) >= cost(today):
-        return None
-    assert best.requests_per_s
-    left = math.ceil(100 * today.requests_per_s / best.requests_per_s)
-    return (best, left) if left * _UNCERTAIN < 100 else None
+    def worth(row: Row, left: int) -> float:
+        return left * prices.of_tiers(row.run.server) / (100 - left)
+
+    row, left = min(useful, key=lambda each: cost(*each))
+    if cost(row, left) > 100 * prices.server:
+        row, left = min(useful, key=lambda each: worth(*each))
+    alone = "without tiers" if plan.without.server.gpu_blocks else "without any cache"
+    return (
+        f"In a large fleet, {left} servers as in row {row.name} do the work of 100 {alone}; that pays if a server "
+        f"costs more than {prices.show(worth(row, left))} an hour."
+    )
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
@@ -325,27 +344,25 @@ def _load(plan: Plan, prices: Prices) -> str:
         return ""
     goal, trace = plan.goal, plan.report.trace
     rate, busiest = trace.requests_per_s, _busiest_requests_per_s(trace)
-    limit = "at most 90% busy and without a long queue" if rate < math.inf else "with all requests at once"
+    limit = "at most 90% busy, and done with its queue soon after the last request"
     if goal.ttft_s is not None:
         limit = f"with a TTFT {goal.quantile} of {format_seconds(goal.ttft_s)}"
+    elif rate == math.inf:
+        limit = "with all requests at once"
     text = ""
     if rate < math.inf:
         in_it = f", and {format_number(busiest)} in its busiest hour" if busiest > rate else ""
         text = f"The trace has {format_number(rate)} requests/s{in_it}. "
-    text += f"req/s: the most that a server handles, {limit}; servers: how many this load needs."
+    text += f"req/s: the most that a server handles, {limit}"
+    text += "; servers: how many this load needs." if any(loads) and rate < math.inf else "."
     if not any(loads):
-        together = _most_together(trace)
-        why = f"up to {together} requests arrive together" if together > 1 else "prompts take longer"
-        return f"{text} No load is low enough, because {why}."
-    if (saving := _saving(plan, prices)) is not None:
-        row, left = saving
-        worth = left * prices.of_tiers(row.run.server) / (100 - left)
-        text += (
-            f" In a large fleet, {left} servers as in row {row.name} do the work of 100 without tiers; that pays if a "
-            f"server costs more than {prices.show(worth)} an hour."
+        if (together := _most_together(trace)) == 1:
+            return f"{text} No load is low enough, because prompts take longer."
+        return (
+            f"{text} No load is low enough for one server, because up to {together} requests arrive at the same time: "
+            "spread them if these times are rounded, or plan a fleet."
         )
-    elif len(plan.rows) > 1:
-        text += " In a large fleet, tiers save little or nothing."
+    text = f"{text} {_saving(plan, prices)}".rstrip()
     if len(plan.rows) > 1 and not any(row.run.server.disk_blocks for row in plan.rows):
         text += " No disk was tried: give --max-disk."
     return text
@@ -353,22 +370,26 @@ def _load(plan: Plan, prices: Prices) -> str:
 
 def _load_warnings(plan: Plan) -> Iterator[str]:
     without, trace = plan.without, plan.report.trace
+    prompts = without.sum_of("prefill_s") / max(without.sum_of("busy_s"), 1e-9)
+    rest = "In the rest, requests wait because others decode answers or fill the GPU's cache."
+    shares = f"Prompts take {100 * prompts:.0f}% of its busy time. {rest * (prompts < _MANY_PROMPTS)}".rstrip()
+    quantile, alone_s = plan.goal.quantile, without.longest_prompt_s
     if without.is_overloaded:
-        prompts = without.sum_of("prefill_s") / max(without.sum_of("busy_s"), 1e-9)
         why = f"it is busy {100 * without.utilisation:.0f}% of {'its busiest hour' if trace.is_long else 'the time'}"
         if without.utilisation <= SATURATED:
             late_s = without.answering_s - without.arriving_s
             why = f"its queue takes {format_seconds(late_s)} to empty after the last request"
-        rest = "In the rest, requests wait because others decode answers or fill the GPU's cache."
-        yield (
-            f"one server cannot keep up with this load without tiers: {why}. Prompts take {100 * prompts:.0f}% of its "
-            f"busy time. {rest * (prompts < _MANY_PROMPTS)}".rstrip()
-        )
+        yield f"one server cannot keep up with this load without tiers: {why}. {shares}"
         if _IN_MILLISECONDS < trace.requests_per_s < math.inf:
             yield (
                 f"the trace has {trace.requests_per_s:,.0f} requests/s. If its times are in seconds instead of "
                 "milliseconds, set stretch: 1000 in the file of --fleet."
             )
+    elif trace.requests_per_s < math.inf and without.ttft_s[quantile] > _LONG_WAIT * alone_s:
+        yield (
+            f"requests wait for each other on the server without tiers: its longest prompt alone takes "
+            f"{format_seconds(alone_s)}. {shares}"
+        )
     if without.sum_of("preemptions") > len(trace) / 20:
         yield (
             f"the GPU's cache is too small for the requests that run at once: {without.sum_of('preemptions'):,} "
@@ -376,8 +397,8 @@ def _load_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _settings(server: SimConfig | None) -> tuple[str, ...]:
-    if server is None or not server.cpu_blocks:
+def _settings(server: SimConfig) -> tuple[str, ...]:
+    if not server.cpu_blocks:
         return ()
     lines = [f"cpu_bytes_to_use: {exact_size(server.cpu_bytes)}"]
     if server.disk_blocks:
