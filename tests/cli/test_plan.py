@@ -125,7 +125,7 @@ def test_a_goal_below_the_time_of_a_prompt_suggests_no_lower_load(
         _, text, told = plan(capsys, fresh, "--ttft", goal_s, *MACHINE)
         assert text.startswith("One server is too slow for this load")
         assert any(told["requests_per_s"].values()) == is_possible
-        assert ("--rate" in told["verdict"]["answer"], "--ttft" in told["verdict"]["answer"]) == (
+        assert ("Use " in told["verdict"]["answer"], "--ttft" in told["verdict"]["answer"]) == (
             is_possible,
             not is_possible,
         )

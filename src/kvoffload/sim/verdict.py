@@ -214,9 +214,9 @@ def _too_much(plan: Plan, prices: Prices) -> str:
         choices.append(f"{counted(_num_servers(trace, row), 'server')} {with_tiers}{hits}")
     said = "One server is too slow for this load, with each size that was tried."
     if choices:
-        return f"{said} Use {', or '.join(choices)}. Or plan for a lower --rate."
+        return f"{said} Use {', or '.join(choices)}. Routing changes hits: plan the fleet (servers in --fleet's file)."
     if plan.goal.ttft_s is not None and (together := _most_together(trace)) > 1:
-        return f"{said} Up to {together} requests arrive together: plan a fleet (servers in the file of --fleet)."
+        return f"{said} Up to {together} requests arrive together: plan a fleet (servers in --fleet's file)."
     if plan.goal.ttft_s is not None:
         return f"{said} No load is low enough for this goal: check --prefill-speed, or give a longer --ttft."
     return f"{said} Plan for a lower --rate."
