@@ -235,7 +235,7 @@ def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, 
 def _highest_loads(
     trace: Trace, goal: Goal, runs: Sequence[Result], processes: int | None, progress: Callable[[], object]
 ) -> list[float]:
-    """Return the highest load of each server, the first of which has no tiers."""
+    """Return the highest load of each server. The first one has no tiers."""
     busiest = trace.busiest_hour()
     short = busiest.part(0, _CAPACITY_REQUESTS)
     # If its first requests arrive at once, they do so at any rate.

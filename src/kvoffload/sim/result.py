@@ -18,7 +18,7 @@ DEVICE, HOST = "device", "host"
 SATURATED = 0.9
 """The utilisation above which times only say that a server is too slow."""
 _MOST_BEHIND = 0.05
-"""The most time after the last arrival that a server may work off its queue, as a share of the time in which requests
+"""A server may need so much time for its queue after the last arrival, as a share of the time in which requests
 arrive."""
 
 
@@ -150,9 +150,9 @@ class Result:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the queue is long at the end: working it off takes more than a twentieth of the time in which
-        requests arrived (of an hour at most), and more than the longest prompt takes alone. A load that grows to the
-        end causes this before servers are busy for most of the time."""
+        """Whether the queue is long at the end. Then the last first token comes late: more than a twentieth of the time
+        in which requests arrive (of an hour at most) after the last arrival, plus the time of the longest prompt alone.
+        A load that grows to the end causes this before servers are busy for most of the time."""
         late_s = self.answering_s - self.arriving_s
         return late_s > _MOST_BEHIND * min(self.arriving_s, HOUR_S) + self.longest_prompt_s
 

@@ -144,6 +144,11 @@ class Trace:
         begin = int((ends - np.arange(len(self))).argmax())
         return self.part(begin, int(ends[begin]))
 
+    @property
+    def busiest_requests_per_s(self) -> float:
+        """Mean rate of arrivals in the busiest hour."""
+        return len(self.busiest_hour()) / HOUR_S if self.is_long else self.requests_per_s
+
     def stretched(self, factor: float) -> Trace:
         """Return the same requests arriving ``factor`` times as slowly."""
         return replace(self, times_s=self.times_s * factor)

@@ -19,21 +19,21 @@ from kvoffload.sim.plan import Goal, Plan, Row, num_rejected
 from kvoffload.sim.report import format_seconds
 from kvoffload.sim.result import SATURATED, Result
 from kvoffload.sim.table import Table
-from kvoffload.sim.trace import HOUR_S, Trace
+from kvoffload.sim.trace import Trace
 from kvoffload.units import counted, exact_size, format_bytes, format_number
 
 WIDTH, MOST_LINES = 80, 25
 _MANY_PROMPTS = 0.5
 """The least share of an overloaded server's busy time at which its prompts are the reason."""
 _LONG_WAIT = 3
-"""A time to first token that is so many times that of the longest prompt alone is mostly waiting."""
+"""If a time to first token is so many times as long as the longest prompt takes alone, most of it is waiting."""
 _FEW_REQUESTS = 100
 """Fewer requests than these say little about the hits and sizes of real traffic."""
 _MEANINGS = {
     "knee": "knee: beyond it, more host memory helps little.",
     "ceiling": "ceiling: the best size tried.",
 }
-"""What the names of rows mean."""
+"""Explanations of the names of rows."""
 _UNCERTAIN = 1.1
 """Two highest loads whose ratio is below this count as equal, because each of them is accurate to 5%."""
 _IN_MILLISECONDS = 100
@@ -205,7 +205,7 @@ def _answer(plan: Plan, prices: Prices) -> str:
 
 
 def _too_much(plan: Plan, prices: Prices) -> str:
-    """Return how many servers carry this load, without tiers and with them, or what else to change."""
+    """Return the number of servers that carry this load, without tiers and with them, or another remedy."""
     trace = plan.report.trace
     choices = []
     for row in _way_out(plan, prices):
@@ -229,7 +229,7 @@ def _most_together(trace: Trace) -> int:
 
 def _num_servers(trace: Trace, row: Row) -> int:
     """Return how many servers of this kind carry the load of the trace together, and 0 if that is not known."""
-    load = _busiest_requests_per_s(trace)
+    load = trace.busiest_requests_per_s
     return max(math.ceil(load / row.requests_per_s), 1) if row.requests_per_s and load < math.inf else 0
 
 
@@ -264,13 +264,9 @@ def _why_slower(plan: Plan) -> str:
     return "with each size that reaches the goal first tokens come later than without tiers"
 
 
-def _busiest_requests_per_s(trace: Trace) -> float:
-    return len(trace.busiest_hour()) / HOUR_S if trace.is_long else trace.requests_per_s
-
-
 def _saving(plan: Plan, prices: Prices) -> str:
-    """Return a sentence about the servers that tiers save in a large fleet: those that cost least for the same load, or
-    else those that pay above the lowest price of a server."""
+    """Return a sentence about the servers that tiers save in a large fleet. It names the row that costs least for the
+    same load or, if all cost more than they save, the row that pays above the lowest price of a server."""
     today, *others = plan.rows
     found = [(row, row.requests_per_s) for row in others if row.requests_per_s]
     if not today.requests_per_s or not others:
@@ -338,12 +334,12 @@ def _table(plan: Plan, prices: Prices) -> Table:
 
 
 def _load(plan: Plan, prices: Prices) -> str:
-    """Return what the loads in the rows mean, and how many servers tiers save."""
+    """Return sentences that explain the loads in the rows and say how many servers tiers save."""
     loads = [row.requests_per_s for row in plan.rows if row.requests_per_s is not None]
     if not loads:
         return ""
     goal, trace = plan.goal, plan.report.trace
-    rate, busiest = trace.requests_per_s, _busiest_requests_per_s(trace)
+    rate, busiest = trace.requests_per_s, trace.busiest_requests_per_s
     limit = "at most 90% busy, and done with its queue soon after the last request"
     if goal.ttft_s is not None:
         limit = f"with a TTFT {goal.quantile} of {format_seconds(goal.ttft_s)}"
