@@ -103,7 +103,7 @@ def common_of(results: Sequence[Result]) -> str:
 def runs_table(report: Report, prices: Prices) -> Table:
     """Return a row for each run, the server without offloading first. The columns that decide come first.
 
-    *gained* is the mean time to first token that the run saves against the one without offloading. *frontier* marks
+    *saved* is the mean time to first token that the run saves against the one without offloading. *frontier* marks
     fleets that keep up, and that no other one beats in both cost and time.
     """
     without, best = report.without, frontier(report.results, prices) if report.is_fleet else ()
@@ -115,14 +115,14 @@ def runs_table(report: Report, prices: Prices) -> Table:
     rows = []
     for identity, (run, bound) in zip(identities([run for run, _ in runs])[0], runs, strict=True):
         is_gain = without is not None and run is not without
-        gained_s = without.ttft_s["mean"] - run.ttft_s["mean"] if without is not None and is_gain else None
+        saved_s = without.ttft_s["mean"] - run.ttft_s["mean"] if without is not None and is_gain else None
         rows.append(
             identity
             | {
                 "hits %": f"{100 * run.hit_rate:.2f}",
                 "TTFT p50": format_seconds(run.ttft_s["p50"]),
                 "p90": format_seconds(run.ttft_s["p90"]),
-                "gained": "-" if gained_s is None else format_seconds(gained_s),
+                "saved": "-" if saved_s is None else format_seconds(saved_s),
                 "busy %": f"{100 * run.utilisation:.0f}",
                 "frontier": "yes" if run in best else "-",
                 "optimum %": "-" if bound is None else f"{100 * bound:.2f}",
