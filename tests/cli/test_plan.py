@@ -150,6 +150,7 @@ def test_a_goal_above_all_hits_of_the_trace_names_them(recurring: Path, capsys: 
         code, _, told = plan(capsys, *args)
         assert code == 1
         assert told["reachable_hit_rate"] < 0.95
+        assert all(line.startswith("#") for line in told["verdict"]["offload_yaml"][:1])
         assert f"keeps everything hits {100 * told['reachable_hit_rate']:.1f}%" in told["verdict"]["answer"]
 
 
@@ -283,6 +284,14 @@ def test_large_numbers_are_written_out(recurring: Path, tmp_path: Path, capsys: 
     args = ["--hit-rate", "80", "--gpu-kv-tokens", "40000", *MACHINE, "--fleet", file]
     _, text, _ = plan(capsys, recurring, *args, "--rate", "1200")
     assert "1,200 requests/s" in text and "e+0" not in text
+
+
+def test_a_rate_of_one_request_in_centuries_is_rejected(recurring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clock of so many seconds cannot count the milliseconds of a step: a replay would never end."""
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(recurring), "--hit-rate", "80", "--rate", "1e-15"])
+    assert caught.value.code == 2
+    assert "--rate" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_loads")

@@ -115,18 +115,6 @@ def test_the_highest_load_is_found_from_far_below(ttft_s: float, monkeypatch: py
             assert goal.is_soon_enough(simulate(faster, server, hashes=hashes)) == is_carried
 
 
-def test_the_highest_load_does_not_depend_on_the_load_that_is_asked() -> None:
-    """Agents whose number grows to the end: the queue is long before the server is busy all the time."""
-    trace = synthesize("agents", 80, 2).whole_blocks()
-    server = SimConfig(trace.num_unique, 2**20, gpu_blocks=312, step_s=0.006, decode_s=2e-5)
-    goal, hashes = Goal(hit_rate=0.7), trace.hashes()
-    found = []
-    for rate in (0.2, 1.0, 5.0):
-        asked = trace.at_rate(rate)
-        found.append(highest_load(asked, (simulate(asked, server, hashes=hashes), goal, None), hashes=hashes))
-    assert max(found) < 1.11 * min(found)
-
-
 def prompts(times_s: list[float]) -> Trace:
     """Prompts of 4 blocks that nobody repeats, with one token to answer. They arrive at these times."""
     number = len(times_s)
@@ -142,6 +130,35 @@ def prompts(times_s: list[float]) -> Trace:
     )
 
 
+def agents() -> Trace:
+    """Their number grows to the end: the queue is long before a server is busy all the time."""
+    return synthesize("agents", 80, 2).whole_blocks()
+
+
+def bursts() -> Trace:
+    """10 requests at once every minute."""
+    return prompts(sorted([60.0 * at for at in range(20)] * 10))
+
+
+def rush() -> Trace:
+    """A request every 20 s, and in the end 10 each second."""
+    return prompts([20.0 * at for at in range(50)] + [1000 + 0.1 * at for at in range(50)])
+
+
+@pytest.mark.parametrize("trace", [agents(), bursts(), rush()], ids=["agents", "bursts", "rush"])
+@pytest.mark.parametrize("goal", [Goal(hit_rate=0.7), Goal(ttft_s=5.0)], ids=["hits", "ttft"])
+def test_the_highest_load_does_not_depend_on_the_load_that_is_asked(trace: Trace, goal: Goal) -> None:
+    server = SimConfig(trace.num_unique, 2**20, gpu_blocks=312, prefill_tokens_per_s=2e4, step_s=0.006, decode_s=2e-5)
+    hashes, found = trace.hashes(), []
+    for rate in (1e-3, 0.2, 5.0, 1000.0):
+        asked = trace.at_rate(rate)
+        found.append(highest_load(asked, (simulate(asked, server, hashes=hashes), goal, None), hashes=hashes))
+        faster = trace.at_rate(1.12 * found[-1])
+        assert goal.is_soon_enough(simulate(trace.at_rate(found[-1]), server, hashes=hashes))
+        assert not goal.is_soon_enough(simulate(faster, server, hashes=hashes))
+    assert max(found) < 1.12 * min(found)
+
+
 def test_a_server_that_works_off_a_long_queue_at_the_end_does_not_keep_up() -> None:
     """A prompt takes 4 s. In the first 900 s the server is idle most of the time. Then requests come every 2 s."""
     server, quiet = SimConfig(0, 2**20, prefill_tokens_per_s=1000.0), [20.0 * at for at in range(45)]
@@ -151,6 +168,11 @@ def test_a_server_that_works_off_a_long_queue_at_the_end_does_not_keep_up() -> N
         assert run.utilisation < 0.5
         assert run.answering_s - run.arriving_s == pytest.approx(2 * more + 2)
         assert run.is_overloaded == is_overloaded
+    # Of a trace of three hours, the same queue counts as if it had lasted one.
+    for more, is_overloaded in ((80, False), (120, True)):
+        day = [20.0 * at for at in range(540)]
+        run = simulate(prompts(day + [day[-1] + 2.0 * at for at in range(more)]), server)
+        assert run.utilisation < 0.5 and run.is_overloaded == is_overloaded
     # The last prompt of a server that was idle before it is no queue, however long it takes.
     assert not simulate(prompts([0.0, 5.0, 10.0]), server).is_overloaded
 
@@ -165,7 +187,7 @@ def test_a_load_that_no_server_carries_buys_nothing() -> None:
     assert plan.chosen is None
 
 
-@pytest.mark.parametrize("goal", [Goal(ttft_s=0.5), Goal(ttft_s=1e-6)])
+@pytest.mark.parametrize("goal", [Goal(ttft_s=0.5), Goal(ttft_s=0.1)])
 def test_a_search_stops_replays_of_loads_that_are_too_high(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stopped replay is repeated to its end: the server does not carry the load there either."""
     trace = synthesize("chat", 300, 4).whole_blocks()
@@ -183,6 +205,9 @@ def test_a_search_stops_replays_of_loads_that_are_too_high(goal: Goal, monkeypat
     for faster, so_far in ended:
         whole = simulate(faster, server)
         assert not goal.is_soon_enough(so_far) and not goal.is_soon_enough(whole)
+    ran.clear()
+    assert highest_load(trace, (at_first, Goal(ttft_s=1e-6), None), hashes=trace.hashes()) == 0
+    assert len(ran) == 1, "nothing is faster than an idle server"
 
 
 @pytest.mark.usefixtures("no_loads")
@@ -287,8 +312,26 @@ def test_the_row_that_costs_least_for_its_load_saves_servers() -> None:
     assert "row goal" in saving(replace(PRICES, cpu=10.0), 1.0, 1.95, 1.9, 2.0), "goal costs least"
     assert "row goal" in saving(replace(PRICES, cpu=1e4), 1.0, 1.95, 1.9, 2.0), "all cost more than they save"
     assert "row knee" in saving(PRICES, 1.0, 1.5, 2.0, 0.0)
-    for loads in (1.0, 1.05, 1.08, 1.09), (0.0, 1.0, 2.0, 3.0), (0.0, 0.0, 0.0, 0.0):
-        assert "row" not in saving(PRICES, *loads)
+    for loads in (1.0, 1.05, 1.08, 1.09), (0.0, 1.0, 2.0, 3.0):
+        assert "in row" not in saving(PRICES, *loads)
+    free = saving(replace(PRICES, cpu=0.0), 1.0, 1.5, 1.6, 2.0)
+    assert "row ceiling" in free and "pays" not in free
+    late = {name: 10 * seconds for name, seconds in plan.without.ttft_s.items()}
+    later = (replace(row, run=replace(row.run, ttft_s=late)) for row in plan.rows[1:])
+    plan = replace(plan, rows=(plan.rows[0], *later))
+    said = saving(PRICES, 1.0, 1.5, 1.6, 2.0)
+    assert "later" in said and "in row" not in said
+
+
+@pytest.mark.parametrize(("ttft_s", "remedy"), [(0.5, "--ttft"), (10.0, "plan a fleet")])
+def test_a_goal_that_no_load_reaches_says_why(ttft_s: float, remedy: str) -> None:
+    """A prompt takes 4 s alone, and ten of them 40 s."""
+    server = SimConfig(1, 2**20, prefill_tokens_per_s=1000.0)
+    plan = make_plan(bursts(), server, Goal(ttft_s=ttft_s), PRICES, max_disk_blocks=0, processes=1)
+    assert all(row.requests_per_s == 0 for row in plan.rows)
+    verdict = verdict_of(plan, PRICES)
+    assert remedy in (verdict.answer + verdict.load)
+    assert ("arrive at the same time" in verdict.load + verdict.answer) == (remedy != "--ttft")
 
 
 @pytest.mark.usefixtures("no_loads")
@@ -313,6 +356,10 @@ def test_servers_for_a_load_reach_the_goal_or_cost_least_together() -> None:
     assert "Use 10 servers without tiers." in answer(soon, *[100] * 5)
     assert f"Use 7 servers {sizes(1)}" in answer(soon, 0, 150, 100, 100, 100)
     assert "--ttft" in answer(soon, *[0] * 5)
+    rows = tuple(replace(row, requests_per_s=100.0 * at) for at, row in enumerate(plan.rows, 1))
+    for hit_rate, is_reached in ((0.3, True), (0.99, False)):
+        verdict = verdict_of(replace(plan, rows=rows, goal=Goal(hit_rate=hit_rate)), PRICES)
+        assert verdict.settings[0].startswith("#") != is_reached
 
 
 @pytest.mark.parametrize("goal", [Goal(hit_rate=0.01), Goal(ttft_s=1e6)])

@@ -111,6 +111,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 
 _OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers")
 _WHAT = "the file of --fleet"
+_LONGEST_S = 1e10
+"""Times beyond this are too coarse for steps of an engine."""
 _MOST_SERVERS = 4096
 """A limit above the number of servers that a replay can handle in reasonable time."""
 _BOUNDS = {
@@ -180,6 +182,8 @@ class Scenario:
         trace = crowd(trace.stretched(file.stretch), file.copies)
         if self._rate is not None:
             trace = trace.at_rate(self._rate)
+            if trace.arriving_s > _LONGEST_S:
+                raise ConfigError(f"--rate {self._rate:g} spreads these requests over centuries; give a higher one.")
         return trace if hinted is None else hinted(trace)
 
     def block_bytes(self, trace: Trace) -> int:

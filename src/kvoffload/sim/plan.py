@@ -17,9 +17,9 @@ from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
 from kvoffload.sim.config import FleetConfig, Prices, SimConfig
 from kvoffload.sim.report import knee_of
-from kvoffload.sim.result import SATURATED, Result
+from kvoffload.sim.result import MOST_BEHIND, SATURATED, Result
 from kvoffload.sim.sweep import Report, num_processes, report_of, runner, sweep
-from kvoffload.sim.trace import Trace
+from kvoffload.sim.trace import HOUR_S, Trace
 
 _CPU_SIZES = 5
 _LEAST_SHARE = 0.01
@@ -31,11 +31,14 @@ _NEAR = 0.05
 """Runs that reach so much less than the best one count as equal, and the cheapest of them is proposed."""
 _CAPACITY_REQUESTS = 2000
 """Requests of the trace's busiest hour that a search for the highest load replays, and the most runs of it."""
-_CAPACITY_RUNS = 8
-_AIM, _ALMOST, _CLOSE, _LITTLE = 0.98 * SATURATED, 0.95, 1.05, 1.09
-"""A next try aims at this utilisation, and changes the load at least so much. A search ends when the loads that a
-server carries and does not carry are so close. A little more than a good guess is probably not carried."""
-_MOST_FASTER = 20
+_CAPACITY_RUNS = 10
+_CLOSE = 1.05
+"""A search ends when the ratio of the loads that a server does not carry, and carries, is below this."""
+_AIM, _LEAST = 0.98 * SATURATED, 0.1
+"""A next try aims at this utilisation, and lowers the load at most to such a share."""
+_IDLE, _SLOW = 0.1, 1e-3
+"""A server that is less busy and not in time is perhaps never in time. The next try tells: it lowers the load to such a
+share, so that requests hardly meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +62,24 @@ class Goal:
 
     def is_met(self, result: Result) -> bool:
         """Return whether the run reaches the goal and keeps up with the load."""
-        return (self.hit_rate is None or result.hit_rate >= self.hit_rate) and self.is_soon_enough(result)
+        return self.is_reached(result) and not result.is_overloaded
+
+    def is_reached(self, result: Result) -> bool:
+        """Return whether the run reaches the goal, even if it does not keep up."""
+        if self.hit_rate is not None:
+            return result.hit_rate >= self.hit_rate
+        return result.ttft_s[self.quantile] <= (self.ttft_s or 0.0)
 
     def is_soon_enough(self, result: Result) -> bool:
         """Return whether the run keeps up, and has its first tokens in the time of the goal, if that is a time."""
-        in_time = self.ttft_s is None or result.ttft_s[self.quantile] <= self.ttft_s
-        return in_time and not result.is_overloaded
+        return not result.is_overloaded and (self.ttft_s is None or self.is_reached(result))
 
     def is_harmless(self, result: Result, without: Result) -> bool:
         """Return whether a run with tiers keeps up, and has its first tokens no later than the run without tiers."""
         return not result.is_overloaded and self.is_no_later(result, without)
 
     def is_no_later(self, result: Result, without: Result) -> bool:
+        """Return whether a run with tiers has its first tokens no later than the run without tiers."""
         return all(result.ttft_s[name] <= without.ttft_s[name] for name in ("mean", self.quantile))
 
     def reached(self, result: Result) -> float:
@@ -212,7 +221,7 @@ def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, 
     """Return the plan for one server with its rows."""
     goal, without, results = plan.goal, plan.without, plan.report.results
     named = [("today" if without.server.gpu_blocks else "no cache", without)]
-    reaching = [each for each in results if goal.hit_rate is not None and each.hit_rate >= goal.hit_rate]
+    reaching = [each for each in results if goal.hit_rate is not None and goal.is_reached(each)]
     if plan.chosen is not None and plan.chosen is not without:
         named.append(("goal", plan.chosen))
     elif reaching and all(each.is_overloaded for each in (without, *results)):
@@ -259,25 +268,39 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hash
     run, goal, expected = asked
     if not run.arriving_s:  # all requests arrive at once, at any rate
         return run.requests / max(run.answering_s, 1e-9) if goal.is_soon_enough(run) else 0.0
-    low, high, factor, most = 0.0, math.inf, 1.0, math.inf
-    guess = (expected or 0.0) / trace.requests_per_s
-
+    # Loads as factors of the trace's, with their strains.
+    carried: tuple[float, float] | None = None
+    failed: tuple[float, float] | None = None
+    guesses = [expected / trace.requests_per_s * more for more in (_CLOSE - 0.005, 1.0)] if expected else []
+    factor, same, is_slow = 1.0, 0, False
     for tries_left in range(_CAPACITY_RUNS, -1, -1):
-        if carried := goal.is_soon_enough(run):
-            low = max(low, factor)
+        strain = _strain(run, goal)
+        if is_carried := strain <= 1:
+            same = max(same, 0) + 1
+            carried = max(carried or (0.0, 0.0), (factor, strain))
         else:
-            high = min(high, factor)
-        is_close = carried and run.utilisation > _ALMOST * SATURATED
-        if not tries_left or is_close or (low and high / low < _CLOSE):
+            same = min(same, 0) - 1
+            failed = min(failed or (math.inf, 0.0), (factor, strain))
+        low, high = carried[0] if carried else 0.0, failed[0] if failed else math.inf
+        is_idle = not is_carried and run.utilisation < _IDLE and run.lateness <= 1
+        if not tries_left or (is_idle and is_slow) or high < _CLOSE * low or 1 / _CLOSE < strain <= 1:
             break
-        if low < guess < high:
-            factor, most, guess = guess, guess * (_CLOSE - 0.005), 0.0
+        is_slow = is_idle and carried is None
+        while guesses and not low < guesses[-1] < high:
+            guesses.pop()
+        change = _change(run, goal, is_carried=is_carried)
+        if guesses:
+            factor = guesses.pop()
+        elif carried is None or failed is None:
+            factor *= _SLOW if is_slow else change
         else:
-            factor *= _change(run, goal, is_carried=carried)
-            # If the load after a run that failed is carried, a little more fails, and nearly ends the search.
-            factor, most = (min(factor, most), math.inf) if carried else (factor, factor * _LITTLE)
-        if low and high < math.inf and not low < factor < high:
-            factor = math.sqrt(low * high)
+            if abs(same) > 2:
+                share = 0.5 if high < 4 * low else 1 - math.log(2) / math.log(high / low)
+            elif is_carried:  # strains grow about as powers of the load
+                share = min(math.log(max(strain, 1e-9)) / math.log(max(strain, 1e-9) / failed[1]), 0.8)
+            else:
+                share = 1 + math.log(change) / math.log(high / low)
+            factor = low * (high / low) ** max(share, 0.2)
         run = simulate(
             trace.stretched(1 / factor),
             run.server,
@@ -287,20 +310,32 @@ def highest_load(trace: Trace, asked: tuple[Result, Goal, float | None], *, hash
     return low * trace.requests_per_s
 
 
+def _strain(run: Result, goal: Goal) -> float:
+    """Return how hard the load is for the server: above 1, it does not carry it."""
+    in_time = run.ttft_s[goal.quantile] / goal.ttft_s if goal.ttft_s is not None else 0.0
+    return max(run.utilisation / SATURATED, run.lateness, in_time)
+
+
 def _change(run: Result, goal: Goal, *, is_carried: bool) -> float:
     """Return by which factor to change the load of a run to come close to the highest load that the server carries."""
     spent_s = max(run.answering_s, 1e-9)
     # The busy share of the time grows about as the load does, and a time to first token as 1 / (1 - busy).
-    busy: float = min(max(run.sum_of("busy_s") / spent_s, 1e-4), 1.0)
+    busy: float = min(max(run.sum_of("busy_s") / spent_s, 1e-9), 1.0)
     aim = _AIM
     if goal.ttft_s is not None:
         aim = min(max(1 - (1 - busy) * run.ttft_s[goal.quantile] / goal.ttft_s, 0.0), aim)
     change = aim / busy
     if is_carried:
-        return min(max(change, 1 / _ALMOST), _MOST_FASTER)
+        return max(change, _CLOSE)
     # A server that is behind shows how many requests it answers at most.
     answers: float = run.sum_of("requests") / run.requests * run.arriving_s / spent_s
-    return max(min(change, (_AIM if goal.ttft_s is not None else 1.0) * answers, _ALMOST), 0.5)
+    if run.utilisation <= SATURATED and run.lateness > 1:
+        # The less busy it is, the more of its work comes at the end. If all of it did, the end would come as late at
+        # any load, which is only allowed after a longer time of arrivals.
+        late_s = spent_s - run.arriving_s - run.longest_prompt_s
+        at_end = MOST_BEHIND * min(run.arriving_s, HOUR_S) / late_s
+        answers *= (at_end / answers) ** (1 - run.utilisation / SATURATED)
+    return min(max(min(change, (_AIM if goal.ttft_s is not None else 1.0) * answers), _LEAST), 1 / _CLOSE)
 
 
 def machines(trace: Trace, base: SimConfig, max_cpu_blocks: int | None, max_disk_blocks: int | None) -> list[SimConfig]:

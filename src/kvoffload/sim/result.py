@@ -17,7 +17,7 @@ DEVICE, HOST = "device", "host"
 """The names of the GPU's own cache and of host memory among the tiers."""
 SATURATED = 0.9
 """The utilisation above which times only say that a server is too slow."""
-_MOST_BEHIND = 0.05
+MOST_BEHIND = 0.05
 """A server may need so much time for its queue after the last arrival, as a share of the time in which requests
 arrive."""
 
@@ -149,18 +149,18 @@ class Result:
         return min(max(server.busy_s for server in self.servers) / max(seconds, 1e-9), 1.0)
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the queue is long at the end. Then the last first token comes late: more than a twentieth of the time
-        in which requests arrive (of an hour at most) after the last arrival, plus the time of the longest prompt alone.
-        A load that grows to the end causes this before servers are busy for most of the time."""
-        late_s = self.answering_s - self.arriving_s
-        return late_s > _MOST_BEHIND * min(self.arriving_s, HOUR_S) + self.longest_prompt_s
+    def lateness(self) -> float:
+        """How late the last first token comes after the last arrival. Above 1, the queue is too long at the end: it
+        takes more than a twentieth of the time in which requests arrive (of an hour at most), plus the time of the
+        longest prompt alone. A load that grows to the end causes this before servers are busy for most of the time."""
+        allowed_s = MOST_BEHIND * min(self.arriving_s, HOUR_S) + self.longest_prompt_s
+        return max(self.answering_s - self.arriving_s, 0.0) / max(allowed_s, 1e-9)
 
     @property
     def is_overloaded(self) -> bool:
         """Whether a server is busy for too long or behind, so that times only show that there is too little of it.
         Requests that all arrive at once have no rate to keep up with."""
-        return self.arriving_s > 0 and (self.utilisation > SATURATED or self.is_behind)
+        return self.arriving_s > 0 and (self.utilisation > SATURATED or self.lateness > 1)
 
 
 def quantiles(seconds: npt.ArrayLike) -> dict[str, float]:

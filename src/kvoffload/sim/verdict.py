@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of a plan: one sentence, four rows, the load that a server carries, warnings, and lines of configuration.
+"""The answer of a plan: sentences, a few rows, the load that a server carries, warnings, and lines of configuration.
 
 The same verdict is printed, and is part of JSON, pages and pictures.
 """
@@ -109,12 +109,12 @@ def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdi
         settings = _settings(plan.chosen.server) if plan.chosen is not None else ()
     else:
         more = [*_load_warnings(plan)]
-        answer, load = _answer(plan, prices), _load(plan, prices)
-        if way_out := _way_out(plan, prices) if _is_too_much(plan) else []:
-            settings = _settings(way_out[-1].run.server)
-        else:
-            settings = _settings((plan.chosen or plan.best).server)
-            settings = settings if plan.chosen or not settings else ("# This misses the goal.", *settings)
+        way_out = _way_out(plan, prices) if _is_too_much(plan) else []
+        answer, load = _answer(plan, prices, way_out), _load(plan, prices)
+        advised = way_out[-1].run if way_out else plan.chosen or plan.best
+        settings = _settings(advised.server)
+        if settings and not plan.goal.is_reached(advised) and not (way_out and plan.goal.ttft_s):
+            settings = ("# This misses the goal.", *settings)
         if rejected:
             first.append(
                 f"{counted(rejected, 'request')} of {len(trace):,} have more tokens than the GPU's cache "
@@ -162,7 +162,7 @@ def _is_too_much(plan: Plan) -> bool:
     return all(each.is_overloaded for each in (plan.without, *plan.report.results))
 
 
-def _answer(plan: Plan, prices: Prices) -> str:
+def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
     goal, chosen, without = plan.goal, plan.chosen, plan.without
     has_cache = without.server.gpu_blocks > 0
     today = "today" if has_cache else "without any cache"
@@ -185,7 +185,7 @@ def _answer(plan: Plan, prices: Prices) -> str:
     if not results and not has_room:
         return f"Buy nothing within these limits: less host memory than {gpu} holds little else."
     if _is_too_much(plan):
-        return _too_much(plan, prices)
+        return _too_much(plan, way_out)
     if not results:
         return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. {now}"
     is_harmful = any(goal.is_met(each) and not plan.is_harmless(each) for each in results)
@@ -204,27 +204,32 @@ def _answer(plan: Plan, prices: Prices) -> str:
     return f"{said}. The best for its price is {closest}. {now}"
 
 
-def _too_much(plan: Plan, prices: Prices) -> str:
+def _too_much(plan: Plan, way_out: Sequence[Row]) -> str:
     """Return the number of servers that carry this load, without tiers and with them, or another remedy."""
     trace = plan.report.trace
     choices = []
-    for row in _way_out(plan, prices):
+    for row in way_out:
         with_tiers = f"with {sizes_of(row.run.server)} each" if row.run.server.cpu_blocks else "without tiers"
         hits = f" ({100 * row.run.hit_rate:.1f}% hits)" if plan.goal.hit_rate is not None else ""
         choices.append(f"{counted(_num_servers(trace, row), 'server')} {with_tiers}{hits}")
     said = "One server is too slow for this load, with each size that was tried."
     if choices:
         return f"{said} Use {', or '.join(choices)}. Routing changes hits: plan the fleet (servers in --fleet's file)."
-    if plan.goal.ttft_s is not None and (together := _most_together(trace)) > 1:
-        return f"{said} Up to {together} requests arrive together: plan a fleet (servers in --fleet's file)."
-    if plan.goal.ttft_s is not None:
-        return f"{said} No load is low enough for this goal: check --prefill-speed, or give a longer --ttft."
-    return f"{said} Plan for a lower --rate."
+    if trace.requests_per_s == math.inf:
+        return f"{said} Plan for a --rate."
+    return f"{said} No load is low enough for one server: {_why_none(plan)}."
 
 
-def _most_together(trace: Trace) -> int:
-    """Return the most requests that arrive at the same time."""
-    return int(np.unique(trace.times_s, return_counts=True)[1].max(initial=0))
+def _why_none(plan: Plan) -> str:
+    """Return why a server carries no load at all, and the remedy."""
+    goal, trace, server = plan.goal, plan.report.trace, plan.without.server
+    if goal.ttft_s is None:
+        return "the search found none; give another --rate"
+    prompt = int(np.percentile(trace.input_tokens, float(goal.quantile.removeprefix("p"))))
+    together = int(np.unique(trace.times_s, return_counts=True)[1].max())
+    if together == 1 or server.seconds_alone(prompt) > goal.ttft_s:
+        return "prompts take longer; check --prefill-speed, or give a longer --ttft"
+    return f"up to {together} requests arrive at the same time; spread them if times are rounded, or plan a fleet"
 
 
 def _num_servers(trace: Trace, row: Row) -> int:
@@ -284,14 +289,14 @@ def _saving(plan: Plan, prices: Prices) -> str:
     def worth(row: Row, left: int) -> float:
         return left * prices.of_tiers(row.run.server) / (100 - left)
 
-    row, left = min(useful, key=lambda each: cost(*each))
+    row, left = min(useful, key=lambda each: (cost(*each), each[1]))
     if cost(row, left) > 100 * prices.server:
         row, left = min(useful, key=lambda each: worth(*each))
     alone = "without tiers" if plan.without.server.gpu_blocks else "without any cache"
-    return (
-        f"In a large fleet, {left} servers as in row {row.name} do the work of 100 {alone}; that pays if a server "
-        f"costs more than {prices.show(worth(row, left))} an hour."
-    )
+    said = f"In a large fleet, {left} servers as in row {row.name} do the work of 100 {alone}"
+    if not worth(row, left):
+        return f"{said}."
+    return f"{said}; that pays if a server costs more than {prices.show(worth(row, left))} an hour."
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
@@ -299,7 +304,8 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
     reached = plan.chosen or plan.best
     said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour."
     if plan.chosen is None:
-        return f"No fleet within the limits reaches the goal. {said}"
+        number = counted(reached.config.servers, "server")
+        return f"No fleet within the limits reaches the goal. The best for its price is {number}: {said}"
     config, results = plan.chosen.config, plan.report.results
     parts = [counted(config.servers, "server")]
     if plan.may_share:
@@ -352,12 +358,7 @@ def _load(plan: Plan, prices: Prices) -> str:
     text += f"req/s: the most that a server handles, {limit}"
     text += "; servers: how many this load needs." if any(loads) and rate < math.inf else "."
     if not any(loads):
-        if (together := _most_together(trace)) == 1:
-            return f"{text} No load is low enough, because prompts take longer."
-        return (
-            f"{text} No load is low enough for one server, because up to {together} requests arrive at the same time: "
-            "spread them if these times are rounded, or plan a fleet."
-        )
+        return f"{text} No load is low enough for one server: {_why_none(plan)}."
     text = f"{text} {_saving(plan, prices)}".rstrip()
     if len(plan.rows) > 1 and not any(row.run.server.disk_blocks for row in plan.rows):
         text += " No disk was tried: give --max-disk."
