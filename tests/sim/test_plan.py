@@ -306,7 +306,12 @@ def test_the_row_that_costs_least_for_its_load_saves_servers() -> None:
 
     def saving(prices: Prices, *loads: float) -> str:
         rows = (replace(row, requests_per_s=load) for row, load in zip(plan.rows, loads, strict=True))
-        return verdict_of(replace(plan, rows=tuple(rows)), prices).load
+        return verdict_of(replace(plan, rows=tuple(rows), chosen=chosen), prices).load
+
+    chosen = plan.chosen
+    said = saving(PRICES, 1.0, 1.5, 1.6, 2.0)
+    assert "67 servers as in row goal or 50 servers as in row ceiling" in said, "the row to buy comes first"
+    chosen = None
 
     assert "row ceiling" in saving(PRICES, 1.0, 1.5, 1.6, 2.0)
     assert "row goal" in saving(replace(PRICES, cpu=10.0), 1.0, 1.95, 1.9, 2.0), "goal costs least"

@@ -71,7 +71,7 @@ def plan(
     max_disk_blocks = 0 if max_disk == "0" else scenario.capacity(max_disk, "--max-disk", trace, block_bytes)
     base = replace(read.alone(trace), cpu_blocks=1, policy=policies[0], cascade=cascades[0])
     notes = read.assumptions(replace(base, disk_blocks=max_disk_blocks), trace)
-    unknown = read.warnings(base, trace)
+    guesses, warnings = read.guesses(base, trace), read.warnings(trace)
     unit = "fleets" if ends is not None else "runs"
     with progress(trace.name, None, unit) as advance:
         options: dict[str, Any] = {"processes": processes, "progress": advance}
@@ -80,7 +80,7 @@ def plan(
             made = make_fleet_plan(trace.whole_blocks(), fleets, goal, read.prices, *ends, **options)
         else:
             made = make_plan(trace, base, goal, read.prices, max_cpu_blocks, max_disk_blocks, **options)
-    verdict = verdict_of(made, read.prices, unknown)
+    verdict = verdict_of(made, read.prices, guesses, warnings)
     figures = _as_json(made, read.prices, verdict, notes)
     if as_json:
         print_json(figures)

@@ -265,27 +265,21 @@ class Scenario:
         ]
         return [*lines, NO_FORECAST]
 
-    def warnings(self, base: SimConfig, trace: Trace) -> list[str]:
-        """Return sentences about unknown facts of the machine."""
+    def guesses(self, base: SimConfig, trace: Trace) -> list[str]:
+        """Return the facts of the machine that are guesses, in words."""
         found = []
         if not base.gpu_blocks:
-            found.append(
-                "the size of the GPU's own cache is not known (--gpu-kv-tokens), so tiers look better than they are, "
-                "and the number of servers is a guess."
-            )
-        guesses = []
+            found.append("no cache on the GPU (--gpu-kv-tokens)")
         if not (self._is_kv_given or trace.token_bytes):
-            guesses.append(f"{format_bytes(self._sizes.bytes_per_token)} of KV per token (--model)")
+            found.append(f"{format_bytes(self._sizes.bytes_per_token)} of KV per token (--model)")
         if not (self._prefill_speed or trace.prefill_tokens_per_s):
-            guesses.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
-        if guesses:
-            found.append(f"{' and '.join(guesses)} {'is a guess' if len(guesses) == 1 else 'are guesses'}.")
-        if self._is_cut:
-            found.append(
-                f"only the first {len(trace):,} requests were read (--max-requests). A longer trace has more hits and "
-                "fills more memory."
-            )
+            found.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
         return found
+
+    def warnings(self, trace: Trace) -> list[str]:
+        """Return sentences about the trace."""
+        read = f"only the first {len(trace):,} requests were read (--max-requests)."
+        return [f"{read} A longer trace has more hits and fills more memory."] if self._is_cut else []
 
     def policies(self, text: str | None) -> list[str]:
         """Return the policies in ``text``, or else the policy of the file."""

@@ -92,9 +92,9 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdict:
-    """Return the verdict of a plan for a server or for a fleet. ``unknown``: warnings about facts of the machine that
-    are not known."""
+def verdict_of(plan: Plan, prices: Prices, guesses: Sequence[str] = (), warnings: Sequence[str] = ()) -> Verdict:
+    """Return the verdict of a plan for a server or for a fleet. ``guesses``: facts of the machine that are not known.
+    ``warnings``: sentences about the trace."""
     trace = plan.report.trace
     rejected = num_rejected(trace, plan.best.server)
     first: list[str] = []
@@ -124,12 +124,11 @@ def verdict_of(plan: Plan, prices: Prices, unknown: Sequence[str] = ()) -> Verdi
         more.append(f"the trace has only {counted(requests, 'request')}: record an hour of traffic before you buy.")
     if trace.requests_per_s == math.inf:
         more.append("all requests arrive at once, so times show how long they need together: give a --rate.")
-    # Whoever buys must see the guesses first. Otherwise the reason matters more.
-    warnings = [*first, *unknown, *more] if plan.chosen is not None else [*first, *more, *unknown]
     # Without a choice of sizes, no price decided anything.
     if plan.report.results and prices == Prices(currency=prices.currency):
-        warnings.append("the prices are placeholders: set prices in the file of --fleet.")
-    return Verdict(answer, _table(plan, prices), load, tuple(warnings), settings)
+        guesses = [*guesses, "prices (prices in the file of --fleet)"]
+    guessed = [f"these are guesses: {', '.join(guesses)}."] if guesses else []
+    return Verdict(answer, _table(plan, prices), load, (*first, *guessed, *more, *warnings), settings)
 
 
 def _rejection(plan: Plan) -> str:
@@ -173,7 +172,7 @@ def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
     if chosen is not None:
         tokens = chosen.server.cpu_blocks * plan.report.trace.block_tokens
         # A GPU with a larger cache would reach the goal alone, or need more host memory.
-        unless = "" if has_cache else f", if the GPU's own cache has fewer than {tokens:,} tokens"
+        unless = "" if has_cache else f", unless the GPU's own cache has {tokens:,} tokens or more"
         return (
             f"Buy {sizes_of(chosen.server)}, {prices.show(plan.price(prices))} an hour{unless}: "
             f"{_reached(chosen, goal)}, instead of {now} {today}."
@@ -201,7 +200,7 @@ def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
         return f"{said}. {now}"
     price = prices.show(prices.of_tiers(plan.best.server))
     closest = f"{sizes_of(plan.best.server)}, {price} an hour: {_reached(plan.best, goal)}"
-    return f"{said}. The best for its price is {closest}. {now}"
+    return f"{said}. The cheapest near the best is {closest}. {now}"
 
 
 def _too_much(plan: Plan, way_out: Sequence[Row]) -> str:
@@ -270,8 +269,8 @@ def _why_slower(plan: Plan) -> str:
 
 
 def _saving(plan: Plan, prices: Prices) -> str:
-    """Return a sentence about the servers that tiers save in a large fleet. It names the row that costs least for the
-    same load or, if all cost more than they save, the row that pays above the lowest price of a server."""
+    """Return a sentence about the servers that tiers save in a large fleet. It names the row to buy, and the row that
+    costs least for the same load or, if all cost more than they save, pays above the lowest price of a server."""
     today, *others = plan.rows
     found = [(row, row.requests_per_s) for row in others if row.requests_per_s]
     if not today.requests_per_s or not others:
@@ -289,14 +288,18 @@ def _saving(plan: Plan, prices: Prices) -> str:
     def worth(row: Row, left: int) -> float:
         return left * prices.of_tiers(row.run.server) / (100 - left)
 
-    row, left = min(useful, key=lambda each: (cost(*each), each[1]))
-    if cost(row, left) > 100 * prices.server:
-        row, left = min(useful, key=lambda each: worth(*each))
+    best = min(useful, key=lambda each: (cost(*each), each[1]))
+    if cost(*best) > 100 * prices.server:
+        best = min(useful, key=lambda each: worth(*each))
+    bought = [each for each in useful if each[0].run is plan.chosen]
+    named = [*bought, *([best] if best not in bought else [])]
     alone = "without tiers" if plan.without.server.gpu_blocks else "without any cache"
-    said = f"In a large fleet, {left} servers as in row {row.name} do the work of 100 {alone}"
-    if not worth(row, left):
-        return f"{said}."
-    return f"{said}; that pays if a server costs more than {prices.show(worth(row, left))} an hour."
+    said = [f"{left} servers as in row {row.name}" for row, left in named]
+    pays = " or ".join(f"{prices.show(worth(*each))}{f' ({each[0].name})' * (len(named) > 1)}" for each in named)
+    text = f"In a large fleet, {' or '.join(said)} do the work of 100 {alone}"
+    if not any(worth(*each) for each in named):
+        return f"{text}."
+    return f"{text}; that pays if a server costs more than {pays} an hour."
 
 
 def _fleet_answer(plan: Plan, prices: Prices) -> str:
@@ -305,7 +308,7 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
     said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour."
     if plan.chosen is None:
         number = counted(reached.config.servers, "server")
-        return f"No fleet within the limits reaches the goal. The best for its price is {number}: {said}"
+        return f"No fleet within the limits reaches the goal. The cheapest near the best has {number}: {said}"
     config, results = plan.chosen.config, plan.report.results
     parts = [counted(config.servers, "server")]
     if plan.may_share:
