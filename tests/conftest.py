@@ -53,7 +53,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def leave_out_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the search for the highest loads that servers carry, which decide nothing else in a plan."""
+    monkeypatch.setattr("kvoffload.sim.plan._highest_loads", lambda _trace, _goal, runs, *_: [None] * len(runs))
+
+
 @pytest.fixture
 def no_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves the search for the highest loads that servers carry, which decide nothing else in a plan."""
-    monkeypatch.setattr("kvoffload.sim.plan._highest_loads", lambda _trace, _goal, runs, *_: [None] * len(runs))
+    leave_out_loads(monkeypatch)

@@ -164,6 +164,10 @@ def test_a_trace_of_few_requests_is_pointed_out(tmp_path: Path, capsys: pytest.C
         for limit, is_cut in ((requests - 1, True), (requests + 1, False)):
             _, _, told = plan(capsys, *args, "--max-requests", str(limit))
             assert any("--max-requests" in warning for warning in told["verdict"]["warnings"]) == is_cut
+        fleet = tmp_path / "fleet.json"
+        fleet.write_text(json.dumps({"copies": 2}))
+        _, _, told = plan(capsys, *args, "--max-requests", str(requests - 1), "--fleet", fleet)
+        assert any(f"first {requests - 1} requests" in warning for warning in told["verdict"]["warnings"])
 
 
 @pytest.mark.usefixtures("no_loads")

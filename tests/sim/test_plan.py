@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import leave_out_loads
 
 from kvoffload.errors import ConfigError
 from kvoffload.sim.cluster import simulate
@@ -284,7 +285,7 @@ def test_an_overloaded_hour_does_not_hide_in_a_quiet_day(monkeypatch: pytest.Mon
     server = SimConfig(1, 5 * 2**20, prefill_tokens_per_s=1000.0)
     options: dict[str, Any] = {"max_disk_blocks": 0, "processes": 1}
     with monkeypatch.context() as patched:
-        patched.setattr("kvoffload.sim.plan._highest_loads", lambda *args: [None] * len(args[2]))
+        leave_out_loads(patched)
         plan = make_plan(day(240), server, Goal(hit_rate=0.4), PRICES, **options)
     assert plan.without.is_overloaded and plan.without.utilisation == 1
     assert plan.chosen is not None and 0.65 < plan.chosen.utilisation < 0.75

@@ -71,7 +71,7 @@ def plan(
     max_disk_blocks = 0 if max_disk == "0" else scenario.capacity(max_disk, "--max-disk", trace, block_bytes)
     base = replace(read.alone(trace), cpu_blocks=1, policy=policies[0], cascade=cascades[0])
     notes = read.assumptions(replace(base, disk_blocks=max_disk_blocks), trace)
-    guesses, warnings = read.guesses(base, trace), read.warnings(trace)
+    guesses, warnings = read.guesses(base, trace), read.warnings()
     unit = "fleets" if ends is not None else "runs"
     with progress(trace.name, None, unit) as advance:
         options: dict[str, Any] = {"processes": processes, "progress": advance}

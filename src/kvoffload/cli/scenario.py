@@ -276,10 +276,12 @@ class Scenario:
             found.append(f"{base.prefill_tokens_per_s:,.0f} tokens/s of prefill (--prefill-speed)")
         return found
 
-    def warnings(self, trace: Trace) -> list[str]:
-        """Return sentences about the trace."""
-        read = f"only the first {len(trace):,} requests were read (--max-requests)."
-        return [f"{read} A longer trace has more hits and fills more memory."] if self._is_cut else []
+    def warnings(self) -> list[str]:
+        """Return sentences about the trace that was loaded."""
+        if not self._is_cut:
+            return []
+        read = f"only the first {self._max_requests:,} requests were read (--max-requests)."
+        return [f"{read} A longer trace has more hits and fills more memory."]
 
     def policies(self, text: str | None) -> list[str]:
         """Return the policies in ``text``, or else the policy of the file."""

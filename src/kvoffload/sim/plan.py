@@ -122,6 +122,12 @@ class Plan:
         assert self.report.without is not None
         return self.report.without
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no run keeps up with the load."""
+        without = self.report.without
+        return all(run.is_overloaded for run in (*self.report.results, *([without] if without is not None else [])))
+
     def price(self, prices: Prices) -> float:
         """Return the price of the choice; 0 without one."""
         return 0.0 if self.chosen is None else self.report.price(self.chosen, prices)
@@ -163,9 +169,9 @@ def make_plan(
         below = cpu_sizes[-1:] if cpu_sizes and cpu_sizes[-1] < footprint else cpu_sizes[:3][-1:]
         largest = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes[-1:]]
         largest += [replace(base, cpu_blocks=cpu, disk_blocks=disk) for cpu in below for disk in disk_sizes[-1:]]
-        report = sweep(trace, [without.server, *largest], processes, progress) if largest else alone
-        plan = Plan(goal, report.without, report, report.without or without)
-        return _with_rows(trace, plan, prices, processes, progress)
+        with runner(simulate, alone.trace, num_processes(processes, len(largest)), progress) as run_each:
+            report = report_of(alone.trace, [without, *run_each(largest)])
+        return _with_rows(trace, Plan(goal, without, report, without), prices, processes, progress)
     grid = [replace(base, cpu_blocks=cpu) for cpu in cpu_sizes]
     with_disk = [replace(base, cpu_blocks=cpu, disk_blocks=disk) for disk in disk_sizes for cpu in cpu_sizes[:3:2]]
     if cpu_sizes and cpu_sizes[-1] < footprint:
@@ -220,12 +226,16 @@ def num_rejected(trace: Trace, server: SimConfig) -> int:
 def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, progress: Callable[[], object]) -> Plan:
     """Return the plan for one server with its rows."""
     goal, without, results = plan.goal, plan.without, plan.report.results
+
+    def price(run: Result) -> float:
+        return plan.report.price(run, prices)
+
     named = [("today" if without.server.gpu_blocks else "no cache", without)]
     reaching = [each for each in results if goal.hit_rate is not None and goal.is_reached(each)]
     if plan.chosen is not None and plan.chosen is not without:
         named.append(("goal", plan.chosen))
-    elif reaching and all(each.is_overloaded for each in (without, *results)):
-        named.append(("goal", min(reaching, key=lambda each: prices.of_tiers(each.server))))
+    elif reaching and plan.is_hopeless:
+        named.append(("goal", min(reaching, key=price)))
     with_disk = [each for each in results if each.server.disk_blocks]
     if len(results) - len(with_disk) > 2:
         named.append(("knee", knee_of([each for each in results if not each.server.disk_blocks])))
@@ -234,8 +244,7 @@ def _with_rows(trace: Trace, plan: Plan, prices: Prices, processes: int | None, 
         named.append(("ceiling", max(harmless or results, key=goal.reached)))
     if with_disk and not any(run.server.disk_blocks for _, run in named):
         harmless = [each for each in with_disk if plan.is_harmless(each)]
-        disk = _closest(goal, harmless or with_disk, lambda each: prices.of_tiers(each.server))
-        named.append(("disk", disk))
+        named.append(("disk", _closest(goal, harmless or with_disk, price)))
     loads = _highest_loads(trace, goal, [run for _, run in named], processes, progress)
     rows = (Row(name, run, load) for (name, run), load in zip(named, loads, strict=True))
     return replace(plan, rows=tuple(rows))
@@ -415,10 +424,14 @@ def make_fleet_plan(
                 else:
                     low = middle
     report = report_of(trace, results, are_fleets=True)
-    best = _closest(goal, results, lambda each: prices.of_fleet(each.config))
+
+    def price(run: Result) -> float:
+        return report.price(run, prices)
+
+    best = _closest(goal, results, price)
     shown = chosen or best
-    cheaper = [each for each in results if prices.of_fleet(each.config) < prices.of_fleet(shown.config)]
+    cheaper = [each for each in results if price(each) < price(shown)]
     named = [("goal" if chosen else "closest", shown)]
-    named += [("cheaper", each) for each in sorted(cheaper, key=lambda each: prices.of_fleet(each.config))[-2:]]
+    named += [("cheaper", each) for each in sorted(cheaper, key=price)[-2:]]
     rows = tuple(Row(name, run) for name, run in named)
     return Plan(goal, chosen, report, best, rows, may_share=any(fleet.shared is not None for fleet in fleets))

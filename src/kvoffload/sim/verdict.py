@@ -103,17 +103,18 @@ def verdict_of(plan: Plan, prices: Prices, guesses: Sequence[str] = (), warnings
     if rejected == len(trace) > 0:
         answer, load = _rejection(plan), ""
     elif plan.report.is_fleet:
-        is_hopeless = all(each.is_overloaded for each in plan.report.results)
-        more = ["no fleet within the limits keeps up with this load: allow more servers."] * is_hopeless
+        more = ["no fleet within the limits keeps up with this load: allow more servers."] * plan.is_hopeless
         answer, load = _fleet_answer(plan, prices), ""
         settings = _settings(plan.chosen.server) if plan.chosen is not None else ()
     else:
         more = [*_load_warnings(plan)]
-        way_out = _way_out(plan, prices) if _is_too_much(plan) else []
+        way_out = _way_out(plan, prices) if plan.is_hopeless else []
         answer, load = _answer(plan, prices, way_out), _load(plan, prices)
         advised = way_out[-1].run if way_out else plan.chosen or plan.best
         settings = _settings(advised.server)
-        if settings and not plan.goal.is_reached(advised) and not (way_out and plan.goal.ttft_s):
+        # More servers bring first tokens in time, and no other hits.
+        is_reached = plan.goal.is_reached(advised) or (bool(way_out) and plan.goal.ttft_s is not None)
+        if settings and not is_reached:
             settings = ("# This misses the goal.", *settings)
         if rejected:
             first.append(
@@ -156,11 +157,6 @@ def sizes_of(config: SimConfig) -> str:
     return f"{format_bytes(config.cpu_bytes)} of host memory{disk}"
 
 
-def _is_too_much(plan: Plan) -> bool:
-    """Whether one server cannot carry the load, with any size."""
-    return all(each.is_overloaded for each in (plan.without, *plan.report.results))
-
-
 def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
     goal, chosen, without = plan.goal, plan.chosen, plan.without
     has_cache = without.server.gpu_blocks > 0
@@ -183,7 +179,7 @@ def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
     has_room = without.server.gpu_blocks >= plan.report.trace.num_unique
     if not results and not has_room:
         return f"Buy nothing within these limits: less host memory than {gpu} holds little else."
-    if _is_too_much(plan):
+    if plan.is_hopeless:
         return _too_much(plan, way_out)
     if not results:
         return f"Buy nothing: {gpu} has room for all blocks of this trace, so tiers find no more. {now}"
