@@ -112,7 +112,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
 _OF_A_FLEET = ("routers", "shared", "pool", "servers_per_machine", "prefill_servers")
 _WHAT = "the file of --fleet"
 _LONGEST_S = 1e10
-"""Times beyond this are too coarse for steps of an engine."""
+"""The longest trace. With more seconds on the clock, a float has no digits left for an engine's steps."""
 _MOST_SERVERS = 4096
 """A limit above the number of servers that a replay can handle in reasonable time."""
 _BOUNDS = {

@@ -37,8 +37,8 @@ _CLOSE = 1.05
 _AIM, _LEAST = 0.98 * SATURATED, 0.1
 """A next try aims at this utilisation, and lowers the load at most to such a share."""
 _IDLE, _SLOW = 0.1, 1e-3
-"""A server that is less busy and not in time is perhaps never in time. The next try tells: it lowers the load to such a
-share, so that requests hardly meet."""
+"""If a server is less busy than ``_IDLE`` and misses the goal, the next try lowers the load to the share ``_SLOW``, so
+that requests hardly meet. A server that misses the goal even then always misses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def _strain(run: Result, goal: Goal) -> float:
 
 
 def _change(run: Result, goal: Goal, *, is_carried: bool) -> float:
-    """Return by which factor to change the load of a run to come close to the highest load that the server carries."""
+    """Return a factor that brings the load of a run close to the highest load that the server carries."""
     spent_s = max(run.answering_s, 1e-9)
     # The busy share of the time grows about as the load does, and a time to first token as 1 / (1 - busy).
     busy: float = min(max(run.sum_of("busy_s") / spent_s, 1e-9), 1.0)
@@ -339,8 +339,8 @@ def _change(run: Result, goal: Goal, *, is_carried: bool) -> float:
     # A server that is behind shows how many requests it answers at most.
     answers: float = run.sum_of("requests") / run.requests * run.arriving_s / spent_s
     if run.utilisation <= SATURATED and run.lateness > 1:
-        # The less busy it is, the more of its work comes at the end. If all of it did, the end would come as late at
-        # any load, which is only allowed after a longer time of arrivals.
+        # If the server is seldom busy, most of its work arrives at the end. If all of it did, the queue would last as
+        # long at any load, and only a longer trace may have such a queue.
         late_s = spent_s - run.arriving_s - run.longest_prompt_s
         at_end = MOST_BEHIND * min(run.arriving_s, HOUR_S) / late_s
         answers *= (at_end / answers) ** (1 - run.utilisation / SATURATED)

@@ -18,8 +18,7 @@ DEVICE, HOST = "device", "host"
 SATURATED = 0.9
 """The utilisation above which times only say that a server is too slow."""
 MOST_BEHIND = 0.05
-"""A server may need so much time for its queue after the last arrival, as a share of the time in which requests
-arrive."""
+"""How long a queue may last after the last arrival, divided by the time from the first arrival to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +149,9 @@ class Result:
 
     @property
     def lateness(self) -> float:
-        """How late the last first token comes after the last arrival. Above 1, the queue is too long at the end: it
-        takes more than a twentieth of the time in which requests arrive (of an hour at most), plus the time of the
-        longest prompt alone. A load that grows to the end causes this before servers are busy for most of the time."""
+        """Seconds from the last arrival to the last first token, divided by the seconds that are allowed. Allowed are a
+        twentieth of the time from the first arrival to the last (of an hour at most), and the time of the longest
+        prompt alone. If the load grows to the end, this exceeds 1 before servers are busy most of the time."""
         allowed_s = MOST_BEHIND * min(self.arriving_s, HOUR_S) + self.longest_prompt_s
         return max(self.answering_s - self.arriving_s, 0.0) / max(allowed_s, 1e-9)
 

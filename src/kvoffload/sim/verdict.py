@@ -196,7 +196,7 @@ def _answer(plan: Plan, prices: Prices, way_out: Sequence[Row]) -> str:
         return f"{said}. {now}"
     price = prices.show(prices.of_tiers(plan.best.server))
     closest = f"{sizes_of(plan.best.server)}, {price} an hour: {_reached(plan.best, goal)}"
-    return f"{said}. The cheapest near the best is {closest}. {now}"
+    return f"{said}. Of the sizes that come closest, the cheapest is {closest}. {now}"
 
 
 def _too_much(plan: Plan, way_out: Sequence[Row]) -> str:
@@ -304,7 +304,7 @@ def _fleet_answer(plan: Plan, prices: Prices) -> str:
     said = f"{_reached(reached, plan.goal)}, {prices.show(prices.of_fleet(reached.config))} an hour."
     if plan.chosen is None:
         number = counted(reached.config.servers, "server")
-        return f"No fleet within the limits reaches the goal. The cheapest near the best has {number}: {said}"
+        return f"No fleet within the limits reaches the goal. The cheapest of the closest ones has {number}: {said}"
     config, results = plan.chosen.config, plan.report.results
     parts = [counted(config.servers, "server")]
     if plan.may_share:
